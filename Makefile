@@ -1,0 +1,33 @@
+# One environment, made once. `make demo` trains a model beyond its budget; `make test` runs the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[triton,transformers,plots,dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf build/typecheck
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p megacompile
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs

@@ -1,0 +1,1 @@
+"""Fused Triton kernels, one operator per file, each with a plain torch reference."""
