@@ -1,1 +1,12 @@
-"""Fused Triton kernels, one operator per file, each with a plain torch reference."""
+"""Fused Triton kernels, one operator per file, each with a plain torch reference.
+
+Importing the package registers every operator under ``torch.ops.megacompile`` and launches
+nothing; it works where triton is not installed. On CUDA tensors an operator runs its Triton kernel,
+on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in triton's interpreter).
+"""
+
+from megacompile.kernels.dropout import dropout_mask
+from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.rms_norm import rms_norm
+
+__all__ = ["dropout_mask", "rms_norm"]

@@ -1,0 +1,164 @@
+"""The one place that knows whether triton is there, and what the launchers share.
+
+In: nothing. Out: ``triton`` and ``tl`` (stubs where triton is missing: ``jit`` then returns the
+function unchanged, and only the torch references can run), and ``runs_triton``, which says for a
+tensor which of the two implementations an operator takes.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _Language:
+        """Stands in for ``triton.language`` in annotations such as ``BLOCK: tl.constexpr``."""
+
+        def __getattr__(self, name: str) -> Any:
+            return object
+
+    class _Triton:
+        """Stands in for ``triton`` where kernels are only defined."""
+
+        @staticmethod
+        def jit(fn: Any = None, **_: Any) -> Any:
+            return fn if fn is not None else (lambda kernel: kernel)
+
+    tl = _Language()
+    triton = _Triton()
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether an operator on ``x`` launches its Triton kernel; otherwise it runs the reference."""
+    return HAS_TRITON and (x.is_cuda or INTERPRETED)
+
+
+def accumulator(dtype: torch.dtype) -> Any:
+    """The Triton type that a kernel computes in: float64 for float64 data, otherwise float32."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The torch type that a reference computes in; the counterpart of ``accumulator``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n (and at least 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def ceil_div(n: int, d: int) -> int:
+    """n / d, rounded up."""
+    return -(-n // d)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs of a persistent kernel to start (4 where the interpreter stands in)."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` as [rows, columns] with unit column stride; copies only where no view does."""
+    width = x.shape[-1]
+    rows = x.reshape(x.numel() // width if width else 0, width)
+    return rows if rows.stride(-1) == 1 or width <= 1 else rows.contiguous()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded instead of done: what the ahead-of-time gate compiles."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do."""
+    global _recorded
+    outer, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = outer
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **constants: Any,
+) -> None:
+    """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, args, constants, num_warps, num_stages))
+        return
+    if 0 in grid:
+        return
+    first = next(arg for arg in args if isinstance(arg, Tensor))
+    with torch.cuda.device_of(first) if first.is_cuda else contextlib.nullcontext():
+        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """How a kernel that holds whole rows is tiled: BLOCK_M rows of BLOCK_N columns."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+MAX_ROW = 32768
+
+
+def row_tile(columns: int, per_thread: int = 16) -> RowTile:
+    """A tile of whole rows with about ``per_thread`` elements per thread and tensor.
+
+    Narrow rows (the heads of a query norm) share a program: one warp for a 128-wide row would
+    leave most of a processor idle.
+    """
+    block_n = next_power_of_2(columns)
+    block_m = max(1, 2048 // block_n)
+    warps = block_m * block_n // (32 * per_thread)
+    return RowTile(block_m, block_n, min(max(warps, 4), 32))
+
+
+AotCase = tuple[str, Callable[[], object]]
+AOT_CASES: list[Callable[[], list[AotCase]]] = []
+
+
+def aot_cases(make: Callable[[], list[AotCase]]) -> Callable[[], list[AotCase]]:
+    """Register what the ahead-of-time gate compiles: named calls of launchers on meta tensors.
+
+    The gate records the launches that these calls make, so it compiles what will run and cannot
+    drift from it.
+    """
+    AOT_CASES.append(make)
+    return make

@@ -1,0 +1,156 @@
+"""Residual addition and RMSNorm in one pass: ``sum = x + residual; y = rms_norm(sum)``.
+
+x, residual: [..., N], one type, any strides. y, sum: [..., N]; sum is rounded to that type before
+it is normalised, as two separate operators would. The backward adds the gradient that reaches sum
+on its other way (the residual stream). Saves sum and rstd; sum replaces x as the saved activation.
+"""
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    MAX_ROW,
+    AotCase,
+    aot_cases,
+    runs_triton,
+    wide,
+)
+from megacompile.kernels.rms_norm import (
+    backward_triton,
+    empty_output,
+    forward_triton,
+    rms_norm_backward_reference,
+    rms_norm_reference,
+)
+
+
+def add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_early: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, sum, rstd) in plain torch."""
+    total = (x + residual).contiguous()
+    y, rstd = rms_norm_reference(total, weight, eps, offset, cast_early)
+    return y, total, rstd
+
+
+def add_rms_norm_backward_reference(
+    grad: Tensor,
+    grad_sum: Tensor,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor]:
+    """(gradient of x and of residual, dw) in plain torch."""
+    values = total.to(rstd.dtype)
+    dx, dw = rms_norm_backward_reference(grad, values, weight, rstd, offset, False)
+    if weight is not None and cast_early and total.dtype != values.dtype:
+        _, dw = rms_norm_backward_reference(grad, total, weight, rstd, offset, cast_early)
+    return (dx + grad_sum).to(total.dtype), dw
+
+
+@torch.library.custom_op("megacompile::add_rms_norm", mutates_args=())
+def add_rms_norm_op(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_early: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, sum, rstd); see the module's docstring."""
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError("add_rms_norm needs x and residual of one shape and type")
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+        return add_rms_norm_reference(x, residual, weight, eps, offset, cast_early)
+    return forward_triton(x, residual, weight, eps, offset, cast_early)
+
+
+@torch.library.custom_op("megacompile::add_rms_norm_backward", mutates_args=())
+def add_rms_norm_backward_op(
+    grad: Tensor,
+    grad_sum: Tensor,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor]:
+    """(gradient of x and of residual, dw)."""
+    args = grad, grad_sum, total, weight, rstd, offset, cast_early
+    if not runs_triton(total) or total.shape[-1] > MAX_ROW:
+        return add_rms_norm_backward_reference(*args)
+    return backward_triton(*args)
+
+
+@add_rms_norm_op.register_fake
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    cast_early: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    return empty_output(x, weight, cast_early), x.new_empty(x.shape), rstd
+
+
+@add_rms_norm_backward_op.register_fake
+def _(
+    grad: Tensor,
+    grad_sum: Tensor,
+    total: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor]:
+    dw = total.new_empty(0) if weight is None else torch.empty_like(weight)
+    return total.new_empty(total.shape), dw
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, _, weight, _, ctx.offset, ctx.cast_early = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(output[1], weight, output[2])
+
+
+def _backward(ctx, grad, grad_sum, _) -> tuple[Tensor | None, ...]:
+    total, weight, rstd = ctx.saved_tensors
+    dx, dw = add_rms_norm_backward_op(
+        grad, grad_sum, total, weight, rstd, ctx.offset, ctx.cast_early
+    )
+    return dx, dx, None if weight is None else dw, None, None, None
+
+
+add_rms_norm_op.register_autograd(_backward, setup_context=_setup)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast_early: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(y, sum), differentiable in x, residual and weight."""
+    y, total, _ = add_rms_norm_op(x, residual, weight, eps, offset, cast_early)
+    return y, total
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(width: int) -> None:
+        x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
+        _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
+        backward_triton(x, x, total, x[0], rstd, 0.0, True)
+
+    return [(f"{n} bf16", lambda n=n: case(n)) for n in (4096, 8192)]

@@ -1,0 +1,329 @@
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension; saves only rstd.
+
+    rstd = (mean(x**2) + eps) ** -0.5        y = x * rstd * (weight + offset)
+
+Two variants differ in where the low precision begins. ``cast_early=True`` (Llama, Qwen, Mistral):
+``x * rstd`` is cast to x's type and then multiplied by the weight. ``cast_early=False`` (Gemma with
+``offset=1``; OLMo 2 and ``torch.nn.RMSNorm`` with ``offset=0``): the product is cast.
+
+x: [..., N], any float type, any strides. weight: [N] or None. y: [..., N] of x's type (promoted
+with the weight's under ``cast_early``). rstd: [...] float32 (float64 for float64 x).
+"""
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    MAX_ROW,
+    AotCase,
+    accumulator,
+    aot_cases,
+    as_rows,
+    ceil_div,
+    launch,
+    processors,
+    row_tile,
+    runs_triton,
+    tl,
+    triton,
+    wide,
+)
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    sum_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    columns,
+    eps,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CAST_EARLY: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (col < columns)[None, :]
+    out = row[:, None] * columns + col[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        at = residual_ptr + row[:, None] * residual_stride + col[None, :]
+        residual = tl.load(at, mask=inside, other=0.0)
+        x = (x.to(ACC) + residual.to(ACC)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + out, x, mask=inside)
+    wide_x = x.to(ACC)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / columns + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = wide_x * rstd[:, None]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC) + offset
+        if CAST_EARLY:
+            y = y.to(x.dtype).to(ACC)
+        y = y * weight[None, :]
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    grad_ptr,
+    grad_sum_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    grad_stride,
+    grad_sum_stride,
+    x_stride,
+    rows,
+    columns,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CAST_EARLY: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Persistent: each program walks over tiles and keeps its share of dw in registers."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC) + offset
+        dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    for tile in range(program, tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        inside = (row < rows)[:, None] & (col < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0)
+        at = grad_ptr + row[:, None] * grad_stride + col[None, :]
+        grad = tl.load(at, mask=inside, other=0.0).to(ACC)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        normal = x.to(ACC) * rstd[:, None]
+        if HAS_WEIGHT:
+            if CAST_EARLY:
+                dw += grad * normal.to(x.dtype).to(ACC)
+            else:
+                dw += grad * normal
+            if WIDE:
+                weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC) + offset
+            grad = grad * weight[None, :]
+        mean = tl.sum(grad * normal, axis=1) / columns
+        if WIDE:
+            at = x_ptr + row[:, None] * x_stride + col[None, :]
+            x = tl.load(at, mask=inside, other=0.0, volatile=True)
+            normal = x.to(ACC) * rstd[:, None]
+        dx = (grad - normal * mean[:, None]) * rstd[:, None]
+        if HAS_RESIDUAL:
+            at = grad_sum_ptr + row[:, None] * grad_sum_stride + col[None, :]
+            dx += tl.load(at, mask=inside, other=0.0).to(ACC)
+        out = dx_ptr + row[:, None] * columns + col[None, :]
+        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(dw_ptr + program * columns + col, tl.sum(dw, axis=0), mask=col < columns)
+
+
+def forward_triton(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, x + residual or an empty tensor, rstd)."""
+    y = empty_output(x, weight, cast_early)
+    total = x.new_empty(x.shape if residual is not None else 0)
+    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    rows = as_rows(x)
+    others = rows if residual is None else as_rows(residual)
+    tile = row_tile(rows.shape[1])
+    launch(
+        rms_norm_forward_kernel,
+        (ceil_div(rows.shape[0], tile.block_m),),
+        rows,
+        others,
+        rows if weight is None else weight.contiguous(),
+        y,
+        total,
+        rstd,
+        rows.stride(0),
+        others.stride(0),
+        *rows.shape,
+        eps,
+        offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_RESIDUAL=residual is not None,
+        CAST_EARLY=cast_early,
+        ACC=accumulator(x.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+    )
+    return y, total, rstd
+
+
+def backward_triton(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw); dw is empty where there is no weight."""
+    dx = x.new_empty(x.shape)
+    rows, grads = as_rows(x), as_rows(grad)
+    sums = grads if grad_sum is None else as_rows(grad_sum)
+    tile = row_tile(rows.shape[1])
+    programs = max(1, min(processors(x.device), ceil_div(rows.shape[0], tile.block_m)))
+    partial = x.new_empty((programs, rows.shape[1]), dtype=rstd.dtype)
+    launch(
+        rms_norm_backward_kernel,
+        (programs,),
+        grads,
+        sums,
+        rows,
+        rows if weight is None else weight.contiguous(),
+        rstd.contiguous(),
+        dx,
+        partial,
+        grads.stride(0),
+        sums.stride(0),
+        rows.stride(0),
+        *rows.shape,
+        offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_RESIDUAL=grad_sum is not None,
+        CAST_EARLY=cast_early,
+        WIDE=tile.block_n > 8192,
+        ACC=accumulator(x.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+    )
+    return dx, x.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
+
+
+def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
+    """A contiguous tensor of y's shape and type."""
+    promoted = weight is not None and cast_early
+    dtype = torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd) in plain torch."""
+    values = x.to(wide(x.dtype))
+    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    y = values * rstd
+    if weight is None:
+        y = y.to(x.dtype)
+    elif cast_early:
+        y = y.to(x.dtype) * (weight + offset if offset else weight)
+    else:
+        y = (y * (weight.to(values.dtype) + offset)).to(x.dtype)
+    return y.contiguous(), rstd.squeeze(-1).contiguous()
+
+
+def rms_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw) in plain torch; dw is empty where there is no weight."""
+    normal = x.to(rstd.dtype) * rstd.unsqueeze(-1)
+    grad = grad.to(rstd.dtype)
+    dw = x.new_empty(0)
+    if weight is not None:
+        seen = normal.to(x.dtype).to(rstd.dtype) if cast_early else normal
+        dw = (grad * seen).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * (weight.to(rstd.dtype) + offset)
+    mean = (grad * normal).mean(-1, keepdim=True)
+    dx = (grad - normal * mean) * rstd.unsqueeze(-1)
+    return dx.to(x.dtype).contiguous(), dw
+
+
+@torch.library.custom_op("megacompile::rms_norm", mutates_args=())
+def rms_norm_op(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd); see the module's docstring."""
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+        return rms_norm_reference(x, weight, eps, offset, cast_early)
+    y, _, rstd = forward_triton(x, None, weight, eps, offset, cast_early)
+    return y, rstd
+
+
+@torch.library.custom_op("megacompile::rms_norm_backward", mutates_args=())
+def rms_norm_backward_op(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw); dw is empty where there is no weight."""
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+        return rms_norm_backward_reference(grad, x, weight, rstd, offset, cast_early)
+    return backward_triton(grad, None, x, weight, rstd, offset, cast_early)
+
+
+@rms_norm_op.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+) -> tuple[Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    return empty_output(x, weight, cast_early), rstd
+
+
+@rms_norm_backward_op.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, weight, _, ctx.offset, ctx.cast_early = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _backward(ctx, grad, _) -> tuple[Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    dx, dw = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.cast_early)
+    return dx, None if weight is None else dw, None, None, None
+
+
+rms_norm_op.register_autograd(_backward, setup_context=_setup)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast_early: bool = True,
+) -> Tensor:
+    """y alone, differentiable in x and weight."""
+    return rms_norm_op(x, weight, eps, offset, cast_early)[0]
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(width: int, dtype: torch.dtype) -> None:
+        x = torch.empty((8192, width), dtype=dtype, device="meta")
+        weight = x[0]
+        _, _, rstd = forward_triton(x, None, weight, 1e-6, 0.0, True)
+        backward_triton(x, None, x, weight, rstd, 0.0, True)
+
+    cases = [(f"{n} bf16", lambda n=n: case(n, torch.bfloat16)) for n in (128, 4096, 8192, 16384)]
+    return [*cases, ("4096 fp32", lambda: case(4096, torch.float32))]
