@@ -1,0 +1,27 @@
+"""Errors that a user can act on. Each message says what, where, and what to do."""
+
+from __future__ import annotations
+
+
+class MegacompileError(ValueError):
+    """Base of all errors that a user's input or model can cause."""
+
+
+class CaptureError(MegacompileError):
+    """The model's forward cannot be captured, or would not train right if it were."""
+
+
+class BudgetError(MegacompileError):
+    """A memory budget is malformed, above what exists, or below the least feasible one."""
+
+
+class BudgetExceededError(RuntimeError):
+    """A step asked for more device bytes than its budget; the step stopped before it took them."""
+
+
+class ScheduleError(MegacompileError):
+    """A schedule is not safe in every order that its streams allow."""
+
+
+class ProgramError(RuntimeError):
+    """A program is in a state in which the call cannot be served, and what to do about it."""
