@@ -5,8 +5,11 @@ nothing; it works where triton is not installed. On CUDA tensors an operator run
 on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in triton's interpreter).
 """
 
-from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.dropout import dropout_mask
+from megacompile.kernels.glu import glu
+from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.rms_norm import rms_norm
+from megacompile.kernels.rope import rope
 
-__all__ = ["dropout_mask", "rms_norm"]
+__all__ = ["add_rms_norm", "dropout_mask", "glu", "layer_norm", "rms_norm", "rope"]

@@ -37,7 +37,8 @@ class Captured:
     """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
-    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input.
+    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
+    ``trainable`` holds the names of the parameters that require a gradient.
     """
 
     graph: fx.Graph
@@ -46,6 +47,7 @@ class Captured:
     inputs: dict[str, int]
     constants: dict[str, Tensor]
     rng: str
+    trainable: frozenset[str]
     fake_mode: FakeTensorMode
 
     def placeholder(self, name: str) -> fx.Node:
@@ -240,6 +242,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         inputs={n: i for n, i in inputs.items() if n in used},
         constants={n: c for n, c in constants.items() if n in used},
         rng=rng,
+        trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad),
         fake_mode=fake_mode,
     )
 

@@ -29,11 +29,15 @@
 #endif
 
 typedef struct {
+    double lr, beta1, beta2, eps, weight_decay, step, grad_scale;
+} Hyper;
+
+typedef struct {
     float grad_scale;   /* times -1 when maximising */
     float decay;        /* AdamW: the weight is multiplied by 1 - lr * weight_decay */
     float coupled;      /* Adam: weight_decay, added to the gradient times the weight */
     float lerp;         /* 1 - beta1, or -beta1 when lerp_from_grad */
-    float lerp_from_grad;
+    int lerp_from_grad;
     float beta2, one_minus_beta2, correction2_sqrt, eps;
     float minus_step_size;
 } Constants;
@@ -45,6 +49,23 @@ typedef struct {
     const void *grad;
     Constants c;
 } Job;
+
+/* Scalars in double, then rounded once to float, as torch does. */
+static Constants constants_of(const Hyper *h, int maximize) {
+    const float lerp = (float)(1 - h->beta1);
+    return (Constants){
+        .grad_scale = (float)(maximize ? -h->grad_scale : h->grad_scale),
+        .decay = (float)(1 - h->lr * h->weight_decay),
+        .coupled = (float)h->weight_decay,
+        .lerp = lerp < 0.5f ? lerp : lerp - 1,
+        .lerp_from_grad = lerp >= 0.5f,
+        .beta2 = (float)h->beta2,
+        .one_minus_beta2 = (float)(1 - h->beta2),
+        .correction2_sqrt = (float)sqrt(1 - pow(h->beta2, h->step)),
+        .eps = (float)h->eps,
+        .minus_step_size = (float)-(h->lr / (1 - pow(h->beta1, h->step))),
+    };
+}
 
 INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -63,7 +84,7 @@ INLINE void update(const Job *job, int64_t begin, int64_t end, int split, int bf
     int16_t *low = job->low;
     const float *grad32 = job->grad;
     const uint16_t *grad16 = job->grad;
-    const int from_grad = c.lerp_from_grad != 0.0f;
+    const int from_grad = c.lerp_from_grad;
 #pragma omp simd
     for (int64_t i = begin; i < end; i++) {
         float w = split ? as_float(join_halves(high[i], low[i])) : master[i];
@@ -106,10 +127,12 @@ INLINE int64_t unit_size(int64_t n, int64_t threads) {
     return MIN(MAX(unit, 4096), 262144) / 64 * 64;
 }
 
-/* Bit 0 of kind: split weights; bit 1: bf16 gradient; bit 2: weight decay in the gradient. */
+/* `low` is NULL where the weight is whole. Bits of `kind`: 0 split, 1 bf16 gradient, 2 Adam instead
+ * of AdamW, 3 maximise. */
 void mc_adam(int64_t n, void *weight, int16_t *low, float *exp_avg, float *exp_avg_sq,
-             const void *grad, const Constants *constants, int64_t kind, int64_t threads) {
-    const Job job = {weight, low, exp_avg, exp_avg_sq, grad, *constants};
+             const void *grad, const Hyper *hyper, int64_t kind, int64_t threads) {
+    const Job job = {weight, low, exp_avg, exp_avg_sq, grad, constants_of(hyper, kind >> 3 & 1)};
+    kind &= hyper->weight_decay != 0 ? 7 : 3; /* no decay: no 0 * weight in the gradient */
     const int64_t unit = unit_size(n, threads), units = (n + unit - 1) / unit;
 #pragma omp parallel for schedule(dynamic) num_threads((int)MAX(1, MIN(threads, units)))
     for (int64_t u = 0; u < units; u++) {

@@ -22,7 +22,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,7 +33,9 @@ SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-fopenmp", "-fopenmp-simd")
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
-HALF = (torch.bfloat16, torch.int16)
+DTYPES = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), (torch.float32,))
+DTYPES |= {"hi": (torch.bfloat16, torch.int16), "lo": (torch.int16,)}
+DTYPES |= {"grad": (torch.float32, torch.bfloat16)}
 _choice: Literal["auto", "c", "torch"] = "auto"
 
 
@@ -70,25 +71,27 @@ def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     away from zero, and lo = bits - (hi << 16). Look for values that are not finite before: hi of
     the largest floats is infinite, of some NaNs -0.
     """
-    _check_weights((hi, lo), master.numel())
-    _check_weights((master,), master.numel())
+    _check(master=master, hi=hi, lo=lo)
     if backend() == "c":
-        return _call("mc_split", master.numel(), master, hi, lo, torch.get_num_threads())
-    bits = master.detach().view(torch.int32)
-    lo.copy_(bits)
-    hi.detach().view(torch.int16).copy_((bits + 0x8000) >> 16)
+        _call("mc_split", master.numel(), master, hi, lo, torch.get_num_threads())
+    else:
+        bits = master.detach().view(torch.int32)
+        lo.copy_(bits)
+        hi.detach().view(torch.int16).copy_((bits + 0x8000) >> 16)
 
 
-def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
-    """Write to fp32 `out` (n) what `split` was given, for each of the 2**32 bit patterns."""
-    _check_weights((hi, lo), out.numel())
-    _check_weights((out,), out.numel())
+def join(hi: Tensor, lo: Tensor, out: Tensor) -> Tensor:
+    """Write to fp32 `out` (n), and return, what `split` was given: all 2**32 bit patterns."""
+    _check(hi=hi, lo=lo, master=out)
     if backend() == "c":
-        return _call("mc_join", out.numel(), hi, lo, out, torch.get_num_threads())
-    bits = out.detach().view(torch.int32)
-    bits.copy_(hi.detach().view(torch.int16)).bitwise_left_shift_(16).add_(lo)
+        _call("mc_join", out.numel(), hi, lo, out, torch.get_num_threads())
+    else:
+        bits = out.detach().view(torch.int32)
+        bits.copy_(hi.detach().view(torch.int16)).bitwise_left_shift_(16).add_(lo)
+    return out
 
 
+@torch.no_grad()
 def adamw_step(
     master: Tensor | tuple[Tensor, Tensor],
     exp_avg: Tensor,
@@ -102,90 +105,61 @@ def adamw_step(
     `exp_avg`, `exp_avg_sq`: fp32 (n); `grad`: fp32 or bf16 (n), left as it is. `threads` defaults
     to torch's. Memory traffic: 26 bytes per parameter with a bf16 gradient, 28 with fp32.
     """
-    weights = master if isinstance(master, tuple) else (master,)
-    _check_weights(weights, weights[0].numel())
-    _check("exp_avg", exp_avg, weights[0].numel(), torch.float32)
-    _check("exp_avg_sq", exp_avg_sq, weights[0].numel(), torch.float32)
-    _check("grad", grad, weights[0].numel(), torch.float32, torch.bfloat16)
+    hi, lo = (master, None) if isinstance(master, Tensor) else master
+    weights = {"master": hi} if lo is None else {"hi": hi, "lo": lo}
+    state = {**weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+    _check(**state)
     if threads is not None and threads < 1:
         raise ValueError(f"At least one thread is needed, not {threads}.")
     run = _c_step if backend() == "c" else _torch_step
-    run([*weights, exp_avg, exp_avg_sq, grad], hyper, threads or torch.get_num_threads())
+    run([*state.values()], hyper, threads or torch.get_num_threads())
 
 
-def _check_weights(weights: tuple[Tensor, ...], numel: int) -> None:
-    if len(weights) == 1:
-        return _check("The fp32 weight", weights[0], numel, torch.float32)
-    _check("hi", weights[0], numel, *HALF)
-    _check("lo", weights[1], numel, torch.int16)
+def _check(**tensors: Tensor) -> None:
+    first, numel = next((name, x.numel()) for name, x in tensors.items())
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES[name]:
+            allowed = " or ".join(map(str, DTYPES[name]))
+            raise ValueError(f"{name} must be {allowed}, not {x.dtype}.")
+        if x.device.type != "cpu" or x.dim() != 1 or not x.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous 1-D CPU tensor.")
+        if x.numel() != numel:
+            raise ValueError(f"{name} has {x.numel()} elements, but {first} has {numel}.")
 
 
-def _check(name: str, x: Tensor, numel: int, *dtypes: torch.dtype) -> None:
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, not {x.dtype}.")
-    if x.device.type != "cpu" or x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"{name} must be a contiguous 1-D CPU tensor.")
-    if x.numel() != numel:
-        raise ValueError(f"{name} has {x.numel()} elements where {numel} are needed.")
+def _c_step(state: list[Tensor], h: AdamHyper, threads: int) -> None:
+    weight, *low, m, v, grad = state
+    flags = (len(low) == 1, grad.dtype == torch.bfloat16, not h.decoupled, h.maximize)
+    kind = sum(flag << bit for bit, flag in enumerate(flags))
+    scalars = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.step, h.grad_scale)
+    hyper = (ctypes.c_double * len(scalars))(*scalars)
+    _call("mc_adam", m.numel(), weight, low[0] if low else None, m, v, grad, hyper, kind, threads)
 
 
-# ---- The C kernel -------------------------------------------------------------------------------
-
-
-def _c_step(state: Sequence[Tensor], h: AdamHyper, threads: int) -> None:
-    coupled = not h.decoupled and h.weight_decay != 0
-    kind = (len(state) == 5) + 2 * (state[-1].dtype == torch.bfloat16) + 4 * coupled
-    weight, low, *rest = state if len(state) == 5 else (state[0], None, *state[1:])
-    lerp = ctypes.c_float(1 - h.beta1).value
-    constants = (ctypes.c_float * 10)(  # the fields of `Constants`, each rounded once from double
-        -h.grad_scale if h.maximize else h.grad_scale,
-        1 - h.lr * h.weight_decay,
-        h.weight_decay,
-        lerp if lerp < 0.5 else lerp - 1,
-        lerp >= 0.5,
-        h.beta2,
-        1 - h.beta2,
-        (1 - h.beta2**h.step) ** 0.5,
-        h.eps,
-        -h.lr / (1 - h.beta1**h.step),
-    )
-    _call("mc_adam", weight.numel(), weight, low, *rest, constants, kind, threads)
-
-
-def _call(name: str, *arguments: Tensor | ctypes.Array[ctypes.c_float] | int | None) -> None:
+def _call(name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None) -> int:
     """Pass tensors as addresses and integers as 64 bits; ctypes releases the GIL."""
-    getattr(_kernel().library, name)(*(
-        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor)
-        else ctypes.c_int64(x) if isinstance(x, int) else x
-        for x in arguments
-    ))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """The loaded library or None, and how that came about, as a part of a sentence."""
-
-    library: ctypes.CDLL | None
-    origin: str
+    values: list[object] = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    values = [ctypes.c_int64(x) if isinstance(x, int) else x for x in values]
+    return int(getattr(_kernel()[0], name)(*values))
 
 
 @functools.cache
-def _kernel() -> _Kernel:
-    """The library from the user's cache, or from a passing folder where that cannot be written."""
+def _kernel() -> tuple[ctypes.CDLL | None, str]:
+    """The library or None, and what built it or why nothing did."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        return _Kernel(None, "no C compiler (cc, gcc, clang) was found")
+        return None, "no C compiler (cc, gcc, clang) was found"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacompile"
-    with tempfile.TemporaryDirectory() as passing:
+    with tempfile.TemporaryDirectory() as passing:  # for where the cache cannot be written
         for folder in (cache, Path(passing)):
             try:
                 return _load(compiler, folder)
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(error)
-    return _Kernel(None, f"the C kernel could not be built ({reason})")
+    return None, f"the C kernel could not be built ({reason})"
 
 
-def _load(compiler: str, folder: Path) -> _Kernel:
+def _load(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """The library from `folder`, compiled where it is missing or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     key = "\n".join([SOURCE.read_text(), _cpu(), compiler, version, FLAGS, *TARGETS])
@@ -193,63 +167,55 @@ def _load(compiler: str, folder: Path) -> _Kernel:
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
-        folder.mkdir(parents=True, exist_ok=True)
         _compile(compiler, path)
         library = ctypes.CDLL(str(path))
     threads = "" if library.mc_has_threads() else ", on one thread for want of OpenMP"
-    return _Kernel(library, f"{version.partition(chr(10))[0]}{threads}")
+    return library, f"{version.partition(chr(10))[0]}{threads}"
 
 
 def _cpu() -> str:
     """What -march=native depends on, so that a cache shared by several machines is safe."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     kept = {x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part"))}
     return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(kept)])
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Build into a temporary file and rename it, so that processes may race."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
+    """Build into a temporary folder beside `path` and rename, so that processes may race."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for target in TARGETS:
+            built = Path(folder, "host_adam.so")
             flags = [*FLAGS.split(), *target.split()]
-            command = [compiler, *flags, str(SOURCE), "-o", temporary, "-lm"]
+            command = [compiler, *flags, str(SOURCE), "-o", str(built), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if result.returncode == 0:
-                Path(temporary).replace(path)
+                built.replace(path)
                 return
-        raise OSError(f"{compiler}: {result.stderr.strip()[-300:]}")
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    raise OSError(f"{compiler}: {result.stderr.strip()[-300:]}")
 
 
 def set_backend(name: Literal["auto", "c", "torch"]) -> None:
     """Choose the backend: "auto" takes C where it builds. Looks for a compiler again."""
     global _choice
     _kernel.cache_clear()
-    if name == "c" and _kernel().library is None:
-        raise RuntimeError(f"The C backend cannot run: {_kernel().origin}.")
+    if name == "c" and _kernel()[0] is None:
+        raise RuntimeError(f"The C backend cannot run: {_kernel()[1]}.")
     _choice = name
 
 
 def backend() -> Literal["c", "torch"]:
     """Which code runs: the C kernel or tiled torch."""
-    return "torch" if _choice == "torch" or _kernel().library is None else "c"
+    return "torch" if _choice == "torch" or _kernel()[0] is None else "c"
 
 
 def describe_backend() -> str:
     """One sentence for reports: what runs, why, and what it costs."""
     if backend() == "c":
-        return f"Host Adam runs its C kernel at memory speed, built by {_kernel().origin}."
-    why = "it was asked to" if _choice == "torch" else _kernel().origin
+        return f"Host Adam runs its C kernel at memory speed, built by {_kernel()[1]}."
+    why = "it was asked to" if _choice == "torch" else _kernel()[1]
     return f"Host Adam runs torch's fused kernel in tiles, COST, because {why}."
-
-
-# ---- torch --------------------------------------------------------------------------------------
 
 
 def torch_fused(weight: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: AdamHyper) -> None:
@@ -261,33 +227,25 @@ def torch_fused(weight: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: AdamHyper
     )  # fmt: skip
 
 
-def _torch_tile(state: Sequence[Tensor], scratch: Tensor, h: AdamHyper) -> None:
-    *weights, m, v, grad = state
-    weight = weights[0] if len(weights) == 1 else scratch[0]
-    if len(weights) == 2:
-        join(*weights, weight)
-    torch_fused(weight, m, v, scratch[1].copy_(grad).mul_(h.grad_scale), h)
-    if len(weights) == 2:
-        split(weight, *weights)
-
-
-def _torch_step(state: Sequence[Tensor], h: AdamHyper, threads: int) -> None:
-    """Tiles of whole vectors on every thread; what remains is padded to one."""
+def _torch_step(state: list[Tensor], h: AdamHyper, threads: int) -> None:
+    """Tiles that are whole vectors on every thread; what remains is padded to one."""
     unit = 64 * threads
     tile = max(TILE // unit, 1) * unit
-    scratch = torch.empty(2, tile)
     numel = state[0].numel()
     whole = numel // unit * unit
+    padded = [torch.cat([x[whole:], x.new_zeros(unit - numel + whole)]) for x in state]
+    tiles = [[x[:whole][i : i + tile] for x in state] for i in range(0, whole, tile)]
+    scratch = torch.empty(2, tile)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.no_grad():
-            for begin in range(0, whole, tile):
-                end = min(begin + tile, whole)
-                _torch_tile([x[begin:end] for x in state], scratch[:, : end - begin], h)
-            padded = [torch.cat([x[whole:], x.new_zeros(unit - numel + whole)]) for x in state]
-            _torch_tile(padded, scratch[:, :unit], h)
-            for x, result in zip(state[:-1], padded[:-1], strict=True):
-                x[whole:] = result[: numel - whole]
+        for master, *low, m, v, grad in [*tiles, padded]:
+            weight, gradient = scratch[:, : m.numel()]
+            weight = join(master, low[0], weight) if low else master
+            torch_fused(weight, m, v, gradient.copy_(grad).mul_(h.grad_scale), h)
+            if low:
+                split(weight, master, low[0])
     finally:
         torch.set_num_threads(before)
+    for x, result in zip(state[:-1], padded[:-1], strict=True):
+        x[whole:] = result[: numel - whole]

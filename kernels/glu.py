@@ -1,0 +1,255 @@
+"""Gated activations (Shazeer 2020, arXiv:2002.05202): ``y = activation(gate) * up``.
+
+activation: ``silu`` (SwiGLU), ``gelu_tanh``, ``gelu_erf`` (GeGLU, Hendrycks and Gimpel 2016,
+arXiv:1606.08415), ``relu``. gate, up: [..., N], one shape and float type, any strides (the halves
+of a packed projection need no copy). y: [..., N]. Saves its inputs alone and recomputes the
+activation in the backward.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    AotCase,
+    accumulator,
+    aot_cases,
+    as_rows,
+    ceil_div,
+    launch,
+    runs_triton,
+    tl,
+    triton,
+    wide,
+)
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
+BLOCK = 1024
+TANH_SCALE = math.sqrt(2.0 / math.pi)
+TANH_CUBE = 0.044715
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """(activation, its derivative) at x."""
+    if KIND == 0:
+        gate = 1.0 / (1.0 + tl.exp(-x))
+        value = x * gate
+        slope = gate + value * (1.0 - gate)
+    elif KIND == 1:
+        # tanh(u) = 2 * sigmoid(2u) - 1, so gelu_tanh(x) = x * sigmoid(2u).
+        gate = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        value = x * gate
+        slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.21406619616364698 * x * x)
+    elif KIND == 2:
+        gate = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
+        value = x * gate
+        slope = gate + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        slope = tl.where(x > 0.0, 1.0, 0.0).to(x.dtype)
+        value = tl.where(x > 0.0, x, 0.0)
+    return value, slope
+
+
+@triton.jit
+def glu_forward_kernel(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    columns,
+    KIND: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < columns
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
+    up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(ACC)
+    value, _ = activate(gate, KIND)
+    y = (value * up).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * columns + col, y, mask=inside)
+
+
+@triton.jit
+def glu_backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    columns,
+    KIND: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < columns
+    grad = tl.load(grad_ptr + row * grad_stride + col, mask=inside, other=0.0).to(ACC)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
+    up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(ACC)
+    value, slope = activate(gate, KIND)
+    out = row * columns + col
+    tl.store(dgate_ptr + out, (grad * up * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + out, (grad * value).to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+def _kind(activation: str) -> int:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
+    return ACTIVATIONS.index(activation)
+
+
+def _tiled(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Rows for the grid; where everything is contiguous, one row, so that no tile is ragged."""
+    if all(x.is_contiguous() for x in tensors):
+        width = math.gcd(tensors[0].numel(), 8 * BLOCK) or 1
+        if width >= BLOCK or tensors[0].numel() < BLOCK:
+            return [x.view(-1, width) for x in tensors]
+    return [as_rows(x) for x in tensors]
+
+
+def forward_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """y; see the module's docstring."""
+    y = gate.new_empty(gate.shape)
+    gates, ups = _tiled((gate, up))
+    launch(
+        glu_forward_kernel,
+        (gates.shape[0], ceil_div(gates.shape[1], BLOCK)),
+        gates,
+        ups,
+        y,
+        gates.stride(0),
+        ups.stride(0),
+        gates.shape[1],
+        KIND=_kind(activation),
+        ACC=accumulator(gate.dtype),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return y
+
+
+def backward_triton(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """(dgate, dup)."""
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    grads, gates, ups = _tiled((grad, gate, up))
+    launch(
+        glu_backward_kernel,
+        (gates.shape[0], ceil_div(gates.shape[1], BLOCK)),
+        grads,
+        gates,
+        ups,
+        dgate,
+        dup,
+        grads.stride(0),
+        gates.stride(0),
+        ups.stride(0),
+        gates.shape[1],
+        KIND=_kind(activation),
+        ACC=accumulator(gate.dtype),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return dgate, dup
+
+
+def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """(activation, its derivative) at x, in x's type."""
+    kind = _kind(activation)
+    if kind == 3:
+        return x.relu(), (x > 0).to(x.dtype)
+    if kind == 2:
+        gate = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+        return x * gate, gate + x * torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    inner, slope = x, torch.ones_like(x)
+    if kind == 1:
+        inner = 2.0 * TANH_SCALE * (x + TANH_CUBE * x**3)
+        slope = 2.0 * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * x * x)
+    gate = torch.sigmoid(inner)
+    return x * gate, gate + x * gate * (1.0 - gate) * slope
+
+
+def glu_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """y in plain torch."""
+    value, _ = _activate(gate.to(wide(gate.dtype)), activation)
+    return (value * up).to(gate.dtype).contiguous()
+
+
+def glu_backward_reference(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """(dgate, dup) in plain torch."""
+    value, slope = _activate(gate.to(wide(gate.dtype)), activation)
+    dgate, dup = grad * up.to(value.dtype) * slope, grad * value
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
+
+
+@torch.library.custom_op("megacompile::glu", mutates_args=())
+def glu_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError("glu needs gate and up of one shape and type")
+    run = forward_triton if runs_triton(gate) else glu_reference
+    return run(gate, up, activation)
+
+
+@torch.library.custom_op("megacompile::glu_backward", mutates_args=())
+def glu_backward_op(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """(dgate, dup)."""
+    run = backward_triton if runs_triton(gate) else glu_backward_reference
+    return run(grad, gate, up, activation)
+
+
+@glu_op.register_fake
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@glu_backward_op.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup(ctx, inputs, output) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx, grad) -> tuple[Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    return *glu_backward_op(grad, gate, up, ctx.activation), None
+
+
+glu_op.register_autograd(_backward, setup_context=_setup)
+
+
+def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, differentiable in both."""
+    return glu_op(gate, up, activation)
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(activation: str, dtype: torch.dtype, packed: bool) -> None:
+        both = torch.empty((4096, 2 * 14336), dtype=dtype, device="meta")
+        gate, up = both.chunk(2, dim=-1)
+        if not packed:
+            gate, up = torch.empty_like(gate), torch.empty_like(up)
+        y = forward_triton(gate, up, activation)
+        backward_triton(y, gate, up, activation)
+
+    cases = [(f"{a} bf16", lambda a=a: case(a, torch.bfloat16, False)) for a in ACTIVATIONS]
+    cases.append(("silu bf16 packed", lambda: case("silu", torch.bfloat16, True)))
+    return [*cases, ("silu fp32", lambda: case("silu", torch.float32, False))]

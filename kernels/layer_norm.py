@@ -1,0 +1,295 @@
+"""LayerNorm (Ba et al. 2016, arXiv:1607.06450) over the last dimension; saves mean and rstd.
+
+    y = (x - mean(x)) * rstd * weight + bias        rstd = (var(x) + eps) ** -0.5
+
+x: [..., N], any float type, any strides. weight, bias: [N] or None. y: [..., N] of x's type.
+mean, rstd: [...] float32 (float64 for float64 x). The variance is that of centred values, in a
+second pass over registers: E[x**2] - E[x]**2 cancels for rows far from zero.
+"""
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    MAX_ROW,
+    AotCase,
+    accumulator,
+    aot_cases,
+    as_rows,
+    ceil_div,
+    launch,
+    processors,
+    row_tile,
+    runs_triton,
+    tl,
+    triton,
+    wide,
+)
+
+
+@triton.jit
+def layer_norm_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    rows,
+    columns,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (col < columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(ACC)
+    mean = tl.sum(x, axis=1) / columns
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / columns + eps)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = centred * rstd[:, None]
+    if HAS_WEIGHT:
+        y = y * tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC)[None, :]
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + col, mask=col < columns, other=0.0).to(ACC)[None, :]
+    out = y_ptr + row[:, None] * columns + col[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def layer_norm_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    grad_stride,
+    x_stride,
+    rows,
+    columns,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Persistent: each program walks over tiles and keeps its share of dw and db in registers."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC)
+        dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    if HAS_BIAS:
+        db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    for tile in range(program, tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        inside = (row < rows)[:, None] & (col < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(ACC)
+        at = grad_ptr + row[:, None] * grad_stride + col[None, :]
+        grad = tl.load(at, mask=inside, other=0.0).to(ACC)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        normal = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
+        if HAS_BIAS:
+            db += grad
+        if HAS_WEIGHT:
+            dw += grad * normal
+            if WIDE:
+                weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC)
+            grad = grad * weight[None, :]
+        along = tl.sum(grad * normal, axis=1) / columns
+        level = tl.sum(grad, axis=1) / columns
+        dx = (grad - level[:, None] - normal * along[:, None]) * rstd[:, None]
+        out = dx_ptr + row[:, None] * columns + col[None, :]
+        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    share = program * columns + col
+    if HAS_WEIGHT:
+        tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=col < columns)
+    if HAS_BIAS:
+        tl.store(db_ptr + share, tl.sum(db, axis=0), mask=col < columns)
+
+
+def forward_triton(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd)."""
+    y, mean, rstd = _empty(x)
+    rows = as_rows(x)
+    tile = row_tile(rows.shape[1])
+    launch(
+        layer_norm_forward_kernel,
+        (ceil_div(rows.shape[0], tile.block_m),),
+        rows,
+        rows if weight is None else weight.contiguous(),
+        rows if bias is None else bias.contiguous(),
+        y,
+        mean,
+        rstd,
+        rows.stride(0),
+        *rows.shape,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        ACC=accumulator(x.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+    )
+    return y, mean, rstd
+
+
+def backward_triton(
+    grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db), the latter two empty where they do not exist."""
+    dx = x.new_empty(x.shape)
+    rows, grads = as_rows(x), as_rows(grad)
+    tile = row_tile(rows.shape[1], per_thread=8)
+    programs = max(1, min(processors(x.device), ceil_div(rows.shape[0], tile.block_m)))
+    partial = x.new_empty((2, programs, rows.shape[1]), dtype=rstd.dtype)
+    launch(
+        layer_norm_backward_kernel,
+        (programs,),
+        grads,
+        rows,
+        rows if weight is None else weight.contiguous(),
+        mean.contiguous(),
+        rstd.contiguous(),
+        dx,
+        partial[0],
+        partial[1],
+        grads.stride(0),
+        rows.stride(0),
+        *rows.shape,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=has_bias,
+        WIDE=tile.block_n > 4096,
+        ACC=accumulator(x.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+    )
+    dw, db = partial.sum(1).unbind()
+    none = x.new_empty(0)
+    dtype = x.dtype if weight is None else weight.dtype
+    return dx, none if weight is None else dw.to(dtype), db.to(dtype) if has_bias else none.clone()
+
+
+def _empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) in plain torch."""
+    values = x.to(wide(x.dtype))
+    mean = values.mean(-1, keepdim=True)
+    centred = values - mean
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype).contiguous(), mean.squeeze(-1), rstd.squeeze(-1).contiguous()
+
+
+def layer_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db) in plain torch."""
+    normal = (x.to(rstd.dtype) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    grad = grad.to(rstd.dtype)
+    dtype = x.dtype if weight is None else weight.dtype
+    dw, db = x.new_empty(0), x.new_empty(0)
+    if has_bias:
+        db = grad.flatten(0, -2).sum(0).to(dtype)
+    if weight is not None:
+        dw = (grad * normal).flatten(0, -2).sum(0).to(dtype)
+        grad = grad * weight.to(rstd.dtype)
+    along = (grad * normal).mean(-1, keepdim=True)
+    dx = (grad - grad.mean(-1, keepdim=True) - normal * along) * rstd.unsqueeze(-1)
+    return dx.to(x.dtype).contiguous(), dw, db
+
+
+@torch.library.custom_op("megacompile::layer_norm", mutates_args=())
+def layer_norm_op(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd); see the module's docstring."""
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+        return layer_norm_reference(x, weight, bias, eps)
+    return forward_triton(x, weight, bias, eps)
+
+
+@torch.library.custom_op("megacompile::layer_norm_backward", mutates_args=())
+def layer_norm_backward_op(
+    grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db), the latter two empty where they do not exist."""
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+        return layer_norm_backward_reference(grad, x, weight, has_bias, mean, rstd)
+    return backward_triton(grad, x, weight, has_bias, mean, rstd)
+
+
+@layer_norm_op.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(x)
+
+
+@layer_norm_backward_op.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = x if weight is None else weight
+    width = x.shape[-1]
+    dw = x.new_empty(0) if weight is None else torch.empty_like(weight)
+    return x.new_empty(x.shape), dw, like.new_empty(width) if has_bias else x.new_empty(0)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, weight, bias, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(x, weight, output[1], output[2])
+
+
+def _backward(ctx, grad, _mean, _rstd) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dx, dw, db = layer_norm_backward_op(grad, x, weight, ctx.has_bias, mean, rstd)
+    return dx, None if weight is None else dw, db if ctx.has_bias else None, None
+
+
+layer_norm_op.register_autograd(_backward, setup_context=_setup)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """y alone, differentiable in x, weight and bias."""
+    return layer_norm_op(x, weight, bias, eps)[0]
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(width: int) -> None:
+        x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
+        _, mean, rstd = forward_triton(x, x[0], x[0], 1e-5)
+        backward_triton(x, x, x[0], True, mean, rstd)
+
+    return [(f"{n} bf16", lambda n=n: case(n)) for n in (128, 768, 4096, 8192, 16384)]
