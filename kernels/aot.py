@@ -1,6 +1,6 @@
 """The ahead-of-time gate: compile every kernel for every chip, without a GPU, and hold the result.
 
-    python -m megacompile.kernels.aot            # compile, compare with resources.csv, say what moved
+    python -m megacompile.kernels.aot            # compile, say what differs from resources.csv
     python -m megacompile.kernels.aot --update   # accept: rewrite resources.csv
 
 In: the launches that the registered cases make on meta tensors. Out: one row per (case, kernel,

@@ -64,8 +64,9 @@ def glu_forward_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0).to(tl.int64) // tiles
+    col = tl.program_id(0).to(tl.int64) % tiles * BLOCK + tl.arange(0, BLOCK)
     inside = col < columns
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
     up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(ACC)
@@ -89,8 +90,9 @@ def glu_backward_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0).to(tl.int64) // tiles
+    col = tl.program_id(0).to(tl.int64) % tiles * BLOCK + tl.arange(0, BLOCK)
     inside = col < columns
     grad = tl.load(grad_ptr + row * grad_stride + col, mask=inside, other=0.0).to(ACC)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
@@ -107,22 +109,20 @@ def _kind(activation: str) -> int:
     return ACTIVATIONS.index(activation)
 
 
-def _tiled(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Rows for the grid; where everything is contiguous, one row, so that no tile is ragged."""
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """[rows, columns] each; a single row where all are contiguous, so that no tile is ragged."""
     if all(x.is_contiguous() for x in tensors):
-        width = math.gcd(tensors[0].numel(), 8 * BLOCK) or 1
-        if width >= BLOCK or tensors[0].numel() < BLOCK:
-            return [x.view(-1, width) for x in tensors]
+        return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
 
 
 def forward_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """y; see the module's docstring."""
     y = gate.new_empty(gate.shape)
-    gates, ups = _tiled((gate, up))
+    gates, ups = _rows(gate, up)
     launch(
         glu_forward_kernel,
-        (gates.shape[0], ceil_div(gates.shape[1], BLOCK)),
+        (gates.shape[0] * ceil_div(gates.shape[1], BLOCK),),
         gates,
         ups,
         y,
@@ -142,10 +142,10 @@ def backward_triton(
 ) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    grads, gates, ups = _tiled((grad, gate, up))
+    grads, gates, ups = _rows(grad, gate, up)
     launch(
         glu_backward_kernel,
-        (gates.shape[0], ceil_div(gates.shape[1], BLOCK)),
+        (gates.shape[0] * ceil_div(gates.shape[1], BLOCK),),
         grads,
         gates,
         ups,

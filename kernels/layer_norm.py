@@ -180,10 +180,13 @@ def backward_triton(
         BLOCK_N=tile.block_n,
         num_warps=tile.num_warps,
     )
-    dw, db = partial.sum(1).unbind()
-    none = x.new_empty(0)
     dtype = x.dtype if weight is None else weight.dtype
-    return dx, none if weight is None else dw.to(dtype), db.to(dtype) if has_bias else none.clone()
+    present = weight is not None, has_bias
+    dw, db = (
+        share.sum(0).to(dtype) if there else x.new_empty(0)
+        for share, there in zip(partial, present, strict=True)
+    )
+    return dx, dw, db
 
 
 def _empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

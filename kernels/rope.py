@@ -166,7 +166,7 @@ def rope_triton(
         ACC=accumulator(x.dtype),
         BLOCK_H=block_h,
         BLOCK_R=block_r,
-        num_warps=4,
+        num_warps=min(max(block_h * block_r // 512, 1), 4),
     )
     return out
 

@@ -33,9 +33,9 @@ SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-fopenmp", "-fopenmp-simd")
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
-DTYPES = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), (torch.float32,))
-DTYPES |= {"hi": (torch.bfloat16, torch.int16), "lo": (torch.int16,)}
-DTYPES |= {"grad": (torch.float32, torch.bfloat16)}
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {"lo": (torch.int16,)}
+DTYPES |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), (torch.float32,))
+DTYPES |= {"hi": (torch.bfloat16, torch.int16), "grad": (torch.float32, torch.bfloat16)}
 _choice: Literal["auto", "c", "torch"] = "auto"
 
 
@@ -129,8 +129,7 @@ def _check(**tensors: Tensor) -> None:
 
 def _c_step(state: list[Tensor], h: AdamHyper, threads: int) -> None:
     weight, *low, m, v, grad = state
-    flags = (len(low) == 1, grad.dtype == torch.bfloat16, not h.decoupled, h.maximize)
-    kind = sum(flag << bit for bit, flag in enumerate(flags))
+    kind = len(low) + 2 * (grad.dtype == torch.bfloat16) + 4 * (not h.decoupled) + 8 * h.maximize
     scalars = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.step, h.grad_scale)
     hyper = (ctypes.c_double * len(scalars))(*scalars)
     _call("mc_adam", m.numel(), weight, low[0] if low else None, m, v, grad, hyper, kind, threads)

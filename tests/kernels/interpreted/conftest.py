@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 torch.set_num_threads(1)
+np.seterr(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 
 def decode(data: np.ndarray) -> np.ndarray:

@@ -59,7 +59,7 @@ def compare(
 
 
 def assert_close(ours: Tensor, eager: Tensor, true: Tensor, dtype: torch.dtype, what: str) -> None:
-    """The tolerance rule on one tensor; what is not finite must be not finite in the same places."""
+    """The tolerance rule on one tensor; infinities and NaN must stand in the same places."""
     assert ours.shape == true.shape, (what, ours.shape, true.shape)
     if not true.numel():
         return

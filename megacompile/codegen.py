@@ -1,0 +1,94 @@
+"""Print a functional graph as a Python function that frees every tensor at its last use.
+
+torch.fx prints graphs too, but loses the names of operators outside aten and gives no boxed calling
+convention. The functions here take one list, empty it, and hold the only references to what the
+caller gave away: a donated argument dies at its last use inside.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+DEVICE = "DEVICE"  # the name under which a function finds the device it runs on
+
+
+def function_source(graph: fx.Graph, name: str, doc: str) -> str:
+    """Source of ``def name(args)``: ``args`` is a list that the function empties."""
+    last = _last_uses(graph)
+    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    lines = [f"def {name}(args):", f'    """{doc}"""']
+    if arguments:
+        lines += [f"    {', '.join(n.name for n in arguments)}, = args", "    args.clear()"]
+        unused = [n.name for n in arguments if not n.users]
+        if unused:
+            lines.append(f"    del {', '.join(unused)}")
+    for node in graph.nodes:
+        if node.op == "call_function":
+            lines.append(f"    {node.name} = {_call(node)}{_comment(node)}")
+            dead = [n.name for n in last.get(node, [])] + ([] if node.users else [node.name])
+            if dead:
+                lines.append(f"    del {', '.join(dead)}")
+        elif node.op == "output":
+            items = ", ".join(n.name if isinstance(n, fx.Node) else "None" for n in node.args[0])
+            lines.append(f"    return [{items}]")
+    return "\n".join(lines) + "\n"
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the inputs that it is the last one to read."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            last[argument] = node
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for argument, node in last.items():
+        if node.op != "output":
+            dead.setdefault(node, []).append(argument)
+    return dead
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        source, index = node.args
+        return f"{_value(source)}[{index}]"
+    arguments = [_value(a) for a in node.args]
+    arguments += [
+        f"{key}={_value(value)}" for key, value in node.kwargs.items() if key != "pin_memory"
+    ]
+    return f"{target_name(node.target)}({', '.join(arguments)})"
+
+
+def target_name(target: Any) -> str:
+    """The expression that names an operator: ``aten.mm.default``, ``torch.ops.ns.op.overload``."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        prefix = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
+        return f"{prefix}.{name}.{target._overloadname}"
+    if getattr(target, "__module__", "") in ("_operator", "math", "operator"):
+        return f"{target.__module__.lstrip('_')}.{target.__name__}"
+    raise AssertionError(f"no name for the call target {target}")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, torch.device):
+        return DEVICE
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(_value(v) for v in value)
+        return f"[{items}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _comment(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"  # {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

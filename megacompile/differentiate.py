@@ -1,0 +1,426 @@
+"""Differentiate: each template becomes a few options of forward, recompute and backward functions.
+
+In: a :class:`~megacompile.partition.Template`. Out: :class:`DifferentiatedTemplate`. The joint graph
+of forward and backward is traced once with the gradient rules that eager PyTorch uses; an option is
+a choice of the forward tensors that are kept for the backward (the saved set). Invariants: weights
+and what is computed from weights alone are never saved, views are never saved (their base is), and
+every function is functional: no operator writes in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import flop_registry
+
+from megacompile.codegen import DEVICE, function_source
+from megacompile.errors import CaptureError
+from megacompile.meter import StorageMeter
+from megacompile.partition import Template, is_view, storage_nbytes
+
+aten = torch.ops.aten
+RefKind = Literal["in", "out", "saved", "grad"]
+Ref = tuple[RefKind, int]
+OptionName = Literal["all", "some", "none"]
+OPTIONS: tuple[OptionName, ...] = ("all", "some", "none")
+
+
+@dataclass(frozen=True)
+class BlockFunction:
+    """One generated function and what it costs.
+
+    ``inputs`` and ``outputs`` name what the list argument and the returned list hold: ("in", i) the
+    template's input i, ("out", k) its output k, ("saved", j) a saved tensor, and ("grad", n) the
+    gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
+    the function holds beyond what was alive when it was called; saved tensors and gradients among its
+    arguments are donated, so they count as freed at their last use.
+    """
+
+    name: str
+    source: str
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    peak_bytes: int
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """A saved set: what forward keeps, and the functions that belong to it.
+
+    ``recompute`` is None where forward itself keeps the saved set. ``saved`` holds the bytes of each
+    saved tensor.
+    """
+
+    name: OptionName
+    forward: BlockFunction
+    recompute: BlockFunction | None
+    backward: BlockFunction | None
+    saved: tuple[int, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved)
+
+    @property
+    def extra_flops(self) -> int:
+        return self.recompute.flops if self.recompute else 0
+
+
+@dataclass(frozen=True)
+class DifferentiatedTemplate:
+    """A template's options by name; ``forward`` alone serves evaluation."""
+
+    index: int
+    name: str
+    forward: BlockFunction
+    options: dict[OptionName, Option]
+
+    def functions(self) -> Iterable[BlockFunction]:
+        seen: set[str] = set()
+        for option in self.options.values():
+            for function in (option.forward, option.recompute, option.backward):
+                if function is not None and function.name not in seen:
+                    seen.add(function.name)
+                    yield function
+        if self.forward.name not in seen:
+            yield self.forward
+
+
+def differentiate(template: Template, mode: FakeTensorMode) -> DifferentiatedTemplate:
+    """Trace a template's forward and backward jointly and cut it at several saved sets."""
+    return _Cutter(template, mode).run()
+
+
+def _trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
+    """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
+    module = fx.GraphModule({}, template.graph)
+
+    def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        outputs = fx.Interpreter(module).run(*inputs)
+        roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
+        leaves = [i for i in inputs if i.requires_grad]
+        found: Sequence[Tensor | None] = ()
+        if roots and leaves:
+            found = torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+        return list(outputs), list(found)
+
+    with mode:
+        inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
+        results = module(*inputs)
+        grads = [
+            torch.empty_like(o, memory_format=torch.preserve_format).detach()
+            for o, g in zip(results, template.out_grads, strict=True)
+            if g
+        ]
+    graph: fx.Graph = make_fx(joint)(inputs, grads).graph
+    _check_functional(graph, template)
+    return graph
+
+
+def _check_functional(graph: fx.Graph, template: Template) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise CaptureError(f"{template.name or 'The model'} creates a constant tensor in its "
+                               "backward, which cannot be placed: report the operator it uses.")  # fmt: skip
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise CaptureError(
+                f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
+                "place and cannot be recomputed: replace the operator that it differentiates."
+            )
+
+
+class _Cutter:
+    """Cuts one joint graph at several saved sets."""
+
+    def __init__(self, template: Template, mode: FakeTensorMode) -> None:
+        self.template = template
+        self.mode = mode
+        self.graph = _trace_joint(template, mode)
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        count = len(template.examples)
+        self.inputs, self.tangents = placeholders[:count], placeholders[count:]
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        flat = _flat(output.args[0])
+        outs = len(template.out_grads)
+        self.outs, self.grads = flat[:outs], flat[outs:]
+        self.backward_nodes = self._depends_on(self.tangents)
+        weights = [
+            n for n, k in zip(self.inputs, template.kinds, strict=True) if k in ("weight", "buffer")
+        ]
+        moving = self._depends_on([n for n in self.inputs if n not in weights] + self.tangents)
+        self.static = {n for n in self.graph.nodes if n not in moving and not is_heavy(n)}
+        self.refs = self._reference_names()
+
+    def _depends_on(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
+        found = set(roots)
+        for node in self.graph.nodes:
+            if any(a in found for a in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _reference_names(self) -> dict[fx.Node, Ref]:
+        refs: dict[fx.Node, Ref] = {n: ("in", i) for i, n in enumerate(self.inputs)}
+        with_grad = [k for k, g in enumerate(self.template.out_grads) if g]
+        refs.update({n: ("grad", k) for n, k in zip(self.tangents, with_grad, strict=True)})
+        for k, node in enumerate(self.outs):
+            refs.setdefault(node, ("out", k))
+        return refs
+
+    def run(self) -> DifferentiatedTemplate:
+        prefix = _identifier(self.template.name)
+        forward = self._function(f"{prefix}_forward", self._out_list(), ())
+        options: dict[OptionName, Option] = {}
+        if any(isinstance(g, fx.Node) for g in self.grads):
+            everything, something = self._saved(keep_cheap=True), self._saved(keep_cheap=False)
+            kept: dict[OptionName, list[fx.Node]] = {"all": everything, "some": something}
+            for name, saved in kept.items():
+                if name == "some" and _total(saved) >= _total(everything):
+                    continue
+                options[name] = self._option(name, prefix, saved, forward)
+            options["none"] = self._recomputed(prefix, everything, options["all"], forward)
+        else:
+            for name in OPTIONS:
+                options[name] = Option(name, forward, None, None, ())
+        return DifferentiatedTemplate(self.template.index, self.template.name, forward, options)
+
+    def _out_list(self) -> list[tuple[Ref, fx.Node]]:
+        return [(("out", k), node) for k, node in enumerate(self.outs)]
+
+    def _saved(self, *, keep_cheap: bool) -> list[fx.Node]:
+        """Forward tensors that the backward starts from; inputs and outputs count as given."""
+        saved: dict[fx.Node, None] = {}
+        visited: set[fx.Node] = set()
+
+        def need(node: fx.Node) -> None:
+            if node in visited:
+                return
+            visited.add(node)
+            if node in self.refs:
+                return
+            if is_view(node) or node in self.static or _is_tuple(node):
+                for argument in node.all_input_nodes:
+                    need(argument)
+            elif keep_cheap or is_heavy(node) or not node.all_input_nodes:
+                saved[node] = None
+            else:
+                for argument in node.all_input_nodes:
+                    need(argument)
+
+        for node in self.graph.nodes:
+            if node in self.backward_nodes or node.op == "output":
+                for argument in node.all_input_nodes:
+                    if argument not in self.backward_nodes and node.op != "output":
+                        need(argument)
+        for grad in self.grads:
+            if isinstance(grad, fx.Node) and grad not in self.backward_nodes:
+                need(grad)
+        return [n for n in self.graph.nodes if n in saved]
+
+    def _option(
+        self, name: OptionName, prefix: str, saved: list[fx.Node], plain: BlockFunction
+    ) -> Option:
+        results = self._out_list() + _saved_list(saved)
+        forward = self._function(f"{prefix}_forward_save_{name}", results, ()) if saved else plain
+        backward = self._backward(f"{prefix}_backward_from_{name}", saved)
+        return Option(name, forward, None, backward, tuple(_nbytes(n) for n in saved))
+
+    def _recomputed(
+        self, prefix: str, saved: list[fx.Node], full: Option, plain: BlockFunction
+    ) -> Option:
+        if not saved:
+            return Option("none", plain, None, full.backward, ())
+        recompute = self._function(f"{prefix}_recompute", _saved_list(saved), ())
+        return Option("none", plain, recompute, full.backward, full.saved)
+
+    def _backward(self, name: str, saved: list[fx.Node]) -> BlockFunction:
+        leaves = [i for i, e in enumerate(self.template.examples) if e.requires_grad]
+        results: list[tuple[Ref, fx.Node]] = [
+            (("grad", i), grad)
+            for i, grad in zip(leaves, self.grads, strict=True)
+            if isinstance(grad, fx.Node)
+        ]
+        return self._function(name, results, saved, outputs_given=True)
+
+    def _function(
+        self,
+        name: str,
+        results: list[tuple[Ref, fx.Node]],
+        saved: Sequence[fx.Node],
+        *,
+        outputs_given: bool = False,
+    ) -> BlockFunction:
+        """Extract the part of the joint graph that computes ``results`` from what is given."""
+        given: dict[fx.Node, Ref] = {n: r for n, r in self.refs.items() if r[0] != "out"}
+        if outputs_given:
+            given.update({n: r for n, r in self.refs.items() if r[0] == "out"})
+            given.update({n: ("saved", j) for j, n in enumerate(saved)})
+        graph, inputs = _extract(self.graph, [n for _, n in results], given)
+        source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
+        peak, flops, moved = self._measure(source, name, graph, inputs)
+        return BlockFunction(
+            name, source, tuple(inputs), tuple(r for r, _ in results), peak, flops, moved
+        )
+
+    def _measure(
+        self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]
+    ) -> tuple[int, int, int]:
+        """(peak bytes beyond entry, floating-point operations, bytes read and written), on fakes."""
+        function = load_functions(source, torch.device("cpu"))[name]
+        values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+        meter = StorageMeter()
+        with self.mode, torch.no_grad():
+            kept, arguments = [], []
+            for value, (kind, _) in zip(values, inputs, strict=True):
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                if kind in ("saved", "grad"):
+                    meter.track(fake)
+                else:
+                    meter.ignore(fake)
+                    kept.append(fake)
+                arguments.append(fake)
+                del fake
+            start = meter.peak
+            with meter:
+                function(arguments)
+        counted = [n for n in graph.nodes if n.op == "call_function"]
+        return max(0, meter.peak - start), sum(map(_flops, counted)), sum(map(_moved, counted))
+
+
+def load_functions(source: str, device: torch.device) -> dict[str, Callable[[list[Any]], list[Any]]]:
+    """Execute generated source; returns the functions it defines."""
+    namespace: dict[str, Any] = {"torch": torch, "aten": aten, "operator": operator, DEVICE: device}
+    exec(compile(source, "<megacompile blocks>", "exec"), namespace)
+    return {k: v for k, v in namespace.items() if callable(v) and hasattr(v, "__code__")}
+
+
+_HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
+                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an operator is worth keeping the result of: products, attention, searches."""
+    if node.target is operator.getitem:
+        return is_heavy(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._overloadpacket in flop_registry:
+        return True
+    name = node.target._schema.name.split("::")[1]
+    return any(part in name for part in _HEAVY_PARTS)
+
+
+def _extract(
+    joint: fx.Graph, results: list[fx.Node], given: dict[fx.Node, Ref]
+) -> tuple[fx.Graph, list[Ref]]:
+    """The subgraph from ``given`` to ``results``.
+
+    In a backward, forward parts that are computed again stand right before their first use, so that
+    they live as short as possible.
+    """
+    needed = _needed(results, given)
+    inputs = [n for n in joint.nodes if n in needed and n in given]
+    inputs.sort(key=lambda n: ("in", "out", "saved", "grad").index(given[n][0]))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def put(node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [a for a in current.all_input_nodes if a not in copies]
+            if missing:
+                pending += reversed(missing)
+            else:
+                pending.pop()
+                if current not in copies:
+                    copies[current] = graph.node_copy(current, copies.__getitem__)
+
+    moved = {n for n in inputs if given[n][0] == "grad"}
+    backward = bool(moved)
+    for node in joint.nodes:
+        if node in needed and node not in given:
+            if any(a in moved for a in node.all_input_nodes):
+                moved.add(node)
+            if node in moved or not backward:
+                put(node)
+    for node in results:
+        put(node)
+    graph.output(tuple(copies[n] for n in results))
+    return graph, [given[n] for n in inputs]
+
+
+def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in given:
+                stack += node.all_input_nodes
+    return needed
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [item for part in value for item in _flat(part)]
+    return [value]
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _nbytes(node: fx.Node) -> int:
+    return storage_nbytes(node.meta["val"])
+
+
+def _total(nodes: Iterable[fx.Node]) -> int:
+    return sum(map(_nbytes, nodes))
+
+
+def _saved_list(saved: Sequence[fx.Node]) -> list[tuple[Ref, fx.Node]]:
+    return [(("saved", j), node) for j, node in enumerate(saved)]
+
+
+def _signature(refs: Iterable[Ref]) -> str:
+    return "(" + ", ".join(f"{kind} {i}" for kind, i in refs) + ")"
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in _flat(value) if isinstance(v, Tensor)]
+
+
+def _flops(node: fx.Node) -> int:
+    """Floating-point operations of the products and attention in one node."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    formula = flop_registry.get(node.target._overloadpacket)
+    if formula is None:
+        return 0
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+
+
+def _moved(node: fx.Node) -> int:
+    """Bytes that one node reads and writes; views move nothing."""
+    if is_view(node) or node.target is operator.getitem:
+        return 0
+    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+    return sum(v.numel() * v.element_size() for v in values)
