@@ -26,6 +26,8 @@ from megacompile.kernels._triton import (
     wide,
 )
 
+MAX_ROW_BACKWARD = 8192  # dw and db of longer rows would spill; torch takes over
+
 
 @triton.jit
 def layer_norm_forward_kernel(
@@ -79,14 +81,14 @@ def layer_norm_backward_kernel(
     columns,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Persistent: each program walks over tiles and keeps its share of dw and db in registers."""
     program = tl.program_id(0)
-    col = tl.arange(0, BLOCK_N)
+    col = tl.arange(0, BLOCK_N)[None, :]
+    share = program * columns + col
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC)
         dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
@@ -94,9 +96,9 @@ def layer_norm_backward_kernel(
         db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     for tile in range(program, tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        inside = (row < rows)[:, None] & (col < columns)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(ACC)
-        at = grad_ptr + row[:, None] * grad_stride + col[None, :]
+        inside = (row < rows)[:, None] & (col < columns)
+        x = tl.load(x_ptr + row[:, None] * x_stride + col, mask=inside, other=0.0).to(ACC)
+        at = grad_ptr + row[:, None] * grad_stride + col
         grad = tl.load(at, mask=inside, other=0.0).to(ACC)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
@@ -105,19 +107,16 @@ def layer_norm_backward_kernel(
             db += grad
         if HAS_WEIGHT:
             dw += grad * normal
-            if WIDE:
-                weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(ACC)
-            grad = grad * weight[None, :]
+            grad = grad * weight
         along = tl.sum(grad * normal, axis=1) / columns
         level = tl.sum(grad, axis=1) / columns
         dx = (grad - level[:, None] - normal * along[:, None]) * rstd[:, None]
-        out = dx_ptr + row[:, None] * columns + col[None, :]
+        out = dx_ptr + row[:, None] * columns + col
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    share = program * columns + col
     if HAS_WEIGHT:
-        tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=col < columns)
+        tl.store(dw_ptr + share, tl.sum(dw, axis=0, keep_dims=True), mask=col < columns)
     if HAS_BIAS:
-        tl.store(db_ptr + share, tl.sum(db, axis=0), mask=col < columns)
+        tl.store(db_ptr + share, tl.sum(db, axis=0, keep_dims=True), mask=col < columns)
 
 
 def forward_triton(
@@ -174,7 +173,6 @@ def backward_triton(
         *rows.shape,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=has_bias,
-        WIDE=tile.block_n > 4096,
         ACC=accumulator(x.dtype),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -243,7 +241,7 @@ def layer_norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db), the latter two empty where they do not exist."""
-    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW_BACKWARD:
         return layer_norm_backward_reference(grad, x, weight, has_bias, mean, rstd)
     return backward_triton(grad, x, weight, has_bias, mean, rstd)
 
@@ -293,6 +291,7 @@ def _aot() -> list[AotCase]:
     def case(width: int) -> None:
         x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
         _, mean, rstd = forward_triton(x, x[0], x[0], 1e-5)
-        backward_triton(x, x, x[0], True, mean, rstd)
+        if width <= MAX_ROW_BACKWARD:
+            backward_triton(x, x, x[0], True, mean, rstd)
 
     return [(f"{n} bf16", lambda n=n: case(n)) for n in (128, 768, 4096, 8192, 16384)]

@@ -96,7 +96,10 @@ def rms_norm_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Persistent: each program walks over tiles and keeps its share of dw in registers."""
+    """Persistent: each program walks over tiles and keeps its share of dw in registers.
+
+    WIDE: rows so long that registers would spill; weight and x are then read twice.
+    """
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_WEIGHT:

@@ -52,3 +52,9 @@ def test_extreme_values(scale, shift, dtype):
 def test_gradcheck():
     gradcheck(layer_norm, randn(3, 5), randn(5), randn(5))
     gradcheck(lambda x: layer_norm(x, None), randn(3, 5))
+
+
+def test_wide_rows():
+    """Past 8192 columns torch takes over the backward, past 32768 the forward too."""
+    compare(layer_norm, eager, (randn(6, 9001), randn(9001), randn(9001)), torch.bfloat16)
+    compare(layer_norm, eager, (randn(2, 33000), randn(33000), randn(33000)), torch.float16)

@@ -96,3 +96,14 @@ def test_residual(variant, dtype):
 
 def test_residual_gradcheck():
     gradcheck(lambda x, r, w: add_rms_norm(x, r, w), randn(3, 5), randn(3, 5), randn(5))
+
+
+def test_wide_rows():
+    """Past 8192 columns x is read twice, past 32768 torch takes over."""
+    for width in (9001, 33000):
+        compare(
+            rms_norm,
+            lambda x, w: eager(x, w, 0, True),
+            (randn(6, width), randn(width)),
+            torch.float16,
+        )
