@@ -1,1 +1,63 @@
-"""Scheduling passes: each takes a step and returns the step with more of its schedule written down."""
+"""Scheduling passes: each takes a step and returns the step with more of its schedule written down.
+
+A pass is ``def name(step, *, work, plan, mode) -> Step``. It decides nothing: the plan has decided, the
+pass writes it down. The order below is the only one; what each pass requires and provides is declared
+beside it and checked whenever a step is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megacompile.passes.assign_slots import assign_slots
+from megacompile.passes.compute_order import compute_order
+from megacompile.passes.insert_frees import insert_frees
+from megacompile.passes.insert_gradients import insert_gradients
+from megacompile.passes.insert_offload import insert_offload
+from megacompile.passes.insert_prefetch import insert_prefetch
+from megacompile.passes.insert_recompute import insert_recompute
+from megacompile.passes.synchronize import synchronize
+from megacompile.plan import Mode, Plan
+from megacompile.step import Step
+from megacompile.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass with the properties of a step that it needs and gives."""
+
+    run: Callable[..., Step]
+    requires: frozenset[str]
+    provides: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def _pass(run: Callable[..., Step], requires: str, provides: str) -> Pass:
+    return Pass(run, frozenset(requires.split()), frozenset(provides.split()))
+
+
+PASSES: tuple[Pass, ...] = (
+    _pass(compute_order, "", "order"),
+    _pass(insert_recompute, "order", "recompute"),
+    _pass(insert_offload, "order recompute", "offload"),
+    _pass(insert_prefetch, "order recompute", "prefetch"),
+    _pass(insert_gradients, "order", "gradients"),
+    _pass(insert_frees, "order recompute offload gradients", "frees"),
+    _pass(assign_slots, "prefetch gradients", "slots"),
+    _pass(synchronize, "prefetch offload gradients frees slots", "waits"),
+)
+
+
+def lower(work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Run all passes in order: the scheduled step of one program."""
+    step = Step((), {}, mode.micro_batches, constant_bytes=work.constant_bytes)
+    for item in PASSES:
+        missing = item.requires - step.done
+        assert not missing, f"{item.name} runs before {sorted(missing)} are provided"
+        step = item.run(step, work=work, plan=plan, mode=mode)
+        step = step.with_(done=step.done | item.provides)
+    return step

@@ -1,0 +1,91 @@
+"""The plan: every choice that shapes a step, frozen, and its exact JSON form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from megacompile.errors import MegacompileError
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """``choice``: what the block keeps ("all", "some", "none"); ``stash``: where that waits."""
+
+    choice: str
+    stash: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How long a weight group stays on the device, and how early it is fetched.
+
+    ``keep``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
+    backward, "step" holds it for the whole step. ``lead`` counts compute operations between the
+    start of a prefetch and the first use.
+    """
+
+    keep: Literal["stream", "micro", "step"] = "stream"
+    lead: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One decision per block and weight group, and those of the whole step.
+
+    ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
+    micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
+    take to leave the device, ``ring`` the host buffers through which streamed gradients pass.
+    """
+
+    blocks: tuple[BlockPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    order: Literal["depth", "breadth"] = "depth"
+    grad_lag: int = 1
+    ring: int = 2
+
+    def to_json(self) -> str:
+        return json.dumps({"version": PLAN_VERSION, **asdict(self)}, indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
+        try:
+            fields = json.loads(text, parse_constant=_refuse_constant)
+            version = fields.pop("version")
+            if version != PLAN_VERSION:
+                raise MegacompileError(
+                    f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
+                )
+            blocks = tuple(BlockPlan(**b) for b in fields.pop("blocks"))
+            groups = tuple(GroupPlan(**g) for g in fields.pop("groups"))
+            return Plan(blocks=blocks, groups=groups, **fields)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise MegacompileError(f"This is no plan file: {error}.") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise MegacompileError(f"The plan file contains {name}, which is no number of bytes or steps.")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Which program of a model a step is.
+
+    "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update"
+    applies them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of
+    the backward: with clipping, with several micro-batches, or where a fault must leave the state
+    whole.
+    """
+
+    kind: Literal["train", "accumulate", "update", "evaluate"]
+    micro_batches: int = 1
+    deferred: bool = False
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
+        return self.deferred or self.kind != "train" or self.micro_batches > 1

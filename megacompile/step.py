@@ -1,0 +1,141 @@
+"""The light step: one training step as a tuple of frozen operations on a few in-order streams.
+
+Operations on one stream run in program order. Between streams only ``waits`` orders them: an
+operation waits for the latest event of each name that was recorded before it in program order, as a
+CUDA event does. Device bytes that live between operations are tokens; a token is taken by the
+operation that writes it and given back by the one that lists it in ``frees``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Stream = Literal["compute", "h2d", "d2h", "host"]
+STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host")
+
+Kind = Literal[
+    "load",  # a leaf of the batch to the device
+    "prefetch",  # a weight group: host master -> slot
+    "evict",  # end of a weight group's stay in its slot, or of a token that another stream read
+    "forward",
+    "recompute",
+    "backward",
+    "offload",  # a block's saved tensors: device -> host
+    "reload",  # and back
+    "push_grad",  # a block's contribution to a group's gradient: device -> host
+    "norm",  # squared norms of a group's landed gradient
+    "clip_scale",  # the clipping coefficient from all norms
+    "adam",  # update of a group's masters and moments
+]
+
+Token = tuple[str, *tuple[int, ...]]
+"""A resource: ("x", value, micro) a value, ("saved", block, micro) saved tensors, ("g", value, micro)
+the gradient of a value, ("wg", group, block, micro) a block's gradient of a group, ("w", group) a
+weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot), ("stash", block, micro),
+("norm", group), ("scale",)."""
+
+Event = tuple[str, *tuple[int, ...]]
+DEVICE_TOKENS = frozenset({"x", "saved", "g", "wg"})
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
+    a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
+    frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
+    :class:`~megacompile.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
+    """
+
+    kind: Kind
+    stream: Stream
+    block: int = -1
+    group: int = -1
+    micro: int = 0
+    choice: str = ""
+    reads: tuple[Token, ...] = ()
+    writes: tuple[Token, ...] = ()
+    donates: tuple[Token, ...] = ()
+    frees: tuple[Token, ...] = ()
+    waits: tuple[Event, ...] = ()
+    nbytes: int = 0
+    peak_bytes: int = 0
+    end_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    offset: int = -1
+
+    @property
+    def event(self) -> Event:
+        """The name under which this operation's completion can be waited for."""
+        if self.kind in ("forward", "recompute", "backward", "offload", "reload"):
+            return (self.kind, self.block, self.micro)
+        if self.kind == "push_grad":
+            return (self.kind, self.group, self.block, self.micro)
+        if self.kind == "evict" and self.group < 0:
+            return ("free", *self.frees[0][1:])
+        if self.kind == "load":
+            return (self.kind, *self.writes[0][1:])
+        return (self.kind, self.group) if self.group >= 0 else (self.kind,)
+
+    def with_(self, **changes: object) -> Op:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Operations in program order, the bytes of device tokens, and what the passes established.
+
+    ``slab_bytes`` is the size of the region that weight slots live in, ``done`` the properties that
+    passes have provided so far.
+    """
+
+    ops: tuple[Op, ...]
+    token_bytes: dict[Token, int]
+    micro_batches: int
+    slab_bytes: int = 0
+    constant_bytes: int = 0
+    ring: tuple[int, ...] = ()
+    done: frozenset[str] = frozenset()
+
+    def on(self, stream: Stream) -> Iterator[Op]:
+        return (op for op in self.ops if op.stream == stream)
+
+    def with_(self, **changes: object) -> Step:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def memory_curve(step: Step) -> list[tuple[int, int]]:
+    """(index of an operation, device bytes at its highest point) for each compute operation.
+
+    Exact in every order that the streams allow, because device tokens are taken and given back by the
+    compute stream alone, and slots live in a slab of fixed size.
+    """
+    fixed = step.slab_bytes + step.constant_bytes
+    alive: dict[Token, int] = {}
+    total = 0
+    curve = []
+    for index, op in enumerate(step.ops):
+        taken = {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
+        if op.stream == "compute" or taken:
+            growth = sum(b for t, b in taken.items() if t not in alive)
+            merged = max((b for t, b in taken.items() if t in alive), default=0)
+            high = max(op.peak_bytes, growth)
+            if merged:
+                high = max(high, op.end_bytes + merged)
+            curve.append((index, fixed + total + high))
+        for token, nbytes in taken.items():
+            if token not in alive:
+                alive[token] = nbytes
+                total += nbytes
+        for token in (*op.donates, *op.frees):
+            total -= alive.pop(token, 0)
+    return curve
+
+
+def peak_bytes(step: Step) -> int:
+    """Device bytes at the step's highest point."""
+    return max((b for _, b in memory_curve(step)), default=step.slab_bytes + step.constant_bytes)

@@ -1,0 +1,114 @@
+"""The plain step: loads of the batch, forwards and backwards, in the plan's loop order."""
+
+from __future__ import annotations
+
+from megacompile.plan import Mode, Plan
+from megacompile.step import Op, Step, Token
+from megacompile.workload import Call, Choice, Workload
+
+
+def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Order the compute operations: depth first or breadth first over micro-batches."""
+    if mode.kind == "update":
+        return step
+    builder = _Order(work, plan, mode)
+    micros = range(mode.micro_batches)
+    blocks = range(len(work.blocks))
+    if plan.order == "depth":
+        for m in micros:
+            builder.load(m)
+            for b in blocks:
+                builder.forward(b, m)
+            for b in reversed(blocks):
+                builder.backward(b, m)
+    else:
+        for m in micros:
+            builder.load(m)
+        for b in blocks:
+            for m in micros:
+                builder.forward(b, m)
+        for b in reversed(blocks):
+            for m in micros:
+                builder.backward(b, m)
+    return step.with_(ops=tuple(builder.ops), token_bytes=builder.token_bytes)
+
+
+class _Order:
+    def __init__(self, work: Workload, plan: Plan, mode: Mode) -> None:
+        self.work = work
+        self.plan = plan
+        self.mode = mode
+        self.ops: list[Op] = []
+        self.token_bytes: dict[Token, int] = {}
+        self.written: set[Token] = set()
+
+    def _choice(self, b: int) -> Choice:
+        name = "none" if self.mode.kind == "evaluate" else self.plan.blocks[b].choice
+        return self.work.blocks[b].choice(name)
+
+    def _take(self, token: Token, nbytes: int) -> Token:
+        self.token_bytes[token] = nbytes
+        self.written.add(token)
+        return token
+
+    def load(self, m: int) -> None:
+        for v, value in enumerate(self.work.values):
+            if value.batch:
+                token = self._take(("x", v, m), value.nbytes)
+                self.ops.append(Op("load", "compute", micro=m, writes=(token,), nbytes=value.nbytes))
+
+    def forward(self, b: int, m: int) -> None:
+        block, choice = self.work.blocks[b], self._choice(b)
+        outputs = [self._take(("x", v, m), self.work.values[v].nbytes) for v in block.outputs]
+        keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
+        if keeps:
+            outputs.append(self._take(("saved", b, m), choice.saved_bytes))
+        self.ops.append(
+            _op("forward", b, m, choice, choice.forward, reads=(), writes=tuple(outputs))
+        )
+
+    def backward(self, b: int, m: int) -> None:
+        block, choice = self.work.blocks[b], self._choice(b)
+        if self.mode.kind == "evaluate" or choice.backward is None:
+            return
+        tangents = tuple(("g", v, m) for v in block.tangents if ("g", v, m) in self.written)
+        missing = sum(
+            self.work.values[v].nbytes for v in block.tangents if ("g", v, m) not in self.written
+        )
+        saved: tuple[Token, ...] = (("saved", b, m),) if choice.saved_bytes else ()
+        reads = tangents + saved
+        writes = tuple(
+            [self._take(("g", v, m), self.work.values[v].nbytes) for v in block.grad_values]
+            + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
+        )
+        op = _op("backward", b, m, choice, choice.backward, reads=reads, writes=writes)
+        self.ops.append(op.with_(donates=reads, peak_bytes=op.peak_bytes + missing))
+
+
+def _op(
+    kind: str,
+    b: int,
+    m: int,
+    choice: Choice,
+    call: Call,
+    *,
+    reads: tuple[Token, ...],
+    writes: tuple[Token, ...],
+) -> Op:
+    given: tuple[Token, ...] = tuple(("x", v, m) for v in call.reads)
+    weights: tuple[Token, ...] = tuple(("w", g) for g in call.groups)
+    return Op(
+        kind=kind,  # type: ignore[arg-type]
+        stream="compute",
+        block=b,
+        micro=m,
+        choice=choice.name,
+        reads=given + weights + reads,
+        writes=writes,
+        peak_bytes=call.peak_bytes,
+        end_bytes=call.end_bytes,
+        flops=call.flops,
+        moved_bytes=call.moved_bytes,
+    )
+
+

@@ -1,0 +1,64 @@
+"""Send a block's stash to the host after its forward and bring it back before its backward.
+
+The stash is what only the block's own backward still needs: its saved tensors, and the inputs that no
+other block reads again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megacompile.plan import Mode, Plan
+from megacompile.step import Op, Step, Token
+from megacompile.workload import Workload
+
+
+def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Insert offload, free, reload for each block whose stash was planned to wait on the host."""
+    if mode.kind in ("evaluate", "update"):
+        return step
+    readers: dict[Token, list[int]] = defaultdict(list)
+    for index, op in enumerate(step.ops):
+        for token in op.reads:
+            readers[token].append(index)
+    after: dict[int, list[Op]] = defaultdict(list)
+    before: dict[int, list[Op]] = defaultdict(list)
+    for index, op in enumerate(step.ops):
+        if op.kind != "forward" or plan.blocks[op.block].stash != "host":
+            continue
+        stash = _stash(step, index, readers)
+        if not stash:
+            continue
+        back = min(i for token in stash for i in readers[token] if i > index)
+        nbytes = sum(step.token_bytes[t] for t in stash)
+        home: Token = ("stash", op.block, op.micro)
+        start = min(index + 1, back - 1)
+        if back - index < 4:
+            continue  # the backward is next: there is nothing to gain
+        place = {"block": op.block, "micro": op.micro, "nbytes": nbytes}
+        after[index].append(Op("offload", "d2h", reads=stash, writes=(home,), **place))  # type: ignore[arg-type]
+        after[start].append(Op("evict", "compute", block=op.block, micro=op.micro, frees=stash))
+        before[max(back - 1, start + 1)].append(
+            Op("reload", "h2d", reads=(home,), writes=stash, **place)  # type: ignore[arg-type]
+        )
+    return step.with_(ops=_weave(step.ops, before, after))
+
+
+def _stash(step: Step, index: int, readers: dict[Token, list[int]]) -> tuple[Token, ...]:
+    op = step.ops[index]
+    own = []
+    for token in (*op.reads, *op.writes):
+        later = [i for i in readers[token] if i > index]
+        mine = all(step.ops[i].block == op.block for i in later)
+        if token[0] in ("x", "saved") and later and mine and token[-1] == op.micro:
+            own.append(token)
+    return tuple(own)
+
+
+def _weave(
+    ops: tuple[Op, ...], before: dict[int, list[Op]], after: dict[int, list[Op]]
+) -> tuple[Op, ...]:
+    woven: list[Op] = []
+    for index, op in enumerate(ops):
+        woven += [*before.get(index, ()), op, *after.get(index, ())]
+    return tuple(woven)

@@ -1,0 +1,56 @@
+"""Bring each weight group to the device before its uses and let it go after them.
+
+A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps
+the group between them, or if they are so close that the next prefetch would start before the group
+could leave.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megacompile.passes.insert_offload import _weave
+from megacompile.plan import GroupPlan, Mode, Plan
+from megacompile.step import Op, Step
+from megacompile.workload import Workload
+
+
+def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Insert a prefetch ``lead`` compute operations ahead of each stay and an evict at its end."""
+    compute = [i for i, op in enumerate(step.ops) if op.stream == "compute" and op.block >= 0
+               and op.kind != "evict"]  # fmt: skip
+    uses: dict[int, list[int]] = defaultdict(list)
+    for position, index in enumerate(compute):
+        for token in step.ops[index].reads:
+            if token[0] == "w":
+                uses[token[1]].append(position)
+    before: dict[int, list[Op]] = defaultdict(list)
+    after: dict[int, list[Op]] = defaultdict(list)
+    for first, last, group in sorted(
+        (s[0], s[-1], g)
+        for g, positions in uses.items()
+        for s in _stays(positions, plan.groups[g], [step.ops[i] for i in compute])
+    ):
+        start = max(0, first - plan.groups[group].lead)
+        nbytes = work.groups[group].nbytes
+        before[compute[start]].append(
+            Op("prefetch", "h2d", group=group, reads=(("master", group),),
+               writes=(("w", group),), nbytes=nbytes)
+        )  # fmt: skip
+        after[compute[last]].append(
+            Op("evict", "compute", group=group, writes=(("w", group),), nbytes=nbytes)
+        )
+    return step.with_(ops=_weave(step.ops, before, after))
+
+
+def _stays(positions: list[int], plan: GroupPlan, ops: list[Op]) -> list[list[int]]:
+    stays = [[positions[0]]]
+    for position in positions[1:]:
+        previous = stays[-1][-1]
+        near = position - previous <= plan.lead + 1
+        same_micro = ops[position].micro == ops[previous].micro
+        if near or plan.keep == "step" or (plan.keep == "micro" and same_micro):
+            stays[-1].append(position)
+        else:
+            stays.append([position])
+    return stays

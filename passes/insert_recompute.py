@@ -1,0 +1,26 @@
+"""Where a block keeps nothing, compute its saved tensors again right before its backward."""
+
+from __future__ import annotations
+
+from megacompile.passes.compute_order import _op
+from megacompile.plan import Mode, Plan
+from megacompile.step import Op, Step
+from megacompile.workload import Workload
+
+
+def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Insert a recompute before each backward whose block was planned to keep nothing."""
+    ops: list[Op] = []
+    token_bytes = dict(step.token_bytes)
+    for op in step.ops:
+        if op.kind == "backward":
+            choice = work.blocks[op.block].choice(plan.blocks[op.block].choice)
+            if choice.recompute is not None:
+                saved = ("saved", op.block, op.micro)
+                token_bytes[saved] = choice.saved_bytes
+                ops.append(
+                    _op("recompute", op.block, op.micro, choice, choice.recompute,
+                        reads=(), writes=(saved,))
+                )  # fmt: skip
+        ops.append(op)
+    return step.with_(ops=tuple(ops), token_bytes=token_bytes)
