@@ -6,10 +6,21 @@ on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in tri
 """
 
 from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.cross_entropy import cross_entropy
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
+from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
 
-__all__ = ["add_rms_norm", "dropout_mask", "glu", "layer_norm", "rms_norm", "rope"]
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "dropout_mask",
+    "glu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+]

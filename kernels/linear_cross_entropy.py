@@ -1,0 +1,181 @@
+"""A linear head and its cross-entropy without ever holding the logits.
+
+loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of ``cross_entropy.py``. Both
+passes walk over the vocabulary in tiles whose logits fit ``workspace`` bytes: the forward folds
+each tile into a running log-sum-exp, the backward forms the tile's logits again, overwrites them
+with their gradient and multiplies. Tiling the vocabulary, not the tokens, makes every row of the
+weight's gradient one matrix product over all tokens: it is accumulated in float32 inside the
+product and rounded once, without a float32 buffer of the weight's size. What does accumulate over
+tiles is the gradient of hidden: float32 [T, H]. Products are the library's (cuBLAS).
+
+hidden: [T, H]. weight: [V, H]. bias: [V] or None. labels: int64 [T]. loss: [T] float32 (or
+float64). Saves hidden, weight and stats [2, T]. Extra cost: the head's forward product once more.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import wide
+from megacompile.kernels.cross_entropy import Terms, accumulate, finish, gradient_, new_state
+
+WORKSPACE = 256 << 20
+STEP = 256
+
+
+def tile_width(tokens: int, vocabulary: int, itemsize: int, workspace: int) -> int:
+    """How many columns of logits fit the workspace: a multiple of 256, and at least that."""
+    fitting = workspace // max(1, tokens * itemsize) // STEP * STEP
+    return min(max(fitting, STEP), vocabulary)
+
+
+def tiles(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, workspace: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(columns, their logits) tile by tile, all in one buffer, in hidden's type."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    width = tile_width(tokens, vocabulary, hidden.element_size(), workspace)
+    buffer = hidden.new_empty(tokens * width)
+    for start in range(0, vocabulary, width):
+        columns = slice(start, min(start + width, vocabulary))
+        part = weight[columns]
+        logits = buffer[: tokens * part.shape[0]].view(tokens, part.shape[0])
+        if bias is None:
+            torch.mm(hidden, part.t(), out=logits)
+        else:
+            torch.addmm(bias[columns], hidden, part.t(), out=logits)
+        yield columns, logits
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is wider than a and b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+@torch.library.custom_op("megacompile::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    workspace: int = WORKSPACE,
+) -> tuple[Tensor, Tensor]:
+    """(loss [T], stats [2, T]); see the module's docstring."""
+    if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
+        raise ValueError("linear_cross_entropy needs hidden [T, H] and labels [T]")
+    terms = Terms(weight.shape[0], ignore_index, label_smoothing, z_loss, softcap)
+    labels = labels.contiguous()
+    state = new_state(hidden, hidden.shape[0])
+    for columns, logits in tiles(hidden, weight, bias, workspace):
+        accumulate(state, logits, labels, columns.start, terms)
+    return finish(state, labels, terms)
+
+
+@torch.library.custom_op("megacompile::linear_cross_entropy_backward", mutates_args=())
+def linear_cross_entropy_backward_op(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dhidden, dweight, dbias); dbias is empty where there is no bias."""
+    terms = Terms(weight.shape[0], ignore_index, label_smoothing, z_loss, softcap)
+    labels, grad, stats = labels.contiguous(), grad.contiguous(), stats.contiguous()
+    total = torch.zeros_like(hidden, dtype=wide(hidden.dtype))
+    dweight, dbias = torch.empty_like(weight), _bias_like(bias, weight)
+    for columns, logits in tiles(hidden, weight, bias, workspace):
+        gradient_(logits, labels, stats, grad, columns.start, terms)
+        torch.mm(logits.t(), hidden, out=dweight[columns])
+        add_product_(total, logits, weight[columns])
+        if bias is not None:
+            dbias[columns] = logits.sum(0, dtype=total.dtype).to(bias.dtype)
+    return total.to(hidden.dtype, copy=True), dweight, dbias
+
+
+def _bias_like(bias: Tensor | None, weight: Tensor) -> Tensor:
+    return weight.new_empty(0) if bias is None else torch.empty_like(bias)
+
+
+@linear_cross_entropy_op.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    workspace: int = WORKSPACE,
+) -> tuple[Tensor, Tensor]:
+    stats = hidden.new_empty((2, hidden.shape[0]), dtype=wide(hidden.dtype))
+    return torch.empty_like(stats[0]), stats
+
+
+@linear_cross_entropy_backward_op.register_fake
+def _(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(weight), _bias_like(bias, weight)
+
+
+def _setup(ctx, inputs, output) -> None:
+    hidden, weight, bias, labels, *ctx.terms = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, bias, labels, output[1])
+
+
+def _backward(ctx, grad, _) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, labels, stats = ctx.saved_tensors
+    dhidden, dweight, dbias = linear_cross_entropy_backward_op(
+        grad, hidden, weight, bias, labels, stats, *ctx.terms
+    )
+    none = itertools.repeat(None, 6)
+    return dhidden, dweight, None if bias is None else dbias, *none
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    workspace: int = WORKSPACE,
+) -> Tensor:
+    """The loss per token [T], differentiable in hidden, weight and bias."""
+    terms = ignore_index, label_smoothing, z_loss, softcap, workspace
+    return linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
