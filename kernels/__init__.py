@@ -5,22 +5,37 @@ nothing; it works where triton is not installed. On CUDA tensors an operator run
 on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in triton's interpreter).
 """
 
+from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.add_rms_norm import add_rms_norm
 from megacompile.kernels.cross_entropy import cross_entropy
 from megacompile.kernels.dropout import dropout_mask
+from megacompile.kernels.embedding import embedding
 from megacompile.kernels.glu import glu
+from megacompile.kernels.gradient_bucket import accumulate_gradient, pack, unpack
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
+from megacompile.kernels.quantize import dequantize, quantize
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
+from megacompile.kernels.rounding import join_halves, split_halves, stochastic_round
 
 __all__ = [
+    "accumulate_gradient",
+    "adamw_",
     "add_rms_norm",
     "cross_entropy",
+    "dequantize",
     "dropout_mask",
+    "embedding",
     "glu",
+    "join_halves",
     "layer_norm",
     "linear_cross_entropy",
+    "pack",
+    "quantize",
     "rms_norm",
     "rope",
+    "split_halves",
+    "stochastic_round",
+    "unpack",
 ]

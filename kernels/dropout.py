@@ -15,16 +15,28 @@ mask. Both multipliers of ``mix`` stay below 2**31, so int64 tensors compute it 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from megacompile.kernels._triton import (
+    AotCase,
+    aot_cases,
+    ceil_div,
+    launch,
+    runs_triton,
+    tl,
+    triton,
+    wide,
+)
 
 LOW = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 KEY_0 = 0x243F6A88
 KEY_1 = 0x85A308D3
 CHUNK = 1 << 18
+BLOCK = 1024
 
 
 def threshold(p: float) -> int:
@@ -61,6 +73,33 @@ def dropout_keys(rng: Tensor, site: int) -> Tensor:
     return keys
 
 
+def _hash_chunks(
+    rng: Tensor, site: int, count: int, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """(elements, their 32-bit hashes as int64) in chunks; the buffer is used again."""
+    first, second = dropout_keys(rng.to(device), site).unbind()
+    buffer = torch.empty((2, min(count, CHUNK)), dtype=torch.int64, device=device)
+    for start in range(0, count, CHUNK):
+        size = min(CHUNK, count - start)
+        x, scratch = buffer[0, :size], buffer[1, :size]
+        low = start & LOW
+        torch.arange(low, low + size, out=x)
+        _mix_(x.bitwise_xor_(first), scratch)
+        x.add_(second).add_((start >> 32) * GOLDEN & LOW).bitwise_and_(LOW)
+        yield slice(start, start + size), _mix_(x, scratch)
+
+
+def random_words(
+    rng: Tensor, site: int, shape: Sequence[int], device: torch.device | None = None
+) -> Tensor:
+    """The 32-bit hash of every element: int64 ``shape``, contiguous, in [0, 2**32)."""
+    device = rng.device if device is None else device
+    words = torch.empty(math.prod(shape), dtype=torch.int64, device=device)
+    for part, x in _hash_chunks(rng, site, words.numel(), device):
+        words[part] = x
+    return words.view(tuple(shape))
+
+
 def dropout_mask(
     rng: Tensor, site: int, shape: Sequence[int], p: float, device: torch.device | str | None = None
 ) -> Tensor:
@@ -78,17 +117,108 @@ def dropout_mask(
     """
     least = threshold(p)
     device = rng.device if device is None else torch.device(device)
-    count = math.prod(shape)
-    keep = torch.empty(count, dtype=torch.bool, device=device)
-    first, second = dropout_keys(rng.to(device), site).unbind()
-    buffer = torch.empty((2, min(count, CHUNK)), dtype=torch.int64, device=device)
-    for start in range(0, count, CHUNK):
-        size = min(CHUNK, count - start)
-        x, scratch = buffer[0, :size], buffer[1, :size]
-        low = start & LOW
-        torch.arange(low, low + size, out=x)
-        _mix_(x.bitwise_xor_(first), scratch)
-        x.add_(second).add_((start >> 32) * GOLDEN & LOW).bitwise_and_(LOW)
-        _mix_(x, scratch).bitwise_right_shift_(8)
-        torch.ge(x, least, out=keep[start : start + size])
+    keep = torch.empty(math.prod(shape), dtype=torch.bool, device=device)
+    for part, x in _hash_chunks(rng, site, keep.numel(), device):
+        torch.ge(x.bitwise_right_shift_(8), least, out=keep[part])
     return keep.view(tuple(shape))
+
+
+@triton.jit
+def mix(x):
+    """Wellons' finaliser on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x21F0AAAD
+    x = x ^ (x >> 15)
+    x = x * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def absorb(key, word):
+    """Fold a 64-bit word into a key, low half first."""
+    key = mix((key ^ word.to(tl.uint32)) + 0x9E3779B9)
+    return mix((key ^ (word >> 32).to(tl.uint32)) + 0x9E3779B9)
+
+
+@triton.jit
+def random_bits(rng_ptr, site, start, BLOCK: tl.constexpr):
+    """The 32-bit hashes of elements [start, start + BLOCK); start is an int64 multiple of BLOCK."""
+    seed = tl.load(rng_ptr)
+    where = tl.load(rng_ptr + 1) + site
+    first = absorb(absorb(tl.full((), 0x243F6A88, tl.uint32), seed), where)
+    second = absorb(absorb(tl.full((), 0x85A308D3, tl.uint32), seed), where)
+    second = second + (start >> 32).to(tl.uint32) * 0x9E3779B9
+    low = start.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
+    return mix(mix(low ^ first) + second)
+
+
+@triton.jit
+def dropout_kernel(
+    x_ptr,
+    rng_ptr,
+    y_ptr,
+    site,
+    count,
+    least,
+    scale,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    keep = (random_bits(rng_ptr, site, start, BLOCK) >> 8).to(tl.int32) >= least
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(ACC)
+    y = tl.where(keep, x * scale, 0.0).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=at < count)
+
+
+def dropout_triton(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
+    """``dropout`` by the kernel."""
+    source, out = x.contiguous(), x.new_empty(x.shape)
+    launch(
+        dropout_kernel,
+        (ceil_div(x.numel(), BLOCK),),
+        source,
+        rng,
+        out,
+        site,
+        x.numel(),
+        threshold(p),
+        1.0 / (1.0 - p) if p < 1.0 else 0.0,
+        ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+def dropout_reference(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
+    """``dropout`` in plain torch."""
+    keep = dropout_mask(rng, site, x.shape, p, x.device)
+    scaled = x.to(wide(x.dtype)) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    return torch.where(keep, scaled, 0.0).to(x.dtype).contiguous()
+
+
+def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
+    """x / (1 - p) where ``dropout_mask`` keeps, else 0; its own backward on the gradient of y.
+
+    Args:
+        x: any shape and float type; element i is the i-th in row-major order.
+        rng: int64 [2] on x's device, (seed, base site).
+        site: added to the base site.
+        p: probability of dropping an element.
+
+    Returns:
+        x's shape and type, contiguous. (Not a registered operator: the compiler's own dropout is.)
+    """
+    run = dropout_triton if runs_triton(x) else dropout_reference
+    return run(x, rng, site, p)
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(dtype: torch.dtype) -> None:
+        rng = torch.empty(2, dtype=torch.int64, device="meta")
+        dropout_triton(torch.empty((4096, 4096), dtype=dtype, device="meta"), rng, 3, 0.1)
+
+    return [("bf16", lambda: case(torch.bfloat16)), ("fp32", lambda: case(torch.float32))]

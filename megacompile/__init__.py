@@ -1,1 +1,21 @@
 """megacompile: train models far larger than device memory, at full precision, on one accelerator."""
+
+from megacompile.api import compile
+from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
+from megacompile.plan import Plan
+from megacompile.program import Program
+from megacompile.runtime_cpu import NonFiniteError
+from megacompile.substitute import our_operators
+
+__version__ = "0.1.0"
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "MegacompileError",
+    "NonFiniteError",
+    "Plan",
+    "Program",
+    "ProgramError",
+    "compile",
+    "our_operators",
+]

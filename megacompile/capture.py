@@ -12,7 +12,7 @@ import copy
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,12 @@ class Captured:
         return next(n for n in self.graph.nodes if n.op == "placeholder" and n.name == name)
 
 
-def compute_dtypes(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype in which each parameter computes: ``compute_dtype``, or fp32 where the model keeps it.
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""How a parameter computes: its dtype and its dense strides."""
+
+
+def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
+    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
 
     transformers models name such modules in ``_keep_in_fp32_modules`` and its strict variant.
     """
@@ -64,24 +68,23 @@ def compute_dtypes(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, to
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             kept |= set(getattr(module, attribute, None) or ())
     pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
-    dtypes = {}
+    forms: dict[str, Form] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            dtypes[name] = parameter.dtype
-        else:
-            dtypes[name] = torch.float32 if pattern.search(name) else compute_dtype
-    return dtypes
+        dtype = parameter.dtype
+        if parameter.is_floating_point():
+            dtype = torch.float32 if pattern.search(name) else compute_dtype
+        forms[name] = (dtype, _dense_strides(parameter))
+    return forms
 
 
-def fake_copy(model: nn.Module, dtypes: dict[str, torch.dtype], mode: FakeTensorMode) -> nn.Module:
+def fake_copy(model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode) -> nn.Module:
     """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors."""
     memo: dict[int, Any] = {}
     with mode:
         for name, parameter in model.named_parameters():
-            shape = torch.empty_strided(
-                parameter.shape, _dense_strides(parameter), dtype=dtypes[name], device="cpu"
-            )
-            memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+            dtype, strides = forms[name]
+            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
@@ -90,9 +93,9 @@ def fake_copy(model: nn.Module, dtypes: dict[str, torch.dtype], mode: FakeTensor
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a parameter, or contiguous ones for one whose storage was given up."""
-    dense = torch.ops.aten.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
-    return tuple(dense.stride())
+    """The strides of a dense copy of a parameter that keeps the order of its dimensions."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return tuple(torch.empty_like(meta).stride())
 
 
 class _Loss(nn.Module):
@@ -135,16 +138,21 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    compute_dtype: torch.dtype,
+    forms: Mapping[str, Form],
     loss_fn: LossFn | None = None,
+    evaluate: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
+
+    ``evaluate`` traces in eval mode and without gradients instead.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, or returns no scalar loss.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = fake_copy(model, compute_dtypes(model, compute_dtype), mode)
+    copied = fake_copy(model, forms, mode)
+    if evaluate:
+        copied.eval().requires_grad_(False)
     _no_cache(copied)
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)

@@ -28,8 +28,11 @@ from megacompile.partition import Template, is_view, storage_nbytes
 aten = torch.ops.aten
 RefKind = Literal["in", "out", "saved", "grad"]
 Ref = tuple[RefKind, int]
-OptionName = Literal["all", "some", "none"]
-OPTIONS: tuple[OptionName, ...] = ("all", "some", "none")
+OptionName = Literal["all", "some", "none", "least"]
+OPTIONS: tuple[OptionName, ...] = ("all", "some", "none", "least")
+"""Keep every tensor that the backward reads; keep the results of products and attention and derive
+the rest again; keep nothing and recompute the first set, or the second, before the backward."""
+
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,17 @@ class BlockFunction:
     template's input i, ("out", k) its output k, ("saved", j) a saved tensor, and ("grad", n) the
     gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
     the function holds beyond what was alive when it was called; saved tensors and gradients among its
-    arguments are donated, so they count as freed at their last use.
+    arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
+    when it returns: results less donations.
     """
 
     name: str
     source: str
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    result_bytes: tuple[int, ...]
     peak_bytes: int
+    end_bytes: int
     flops: int
     moved_bytes: int
 
@@ -186,7 +192,10 @@ class _Cutter:
                 if name == "some" and _total(saved) >= _total(everything):
                     continue
                 options[name] = self._option(name, prefix, saved, forward)
-            options["none"] = self._recomputed(prefix, everything, options["all"], forward)
+            options["none"] = self._recomputed("none", prefix, everything, options["all"], forward)
+            if "some" in options:
+                lean = self._recomputed("least", prefix, something, options["some"], forward)
+                options["least"] = lean
         else:
             for name in OPTIONS:
                 options[name] = Option(name, forward, None, None, ())
@@ -234,12 +243,17 @@ class _Cutter:
         return Option(name, forward, None, backward, tuple(_nbytes(n) for n in saved))
 
     def _recomputed(
-        self, prefix: str, saved: list[fx.Node], full: Option, plain: BlockFunction
+        self,
+        name: OptionName,
+        prefix: str,
+        saved: list[fx.Node],
+        full: Option,
+        plain: BlockFunction,
     ) -> Option:
         if not saved:
-            return Option("none", plain, None, full.backward, ())
-        recompute = self._function(f"{prefix}_recompute", _saved_list(saved), ())
-        return Option("none", plain, recompute, full.backward, full.saved)
+            return Option(name, plain, None, full.backward, ())
+        recompute = self._function(f"{prefix}_recompute_{full.name}", _saved_list(saved), ())
+        return Option(name, plain, recompute, full.backward, full.saved)
 
     def _backward(self, name: str, saved: list[fx.Node]) -> BlockFunction:
         leaves = [i for i, e in enumerate(self.template.examples) if e.requires_grad]
@@ -264,16 +278,27 @@ class _Cutter:
             given.update({n: r for n, r in self.refs.items() if r[0] == "out"})
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
         graph, inputs = _extract(self.graph, [n for _, n in results], given)
-        source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
-        peak, flops, moved = self._measure(source, name, graph, inputs)
+        source = function_source(
+            graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
+        )
+        counted = [n for n in graph.nodes if n.op == "call_function"]
+        peak, end = self._measure(source, name, graph, inputs)
         return BlockFunction(
-            name, source, tuple(inputs), tuple(r for r, _ in results), peak, flops, moved
+            name=name,
+            source=source,
+            inputs=tuple(inputs),
+            outputs=tuple(r for r, _ in results),
+            result_bytes=tuple(_nbytes(n) for _, n in results),
+            peak_bytes=peak,
+            end_bytes=end,
+            flops=sum(map(_flops, counted)),
+            moved_bytes=sum(map(_moved, counted)),
         )
 
     def _measure(
         self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]
-    ) -> tuple[int, int, int]:
-        """(peak bytes beyond entry, floating-point operations, bytes read and written), on fakes."""
+    ) -> tuple[int, int]:
+        """(highest, last) bytes beyond what is alive at entry, from a run on fake tensors."""
         function = load_functions(source, torch.device("cpu"))[name]
         values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
         meter = StorageMeter()
@@ -288,14 +313,17 @@ class _Cutter:
                     kept.append(fake)
                 arguments.append(fake)
                 del fake
-            start = meter.peak
+            start = meter.live
             with meter:
-                function(arguments)
-        counted = [n for n in graph.nodes if n.op == "call_function"]
-        return max(0, meter.peak - start), sum(map(_flops, counted)), sum(map(_moved, counted))
+                results = function(arguments)
+            end = meter.live
+            del results
+        return max(0, meter.peak - start), end - start
 
 
-def load_functions(source: str, device: torch.device) -> dict[str, Callable[[list[Any]], list[Any]]]:
+def load_functions(
+    source: str, device: torch.device
+) -> dict[str, Callable[[list[Any]], list[Any]]]:
     """Execute generated source; returns the functions it defines."""
     namespace: dict[str, Any] = {"torch": torch, "aten": aten, "operator": operator, DEVICE: device}
     exec(compile(source, "<megacompile blocks>", "exec"), namespace)
@@ -422,5 +450,7 @@ def _moved(node: fx.Node) -> int:
     """Bytes that one node reads and writes; views move nothing."""
     if is_view(node) or node.target is operator.getitem:
         return 0
-    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(
+        node.meta.get("val")
+    )
     return sum(v.numel() * v.element_size() for v in values)

@@ -7,9 +7,9 @@
  * operations of torch's fused kernel, in its order and with its fused multiply-adds; the build
  * therefore forbids the compiler to contract others (-ffp-contract=off).
  *
- * Plain loops, because memory is the bound: on a 2-core Zen 4 a pass over the same bytes without the
- * arithmetic takes as long (within 2 %), streaming stores make it 17-25 % slower (the lines are in
- * cache anyway, they were just read) and software prefetch 0-27 % slower. */
+ * Plain loops, because memory is the bound: on a 2-core Zen 4 a pass over the same bytes without
+ * the arithmetic takes as long (within 2 %), streaming stores make it 17-25 % slower (the lines are
+ * in cache anyway, they were just read) and software prefetch 0-27 % slower. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -35,11 +35,12 @@ typedef struct {
 typedef struct {
     float grad_scale;   /* times -1 when maximising */
     float decay;        /* AdamW: the weight is multiplied by 1 - lr * weight_decay */
-    float coupled;      /* Adam: weight_decay, added to the gradient times the weight */
+    float coupled;      /* Adam: weight_decay, times the weight added to the gradient; else 0 */
     float lerp;         /* 1 - beta1, or -beta1 when lerp_from_grad */
     int lerp_from_grad;
     float beta2, one_minus_beta2, correction2_sqrt, eps;
     float minus_step_size;
+    int bf16;           /* the gradient's dtype */
 } Constants;
 
 typedef struct {
@@ -51,12 +52,12 @@ typedef struct {
 } Job;
 
 /* Scalars in double, then rounded once to float, as torch does. */
-static Constants constants_of(const Hyper *h, int maximize) {
+static Constants constants_of(const Hyper *h, int bf16, int adamw, int maximize) {
     const float lerp = (float)(1 - h->beta1);
     return (Constants){
         .grad_scale = (float)(maximize ? -h->grad_scale : h->grad_scale),
-        .decay = (float)(1 - h->lr * h->weight_decay),
-        .coupled = (float)h->weight_decay,
+        .decay = (float)(adamw ? 1 - h->lr * h->weight_decay : 1),
+        .coupled = (float)(adamw ? 0 : h->weight_decay),
         .lerp = lerp < 0.5f ? lerp : lerp - 1,
         .lerp_from_grad = lerp >= 0.5f,
         .beta2 = (float)h->beta2,
@@ -64,6 +65,7 @@ static Constants constants_of(const Hyper *h, int maximize) {
         .correction2_sqrt = (float)sqrt(1 - pow(h->beta2, h->step)),
         .eps = (float)h->eps,
         .minus_step_size = (float)-(h->lr / (1 - pow(h->beta1, h->step))),
+        .bf16 = bf16,
     };
 }
 
@@ -76,47 +78,62 @@ INLINE uint32_t join_halves(uint16_t high, int16_t low) {
 INLINE uint16_t high_half(uint32_t bits) { return (uint16_t)((bits + 0x8000u) >> 16); }
 INLINE int16_t low_half(uint32_t bits) { return (int16_t)bits; } /* = bits - (high << 16) */
 
-/* `split`, `bf16` and `coupled` are literals at every call, so each kind becomes its own loop. */
-INLINE void update(const Job *job, int64_t begin, int64_t end, int split, int bf16, int coupled) {
-    const Constants c = job->c;
-    float *master = job->weight, *exp_avg = job->exp_avg, *exp_avg_sq = job->exp_avg_sq;
-    uint16_t *high = job->weight;
-    int16_t *low = job->low;
-    const float *grad32 = job->grad;
-    const uint16_t *grad16 = job->grad;
-    const int from_grad = c.lerp_from_grad;
+INLINE void step(float *weight, float *exp_avg, float *exp_avg_sq, const void *grad, int64_t n,
+                 const Constants c, int bf16, int coupled) {
+    const float *grad32 = grad;
+    const uint16_t *grad16 = grad;
 #pragma omp simd
-    for (int64_t i = begin; i < end; i++) {
-        float w = split ? as_float(join_halves(high[i], low[i])) : master[i];
+    for (int64_t i = 0; i < n; i++) {
+        float w = weight[i], m = exp_avg[i];
         float g = (bf16 ? as_float((uint32_t)grad16[i] << 16) : grad32[i]) * c.grad_scale;
         if (coupled) g = FMA(w, c.coupled, g);
         else w *= c.decay;
-        float m = exp_avg[i];
-        m = FMA(c.lerp, g - m, from_grad ? g : m);
+        m = FMA(c.lerp, g - m, c.lerp_from_grad ? g : m);
         float v = FMA(c.one_minus_beta2 * g, g, exp_avg_sq[i] * c.beta2);
-        w += (c.minus_step_size * m) / (sqrtf(v) / c.correction2_sqrt + c.eps);
+        weight[i] = w + (c.minus_step_size * m) / (sqrtf(v) / c.correction2_sqrt + c.eps);
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        if (split) {
-            uint32_t bits = as_bits(w);
-            high[i] = high_half(bits);
-            low[i] = low_half(bits);
-        } else {
-            master[i] = w;
-        }
     }
 }
 
-static void update_kind(const Job *job, int64_t begin, int64_t end, int64_t kind) {
-    switch (kind) {
-        case 0: update(job, begin, end, 0, 0, 0); break;
-        case 1: update(job, begin, end, 1, 0, 0); break;
-        case 2: update(job, begin, end, 0, 1, 0); break;
-        case 3: update(job, begin, end, 1, 1, 0); break;
-        case 4: update(job, begin, end, 0, 0, 1); break;
-        case 5: update(job, begin, end, 1, 0, 1); break;
-        case 6: update(job, begin, end, 0, 1, 1); break;
-        default: update(job, begin, end, 1, 1, 1); break;
+/* One loop per kind: the flags become literals. */
+static void step_kind(float *weight, float *exp_avg, float *exp_avg_sq, const void *grad,
+                      int64_t begin, int64_t n, const Constants *c) {
+    const float *grad32 = (const float *)grad + begin;
+    const uint16_t *grad16 = (const uint16_t *)grad + begin;
+    if (c->bf16 && c->coupled != 0) step(weight, exp_avg, exp_avg_sq, grad16, n, *c, 1, 1);
+    else if (c->bf16) step(weight, exp_avg, exp_avg_sq, grad16, n, *c, 1, 0);
+    else if (c->coupled != 0) step(weight, exp_avg, exp_avg_sq, grad32, n, *c, 0, 1);
+    else step(weight, exp_avg, exp_avg_sq, grad32, n, *c, 0, 0);
+}
+
+INLINE void split_range(int64_t n, const float *from, uint16_t *high, int16_t *low) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = as_bits(from[i]);
+        high[i] = high_half(bits);
+        low[i] = low_half(bits);
+    }
+}
+
+INLINE void join_range(int64_t n, const uint16_t *high, const int16_t *low, float *to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) to[i] = as_float(join_halves(high[i], low[i]));
+}
+
+/* Halves pass through 1 KB of cache, 6-14 % faster than one loop over all six arrays. */
+static void update(const Job *job, int64_t begin, int64_t end) {
+    enum { BLOCK = 256 };
+    float joined[BLOCK];
+    const int split = job->low != NULL;
+    const int64_t size = split ? BLOCK : end - begin;
+    for (int64_t i = begin; i < end; i += size) {
+        const int64_t n = MIN(size, end - i);
+        float *weight = split ? joined : (float *)job->weight + i;
+        uint16_t *high = (uint16_t *)job->weight + i;
+        if (split) join_range(n, high, job->low + i, weight);
+        step_kind(weight, job->exp_avg + i, job->exp_avg_sq + i, job->grad, i, n, &job->c);
+        if (split) split_range(n, weight, high, job->low + i);
     }
 }
 
@@ -127,12 +144,12 @@ INLINE int64_t unit_size(int64_t n, int64_t threads) {
     return MIN(MAX(unit, 4096), 262144) / 64 * 64;
 }
 
-/* `low` is NULL where the weight is whole. Bits of `kind`: 0 split, 1 bf16 gradient, 2 Adam instead
- * of AdamW, 3 maximise. */
+/* `low` is NULL where the weight is whole. */
 void mc_adam(int64_t n, void *weight, int16_t *low, float *exp_avg, float *exp_avg_sq,
-             const void *grad, const Hyper *hyper, int64_t kind, int64_t threads) {
-    const Job job = {weight, low, exp_avg, exp_avg_sq, grad, constants_of(hyper, kind >> 3 & 1)};
-    kind &= hyper->weight_decay != 0 ? 7 : 3; /* no decay: no 0 * weight in the gradient */
+             const void *grad, const Hyper *h, int64_t bf16, int64_t adamw, int64_t maximize,
+             int64_t threads) {
+    const Constants constants = constants_of(h, (int)bf16, (int)adamw, (int)maximize);
+    const Job job = {weight, low, exp_avg, exp_avg_sq, grad, constants};
     const int64_t unit = unit_size(n, threads), units = (n + unit - 1) / unit;
 #pragma omp parallel for schedule(dynamic) num_threads((int)MAX(1, MIN(threads, units)))
     for (int64_t u = 0; u < units; u++) {
@@ -140,24 +157,24 @@ void mc_adam(int64_t n, void *weight, int16_t *low, float *exp_avg, float *exp_a
         unsigned mode = _mm_getcsr(); /* denormals and rounding as IEEE says, on every thread */
         _mm_setcsr(0x1f80);
 #endif
-        update_kind(&job, u * unit, MIN(n, (u + 1) * unit), kind);
+        update(&job, u * unit, MIN(n, (u + 1) * unit));
 #if defined(__x86_64__)
         _mm_setcsr(mode);
 #endif
     }
 }
 
-void mc_split(int64_t n, const uint32_t *bits, uint16_t *high, int16_t *low, int64_t threads) {
-#pragma omp parallel for simd num_threads((int)MAX(1, MIN(threads, n / 4096)))
-    for (int64_t i = 0; i < n; i++) {
-        high[i] = high_half(bits[i]);
-        low[i] = low_half(bits[i]);
-    }
+void mc_split(int64_t n, const float *from, uint16_t *high, int16_t *low, int64_t threads) {
+    const int64_t unit = unit_size(n, threads);
+#pragma omp parallel for num_threads((int)MAX(1, MIN(threads, n / unit)))
+    for (int64_t i = 0; i < n; i += unit)
+        split_range(MIN(unit, n - i), from + i, high + i, low + i);
 }
 
-void mc_join(int64_t n, const uint16_t *high, const int16_t *low, uint32_t *bits, int64_t threads) {
-#pragma omp parallel for simd num_threads((int)MAX(1, MIN(threads, n / 4096)))
-    for (int64_t i = 0; i < n; i++) bits[i] = join_halves(high[i], low[i]);
+void mc_join(int64_t n, const uint16_t *high, const int16_t *low, float *to, int64_t threads) {
+    const int64_t unit = unit_size(n, threads);
+#pragma omp parallel for num_threads((int)MAX(1, MIN(threads, n / unit)))
+    for (int64_t i = 0; i < n; i += unit) join_range(MIN(unit, n - i), high + i, low + i, to + i);
 }
 
 /* 64 bytes past the cache, to an address that is a multiple of 64; 0 where the compiler cannot. */

@@ -54,7 +54,7 @@ class BlockWork:
     choices: tuple[Choice, ...]
 
     def choice(self, name: str) -> Choice:
-        """The choice of that name; where a block lacks it, the nearest that keeps less."""
+        """The choice of that name; a block that lacks it has none that keeps less than "none"."""
         found = {c.name: c for c in self.choices}
         return found.get(name) or found["none"]
 

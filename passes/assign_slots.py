@@ -28,7 +28,7 @@ def assign_slots(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
         op.with_(offset=offsets[i]) if i in offsets else op for i, op in enumerate(step.ops)
     )
     slab = max((offset + nbytes for _, _, offset, nbytes in placed), default=0)
-    return step.with_(ops=ops, slab_bytes=slab, ring=_ring_bytes(step.ops))
+    return step.with_(ops=ops, slab_bytes=slab, ring=_ring_bytes(step.ops, work))
 
 
 def _stays(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
@@ -56,10 +56,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _ring_bytes(ops: tuple[Op, ...]) -> tuple[int, ...]:
+def _ring_bytes(ops: tuple[Op, ...], work: Workload) -> tuple[int, ...]:
+    """A buffer of the ring holds the largest group that ever passes through it."""
     sizes: dict[int, int] = {}
     for op in ops:
         for token in op.writes:
             if token[0] == "ring":
-                sizes[token[1]] = max(sizes.get(token[1], 0), op.nbytes)
+                sizes[token[1]] = max(sizes.get(token[1], 0), work.groups[op.group].nbytes)
     return tuple(sizes[i] for i in sorted(sizes))

@@ -34,7 +34,11 @@ def insert_gradients(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
                     Op("push_grad", "d2h", block=op.block, group=group, micro=op.micro,
                        reads=(token,), writes=(home,), nbytes=nbytes)
                 )  # fmt: skip
-                pending.append((plan.grad_lag, Op("evict", "compute", frees=(token,))))
+                free = Op("evict", "compute", frees=(token,))
+                if plan.grad_lag:
+                    pending.append((plan.grad_lag, free))
+                else:
+                    ops.append(free)
                 left[group] -= 1
                 if left[group] == 0 and not mode.keeps_gradients:
                     ops.append(_adam(work, group, home))

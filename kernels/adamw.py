@@ -1,0 +1,223 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the device, for groups that stay there.
+
+    w *= 1 - lr * weight_decay;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
+    w -= lr / (1 - beta1**step) * m / (sqrt(v / (1 - beta2**step)) + eps)
+
+in float32 and in the order of torch's fused kernel, with g = grad * scale. weight: flat float32, or
+bfloat16 with ``low`` (int16), the halves of ``rounding.py``. exp_avg, exp_avg_sq: flat float32.
+grad: flat, any float type. scale: float32 with one element on the device (1 / accumulation, the
+clipping factor), or None. copy: bfloat16, gets the new weight rounded, or None. All in place.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    AotCase,
+    aot_cases,
+    ceil_div,
+    launch,
+    runs_triton,
+    tl,
+    triton,
+)
+from megacompile.kernels.rounding import halves, join_reference, joined, split_reference
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What an update multiplies by; computed in float64 on the host, once per step."""
+
+    decay: float
+    lerp: float
+    beta2: float
+    one_minus_beta2: float
+    correction2: float
+    eps: float
+    step_size: float
+
+    @classmethod
+    def of(
+        cls, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
+    ) -> "Constants":
+        """For update number ``step``, counted from 1."""
+        correction2 = math.sqrt(1.0 - beta2**step)
+        step_size = lr / (1.0 - beta1**step)
+        return cls(
+            1.0 - lr * weight_decay,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            correction2,
+            eps,
+            step_size,
+        )
+
+
+@triton.jit
+def adamw_kernel(
+    weight_ptr,
+    low_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    grad_ptr,
+    scale_ptr,
+    copy_ptr,
+    count,
+    decay,
+    lerp,
+    beta2,
+    one_minus_beta2,
+    correction2,
+    eps,
+    step_size,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    weight = tl.load(weight_ptr + at, mask=inside)
+    if SPLIT:
+        weight = joined(weight, tl.load(low_ptr + at, mask=inside))
+    grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32)
+    if SCALED:
+        grad = grad * tl.load(scale_ptr)
+    mean = tl.load(exp_avg_ptr + at, mask=inside)
+    square = tl.load(exp_avg_sq_ptr + at, mask=inside)
+    mean = mean + lerp * (grad - mean)
+    square = square * beta2 + one_minus_beta2 * grad * grad
+    tl.store(exp_avg_ptr + at, mean, mask=inside)
+    tl.store(exp_avg_sq_ptr + at, square, mask=inside)
+    below = tl.div_rn(tl.sqrt_rn(square), tl.zeros_like(square) + correction2) + eps
+    weight = weight * decay - tl.div_rn(step_size * mean, below)
+    if COPY:
+        tl.store(copy_ptr + at, weight.to(tl.bfloat16), mask=inside)
+    if SPLIT:
+        high, low = halves(weight)
+        tl.store(weight_ptr + at, high, mask=inside)
+        tl.store(low_ptr + at, low, mask=inside)
+    else:
+        tl.store(weight_ptr + at, weight, mask=inside)
+
+
+def adamw_triton(
+    weight: Tensor,
+    low: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    constants: Constants,
+    scale: Tensor | None,
+    copy: Tensor | None,
+) -> None:
+    """The update by the kernel."""
+    launch(
+        adamw_kernel,
+        (ceil_div(weight.numel(), BLOCK),),
+        weight,
+        weight if low is None else low,
+        exp_avg,
+        exp_avg_sq,
+        grad.contiguous(),
+        weight if scale is None else scale,
+        weight if copy is None else copy,
+        weight.numel(),
+        *astuple(constants),
+        SPLIT=low is not None,
+        SCALED=scale is not None,
+        COPY=copy is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def adamw_reference(
+    weight: Tensor,
+    low: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    constants: Constants,
+    scale: Tensor | None,
+    copy: Tensor | None,
+) -> None:
+    """The update in plain torch."""
+    value = weight if low is None else join_reference(weight, low)
+    grad = grad.float() if scale is None else grad.float() * scale
+    exp_avg.add_(constants.lerp * (grad - exp_avg))
+    exp_avg_sq.mul_(constants.beta2).add_(constants.one_minus_beta2 * grad * grad)
+    below = exp_avg_sq.sqrt() / constants.correction2 + constants.eps
+    value = value * constants.decay - constants.step_size * exp_avg / below
+    if copy is not None:
+        copy.copy_(value)
+    if low is None:
+        weight.copy_(value)
+    else:
+        high, rest = split_reference(value)
+        weight.copy_(high)
+        low.copy_(rest)
+
+
+@torch.library.custom_op(
+    "megacompile::adamw_", mutates_args=("weight", "low", "exp_avg", "exp_avg_sq", "copy")
+)
+def adamw_(
+    weight: Tensor,
+    low: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    """One update, in place; see the module's docstring."""
+    if (weight.dtype, low is None) not in ((torch.float32, True), (torch.bfloat16, False)):
+        raise ValueError("adamw_ takes float32 weights, or bfloat16 weights with their low halves")
+    constants = Constants.of(lr, beta1, beta2, eps, weight_decay, step)
+    run = adamw_triton if runs_triton(weight) else adamw_reference
+    run(weight, low, exp_avg, exp_avg_sq, grad, constants, scale, copy)
+
+
+@adamw_.register_fake
+def _(
+    weight: Tensor,
+    low: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    return None
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    constants = Constants.of(1e-4, 0.9, 0.999, 1e-8, 0.1, 3)
+
+    def case(split: bool) -> None:
+        state = torch.empty(1 << 20, device="meta")
+        high, low = state.bfloat16(), state.to(torch.int16)
+        weight = (high, low) if split else (state, None)
+        adamw_triton(*weight, state, state, high, constants, state, None if split else high)
+
+    return [("split bf16", lambda: case(True)), ("fp32 with copy", lambda: case(False))]

@@ -1,0 +1,121 @@
+"""The public entry point: :func:`compile`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.compiler import Compiler
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.optimizer import adopt
+from megacompile.program import Program, is_owned
+from megacompile.units import RESERVE, host_available, parse_bytes
+
+
+def compile(
+    model: nn.Module,
+    hbm_budget: float | str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    host_budget: float | str | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    on_nonfinite: Literal["skip", "raise"] | None = None,
+    example_batch: Any = None,
+    max_seq_len: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> Program:
+    """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
+
+    Parameters
+    ----------
+    model: any module whose forward returns a scalar loss, or an object with ``.loss``.
+    hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
+    optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
+        read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
+    max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
+    compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
+    host_budget: as ``hbm_budget``, for host memory; None: what this process may use, less a reserve.
+    loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself.
+    device: "cpu" (the only backend so far): the accelerator is emulated, budget and all.
+    on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.
+    example_batch: compile for this batch now; otherwise the first batch is captured.
+    max_seq_len: prove at the start that batches padded to this length fit.
+    dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.
+    seed: of dropout; the same seed gives bitwise the same training run on one machine.
+
+    Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
+    ``BudgetError`` with the least feasible budget where the given one is too small.
+    """
+    if not isinstance(model, nn.Module):
+        raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
+    if is_owned(model):
+        raise MegacompileError(
+            "This model already belongs to a program: use that one, or call its sync_to(model) first."
+        )
+    if compute_dtype not in (torch.bfloat16, torch.float32):
+        raise MegacompileError(
+            f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
+        )
+    if device is not None and torch.device(device).type != "cpu":
+        raise MegacompileError(f"device={device!r} is not supported yet: the CPU backend is.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
+    if on_nonfinite not in (None, "skip", "raise"):
+        raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
+    _refuse_hooks(model)
+    available = host_available() + sum(p.nbytes for p in model.parameters())
+    budget = parse_bytes(hbm_budget, what="hbm_budget", available=available)
+    if host_budget is None:
+        host = int(available * (1 - RESERVE))
+    else:
+        host = parse_bytes(host_budget, what="host_budget", available=available)
+    optimizer = adopt(optimizer, model)
+    folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
+    compiler = Compiler(
+        model,
+        optimizer=optimizer,
+        compute_dtype=compute_dtype,
+        budget_bytes=budget,
+        loss_fn=loss_fn,
+        dump=Path(folder) if folder else None,
+    )
+    program = Program(
+        model,
+        optimizer,
+        compiler,
+        host_budget_bytes=host,
+        max_grad_norm=max_grad_norm,
+        on_nonfinite=on_nonfinite,
+        seed=seed,
+        max_seq_len=max_seq_len,
+    )
+    if example_batch is not None:
+        program.prepare(example_batch)
+    return program
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks on gradients would silently never run: gradients leave the device block by block."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise MegacompileError(
+                f"The parameter {name} has a gradient hook, which would never run: remove it."
+            )
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise MegacompileError(
+                f"The module {name or type(model).__name__} has a backward hook, which would never "
+                "run: remove it."
+            )
+
+
+__all__ = ["BudgetError", "MegacompileError", "Program", "compile"]

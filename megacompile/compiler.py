@@ -1,0 +1,158 @@
+"""The pipeline: capture -> partition -> differentiate -> plan -> passes -> verify -> emit.
+
+:class:`Compiler` runs the stages for one kind of batch at a time and keeps what does not change
+between kinds: the form of each parameter and the layout of the weight groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.assemble import Assembly, GroupLayout, Parameter, assemble
+from megacompile.batch import Batch
+from megacompile.capture import Captured, LossFn, capture, parameter_forms
+from megacompile.differentiate import DifferentiatedTemplate, differentiate
+from megacompile.dump import write_dump
+from megacompile.emit import emit_step
+from megacompile.errors import MegacompileError
+from megacompile.machine import Machine, this_cpu
+from megacompile.optimizer import param_group_of
+from megacompile.partition import Partition, partition
+from megacompile.plan import Mode
+from megacompile.planner import Planned, search
+from megacompile.units import format_bytes
+from megacompile.verify import Proof, verify
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kind of batch, through all stages that do not depend on the plan."""
+
+    captured: Captured
+    part: Partition
+    templates: tuple[DifferentiatedTemplate, ...]
+    assembly: Assembly
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One program: a kind of batch in one mode, planned, proven and printed."""
+
+    compiled: Compiled
+    mode: Mode
+    planned: Planned
+    proof: Proof
+    source: str
+
+
+class Compiler:
+    """Compiles programs over one model's parameters for one budget."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        compute_dtype: torch.dtype,
+        budget_bytes: int,
+        loss_fn: LossFn | None = None,
+        machine: Machine | None = None,
+        dump: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.budget_bytes = budget_bytes
+        self.parameters = _describe(model, optimizer, compute_dtype)
+        self.layouts: tuple[GroupLayout, ...] = ()
+        self._compute_dtype = compute_dtype
+        self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
+        self._loss_fn = loss_fn
+        self._machine = machine
+        self._dump = dump
+        self._dumped = 0
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
+
+    @property
+    def machine(self) -> Machine:
+        if self._machine is None:
+            self._machine = this_cpu(self._compute_dtype)
+        return self._machine
+
+    def knows(self, batch: Batch) -> bool:
+        """Whether a program for this kind of batch was compiled before."""
+        return batch.key in self._compiled
+
+    def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
+        """Capture, partition and differentiate one kind of batch; made once per key."""
+        found = self._compiled.get(batch.key)
+        if found is not None:
+            return found
+        captured = capture(
+            self.model,
+            batch.args,
+            batch.kwargs,
+            forms=self._forms,
+            loss_fn=self._loss_fn,
+            evaluate=evaluate,
+        )
+        part = partition(captured)
+        templates = tuple(differentiate(t, captured.fake_mode) for t in part.templates)
+        constants = sum(b.nbytes for b in self.constants(captured).values())
+        assembly = assemble(part, templates, self.parameters, constants, self.layouts)
+        self._check_places(assembly, part)
+        compiled = Compiled(captured, part, templates, assembly)
+        self._compiled[batch.key] = compiled
+        return compiled
+
+    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
+        """Plan, prove and print one program; made once per key and mode."""
+        key = (batch.key, mode)
+        found = self._scheduled.get(key)
+        if found is not None:
+            return found
+        compiled = self.compile(batch, evaluate=mode.kind == "evaluate")
+        work = compiled.assembly.work
+        planned = search(work, mode, self.machine, self.budget_bytes)
+        proof = verify(planned.step, work, budget_bytes=self.budget_bytes)
+        title = (
+            f"{mode.kind} step of {type(self.model).__name__}: {work.parameters / 1e6:.1f} M parameters, "
+            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}."
+        )
+        scheduled = Scheduled(compiled, mode, planned, proof, emit_step(planned.step, work, title=title))
+        self._scheduled[key] = scheduled
+        if self._dump is not None:
+            name = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
+            self._dumped += 1
+            write_dump(self._dump / name, scheduled, self.machine, self.budget_bytes)
+        return scheduled
+
+    def constants(self, captured: Captured) -> dict[str, Tensor]:
+        """Buffers and constants that the graph reads, by the names its blocks use."""
+        buffers = dict(self.model.named_buffers())
+        named = {name: buffers[name] for name in captured.buffers.values()}
+        return named | captured.constants
+
+    def _check_places(self, assembly: Assembly, part: Partition) -> None:
+        unknown = {w for b in part.blocks for w in b.weights} - set(assembly.places)
+        if unknown:
+            raise MegacompileError(
+                f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "
+                "give compile an example_batch that uses every parameter."
+            )
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, compute_dtype: torch.dtype
+) -> Mapping[str, Parameter]:
+    owners = param_group_of(optimizer) if optimizer is not None else {}
+    forms = parameter_forms(model, compute_dtype)
+    return {
+        name: Parameter(name, tuple(p.shape), forms[name][1], forms[name][0], owners.get(id(p), -1))
+        for name, p in model.named_parameters()
+    }

@@ -1,0 +1,115 @@
+"""Dump: every stage of one program as numbered, deterministic, readable files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacompile.codegen import function_source
+from megacompile.emit import statement
+from megacompile.machine import Machine
+from megacompile.passes import PASSES
+from megacompile.schedule import plan_table
+from megacompile.simulate import simulate
+from megacompile.step import STREAMS, Step, memory_curve
+from megacompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from megacompile.compiler import Scheduled
+
+
+def write_dump(folder: Path, scheduled: Scheduled, machine: Machine, budget_bytes: int) -> None:
+    """Write the files of one program into ``folder``, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled, planned = scheduled.compiled, scheduled.planned
+    files = {
+        "00_capture.py.txt": function_source(compiled.captured.graph, "forward", "The captured loss."),
+        "01_partition.txt": _partition(scheduled),
+        "02_options.txt": _options(scheduled),
+        "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
+        "04_plan.txt": plan_table(planned.plan, compiled.assembly.work) + "\n",
+        "plan.json": planned.plan.to_json() + "\n",
+        "08_verify.txt": f"{scheduled.proof}\n",
+        "09_step.py": scheduled.source,
+        "memory.txt": _memory(planned.step, budget_bytes),
+        "timeline.json": _timeline(planned.step, machine),
+    }
+    files |= _passes(scheduled)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def _partition(scheduled: Scheduled) -> str:
+    part = scheduled.compiled.part
+    lines = []
+    for block in part.blocks:
+        reads = [f"%{i.value}" for i in block.inputs if i.kind == "value"]
+        writes = [f"%{v}" for v in block.outputs]
+        lines.append(
+            f"{block.name}  template {block.template}, {len(block.weights)} weights, "
+            f"({', '.join(reads)}) -> ({', '.join(writes)})"
+        )
+    values = [
+        f"%{v.id} {v.name}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)} "
+        f"{format_bytes(v.nbytes)}{' (gradient)' if v.requires_grad else ''}"
+        for v in part.values
+    ]
+    return "\n".join(["blocks", *lines, "", "values between blocks", *values]) + "\n"
+
+
+def _options(scheduled: Scheduled) -> str:
+    lines = []
+    for template in scheduled.compiled.templates:
+        uses = sum(b.template == template.index for b in scheduled.compiled.part.blocks)
+        lines.append(f"template {template.index}: {template.name} (×{uses})")
+        for option in template.options.values():
+            lines.append(
+                f"  keep {option.name}: {len(option.saved)} tensors, {format_bytes(option.saved_bytes)}"
+                + (", computed again before the backward" if option.recompute else "")
+            )
+        for function in template.functions():
+            lines.append(
+                f"    {function.name}: workspace {format_bytes(function.peak_bytes)}, "
+                f"{function.flops / 1e9:.3f} GFLOP, moves {format_bytes(function.moved_bytes)}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _passes(scheduled: Scheduled) -> dict[str, str]:
+    work, plan, mode = scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode
+    step = Step((), {}, mode.micro_batches, constant_bytes=work.constant_bytes)
+    files = {}
+    for number, item in enumerate(PASSES):
+        step = item.run(step, work=work, plan=plan, mode=mode)
+        head = f"# after {item.name}: {len(step.ops)} operations"
+        body = [statement(op) for op in step.ops]
+        files[f"05_{number}_{item.name}.txt"] = "\n".join([head, *body]) + "\n"
+    return files
+
+
+def _memory(step: Step, budget_bytes: int) -> str:
+    lines = [
+        f"budget {budget_bytes} bytes; slab {step.slab_bytes}, constants {step.constant_bytes}",
+        "device bytes at the highest point of each operation:",
+    ]
+    lines += [f"{total:>15,}  {statement(step.ops[i])}" for i, total in memory_curve(step)]
+    return "\n".join(lines) + "\n"
+
+
+def _timeline(step: Step, machine: Machine) -> str:
+    """Predicted times of one step, in the trace event format that Perfetto opens."""
+    timeline = simulate(step, machine)
+    events = [
+        {"name": " ".join(map(str, op.event)), "ph": "X", "pid": 0, "tid": STREAMS.index(op.stream),
+         "ts": round(start * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
+        for op, start, end in zip(step.ops, timeline.starts, timeline.ends, strict=True)
+        if end > start
+    ]  # fmt: skip
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": s}}
+        for i, s in enumerate(STREAMS)
+    ]
+    return json.dumps({"traceEvents": names + events}, indent=0) + "\n"
+
+

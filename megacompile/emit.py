@@ -1,0 +1,244 @@
+"""Emit: the scheduled step as Python source that a person can read.
+
+One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that
+repeat with indices moving evenly, as they do over equal layers, are printed as a loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacompile.step import Op, Step, Token
+from megacompile.workload import Workload
+
+_INTEGER = re.compile(r"(?<![A-Za-z_0-9.])-?\d+")
+_LONGEST_BODY = 64
+_HOLE = "\0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    shape: str
+    numbers: tuple[int, ...]
+
+    def text(self, expressions: Sequence[str]) -> str:
+        parts = self.shape.split(_HOLE)
+        text = "".join(a + b for a, b in zip(parts, (*expressions, ""), strict=True))
+        return re.sub(r"\((\w+)\) %", r"\1 %", text)  # parentheses around a single term
+
+
+def emit_step(step: Step, work: Workload, *, title: str) -> str:
+    """Source of ``def step(rt)`` for one program."""
+    prefetches = [op for op in step.ops if op.kind == "prefetch"]
+    lines = [
+        f'"""{title}',
+        "",
+        "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
+        "An operation starts when the named events before it (after=) are over.",
+        "",
+        *_legend(work),
+        '"""',
+        "",
+    ]
+    if prefetches:
+        offsets = ", ".join(str(op.offset) for op in prefetches)
+        lines += ["# Byte offset in the weight slab of each prefetch, in order of issue.",
+                  *_wrapped(f"OFFSETS = ({offsets},)"), "", ""]  # fmt: skip
+    lines += ["def step(rt):", *_body(step)]
+    return "\n".join(lines) + "\n"
+
+
+def _legend(work: Workload) -> list[str]:
+    lines = ["blocks:"]
+    lines += [f"    {text}" for text in fold([b.name for b in work.blocks])]
+    lines += ["weight groups:"]
+    sizes = [f"{g.name}  {g.nbytes / 1e6:.2f} MB" for g in work.groups]
+    lines += [f"    {text}" for text in fold(sizes)]
+    return lines
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """One line per run of names that differ in evenly counted numbers: ``1-8  layers.0-7``."""
+    lines = []
+    start = 0
+    while start < len(names):
+        end = start + 1
+        while end < len(names) and _alike(names[start], names[end], end - start):
+            end += 1
+        if end - start == 1:
+            lines.append(f"{start}  {names[start]}")
+        else:
+            lines.append(f"{start}-{end - 1}  {_span(names[start], names[end - 1])}")
+        start = end
+    return lines
+
+
+def _alike(first: str, other: str, distance: int) -> bool:
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", other)
+    if len(a) != len(b) or a[::2] != b[::2]:
+        return False
+    moved = [(int(x), int(y)) for x, y in zip(a[1::2], b[1::2], strict=True) if x != y]
+    return len(moved) == 1 and moved[0][1] - moved[0][0] == distance
+
+
+def _span(first: str, last: str) -> str:
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+    return "".join(x if x == y else f"{x}-{y}" for x, y in zip(a, b, strict=True))
+
+
+def _wrapped(text: str, width: int = 100) -> list[str]:
+    lines, line = [], ""
+    for word in text.split(" "):
+        if line and len(line) + len(word) + 1 > width:
+            lines.append(line)
+            line = "   "
+        line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+# ---- statements ---------------------------------------------------------------------------------
+
+
+def _body(step: Step) -> list[str]:
+    statements = []
+    prefetches, pushes = 0, {}
+    for op in step.ops:
+        ring = next((t for t in op.writes if t[0] == "ring"), None)
+        if ring is not None:
+            pushes[op.group] = len(pushes)
+        text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)))
+        prefetches += op.kind == "prefetch"
+        numbers = tuple(int(n) for n in _INTEGER.findall(text))
+        statements.append(_Statement(_INTEGER.sub(_HOLE, text), numbers))
+    lines = []
+    for start, period, count in _loops(statements):
+        body = statements[start : start + period]
+        if count == 1:
+            lines += [f"    {s.text([str(n) for n in s.numbers])}" for s in body]
+        else:
+            lines += _loop(body, statements[start + period : start + 2 * period], count)
+    return lines or ["    pass"]
+
+
+def statement(op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None) -> str:
+    """The call on the runtime that runs one operation.
+
+    ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers).
+    """
+    arguments: list[str] = []
+    if op.kind == "load":
+        arguments += [f"value={op.writes[0][1]}", f"micro={op.micro}"]
+    elif op.kind == "prefetch":
+        arguments += [f"group={op.group}", f"offset=OFFSETS[{prefetch}]"]
+    elif op.kind == "evict" and op.group >= 0:
+        arguments.append(f"group={op.group}")
+    elif op.kind in ("forward", "recompute", "backward"):
+        arguments += [f"block={op.block}", f"micro={op.micro}", f'keep="{op.choice}"']
+    elif op.kind in ("offload", "reload"):
+        tokens = op.reads if op.kind == "offload" else op.writes
+        arguments += [f"block={op.block}", f"micro={op.micro}", f"stash={_tokens(tokens)}"]
+    elif op.kind == "push_grad":
+        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
+                      f"to={_home(op.writes[0], ring)}"]  # fmt: skip
+    elif op.kind == "adam":
+        arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
+    elif op.kind == "norm":
+        arguments.append(f"group={op.group}")
+    if op.waits:
+        arguments.append(f"after={_tokens(op.waits)}")
+    if op.frees and op.kind != "evict":
+        arguments.append(f"free={_tokens(op.frees)}")
+    elif op.frees:
+        return f"rt.free({', '.join([_tokens(op.frees), *arguments])})"
+    return f"rt.{op.kind}({', '.join(arguments)})"
+
+
+def _home(token: Token, ring: tuple[int, int] | None) -> str:
+    """Where a gradient lands: a group's own buffer, or the next buffer of the ring."""
+    if token[0] != "ring" or ring is None:
+        return _token(token)
+    number, buffers = ring
+    assert token[1] == number % buffers
+    return f'("ring", ({number}) % {buffers})'
+
+
+def _token(token: Token) -> str:
+    return (
+        "("
+        + ", ".join([f'"{token[0]}"', *map(str, token[1:])])
+        + ("," if len(token) == 1 else "")
+        + ")"
+    )
+
+
+def _tokens(tokens: Sequence[Token]) -> str:
+    return "[" + ", ".join(map(_token, tokens)) + "]"
+
+
+# ---- loops --------------------------------------------------------------------------------------
+
+
+def _loops(statements: list[_Statement]) -> list[tuple[int, int, int]]:
+    """(start, body length, repetitions), covering all statements; greedy, longest cover first."""
+    found = []
+    start = 0
+    while start < len(statements):
+        best = (1, 1)
+        for period in range(1, min(_LONGEST_BODY, (len(statements) - start) // 2) + 1):
+            count = _repetitions(statements, start, period)
+            if count > 1 and period * (count - 1) > best[0] * (best[1] - 1):
+                best = (period, count)
+        if best[1] > 1 and best[0] * best[1] < 3:
+            best = (1, 1)
+        found.append((start, *best))
+        start += best[0] * best[1]
+    return found
+
+
+def _repetitions(statements: list[_Statement], start: int, period: int) -> int:
+    count = 1
+    while start + (count + 1) * period <= len(statements):
+        for j in range(period):
+            first, second, this = (statements[start + j + k * period] for k in (0, 1, count))
+            if this.shape != first.shape:
+                return count
+            steps = zip(first.numbers, second.numbers, this.numbers, strict=True)
+            if any(c != a + count * (b - a) for a, b, c in steps):
+                return count
+        count += 1
+    return count
+
+
+def _loop(body: list[_Statement], following: list[_Statement], count: int) -> list[str]:
+    """A loop whose variable is the first number that moves by one."""
+    moves = [
+        (a, b - a)
+        for s, t in zip(body, following, strict=True)
+        for a, b in zip(s.numbers, t.numbers, strict=True)
+    ]
+    origin, stride = next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
+    stop = origin + count * stride
+    steps = f"{origin}, {stop}" if stride == 1 else f"{origin}, {stop}, {stride}"
+    lines = [f"    for i in range({steps}):"]
+    for s, t in zip(body, following, strict=True):
+        expressions = [
+            _expression(a, (b - a) * stride, origin)
+            for a, b in zip(s.numbers, t.numbers, strict=True)
+        ]
+        lines.append(f"        {s.text(expressions)}")
+    return lines
+
+
+def _expression(value: int, slope: int, origin: int) -> str:
+    """``value + slope * (i - origin)`` in its shortest form."""
+    if slope == 0:
+        return str(value)
+    constant = value - slope * origin
+    term = {1: "i", -1: "-i"}.get(slope, f"{slope} * i")
+    if slope == -1 and constant > 0:
+        return f"{constant} - i"
+    if constant == 0:
+        return term
+    return f"{term} {'+' if constant > 0 else '-'} {abs(constant)}"

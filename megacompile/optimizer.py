@@ -1,0 +1,89 @@
+"""Adopt a ``torch.optim`` optimizer: its param groups and hyper-parameters drive the host Adam."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host_adam import AdamHyper
+
+DEFAULT_LR = 1e-5
+_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+
+
+def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+    """Check the optimizer and make its own ``step`` refuse: updates happen in the program.
+
+    None stands for AdamW with lr 1e-5 over all trainable parameters, and says so.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise MegacompileError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad on what to train."
+        )
+    if optimizer is None:
+        warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
+        optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise MegacompileError(
+            f"{type(optimizer).__name__} cannot run on the host: use torch.optim.AdamW or Adam."
+        )
+    owned = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        for option in _UNSUPPORTED:
+            if group.get(option):
+                raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
+        if any(id(p) not in owned for p in group["params"]):
+            raise MegacompileError(
+                "The optimizer holds a parameter that is not the model's: build it from "
+                "model.parameters()."
+            )
+    if optimizer.state:
+        raise MegacompileError(
+            "The optimizer has already taken steps: give a fresh one, and load its state with "
+            "program.load_state_dict."
+        )
+    held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+    if not held:
+        raise MegacompileError("The optimizer holds no trainable parameter of the model.")
+    optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _refuse_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    raise ProgramError(
+        "This optimizer belongs to a megacompile program: call program.train_step or "
+        "program.optimizer_step instead of optimizer.step."
+    )
+
+
+def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Index of the optimizer's param group by ``id`` of the parameter."""
+    return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+
+
+def hypers(optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[list[AdamHyper]]:
+    """Hyper-parameters as they are now, per weight group (by its step count) and param group."""
+    # a learning-rate scheduler wants to see that the optimizer stepped before it does
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return [[_hyper(optimizer, g, step + 1) for g in optimizer.param_groups] for step in steps]
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -> AdamHyper:
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    return AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(decoupled),
+        maximize=bool(group.get("maximize", False)),
+    )

@@ -1,0 +1,451 @@
+"""The program: what :func:`megacompile.compile` returns and what a training loop talks to.
+
+It owns the model's values, runs steps, and keeps the promises about faults: state is never half
+updated without saying so, nothing is silent, and whoever asks for the state first gets every update
+that is under way.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.batch import Batch, bucket_length, check_signature, pad_batch, read_batch
+from megacompile.compiler import Compiler, Scheduled
+from megacompile.errors import BudgetError, MegacompileError, ProgramError
+from megacompile.optimizer import hypers
+from megacompile.plan import Mode, Plan
+from megacompile.runtime_cpu import (
+    BoundStep,
+    CpuRuntime,
+    NonFiniteError,
+    StepInputs,
+    StepResults,
+)
+from megacompile.schedule import Schedule
+from megacompile.state import HostState
+from megacompile.units import format_bytes
+
+_OWNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, measured beside predicted, and on the host by kind."""
+
+    budget_bytes: int
+    device_peak_bytes: int
+    predicted_peak_bytes: int
+    host_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        host = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.host_bytes.items() if v)
+        return (
+            f"device: peak {format_bytes(self.device_peak_bytes)} measured, "
+            f"{format_bytes(self.predicted_peak_bytes)} predicted, budget "
+            f"{format_bytes(self.budget_bytes)}\nhost: {host}"
+        )
+
+
+class StepOutput:
+    """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
+
+    def __init__(self, program: Program, results: StepResults, weights: Sequence[float]) -> None:
+        self._program = program
+        self._results = results
+        self._weights = tuple(weights)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss; of several micro-batches their weighted sum."""
+        losses = self._results.losses
+        if len(losses) == 1 and self._weights == (1.0,):
+            return losses[0]
+        return torch.stack([w * x for w, x in zip(self._weights, losses, strict=True)]).sum()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient's 2-norm before clipping; None where updates do not wait for it."""
+        if self._results.grad_norm is None:
+            self._program.wait()
+        return self._results.grad_norm
+
+    def __repr__(self) -> str:
+        return f"StepOutput(loss={float(self.loss):.4f})"
+
+
+class Program:
+    """A model compiled for training under a memory budget; made by :func:`megacompile.compile`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compiler: Compiler,
+        *,
+        host_budget_bytes: int,
+        max_grad_norm: float | None,
+        on_nonfinite: str | None,
+        seed: int,
+        max_seq_len: int | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._compiler = compiler
+        self._host_budget_bytes = host_budget_bytes
+        self._max_grad_norm = max_grad_norm
+        self._on_nonfinite = on_nonfinite
+        self._seed = seed
+        self._max_seq_len = max_seq_len
+        self._runtime: CpuRuntime | None = None
+        self._bound: dict[int, BoundStep] = {}
+        self._current: Scheduled | None = None
+        self._previous: BoundStep | None = None
+        self._last: StepResults | None = None
+        self._torn = ""
+        self._calls = 0
+        _OWNED[model] = "compiled"
+        model.register_forward_pre_hook(_refuse_use)
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any, *, weights: Sequence[float] | None = None) -> StepOutput:
+        """One optimizer step on a batch, or on a list of micro-batches.
+
+        A list trains on the mean of the micro-batches' losses (their sum where the batches carry
+        ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last
+        block's backward is done; updates go on in the background.
+        """
+        self._ready()
+        if self._runtime is not None and self._runtime.has_gradients:
+            raise ProgramError(
+                "Gradients of forward_backward are waiting: call optimizer_step() first."
+            )
+        micro = self._micro_batches(batch)
+        weights = self._weights(micro, weights)
+        if len({m.key for m in micro}) > 1:
+            return self._step_by_accumulation(micro, weights)
+        deferred = self._max_grad_norm is not None or self._on_nonfinite is not None
+        mode = Mode("train", len(micro), deferred)
+        results = self._run(micro, mode, weights)
+        return StepOutput(self, results, weights)
+
+    def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
+        """Add the gradient of ``weight`` times the batch's loss to those that wait on the host."""
+        self._ready()
+        micro = self._micro_batches(batch)
+        weights = [weight] * len(micro)
+        losses: list[Tensor] = []
+        for one in micro:
+            losses += self._run([one], Mode("accumulate"), [weight]).losses
+        return StepOutput(self, StepResults(losses), weights)
+
+    def optimizer_step(self) -> StepOutput:
+        """Apply the gradients that :meth:`forward_backward` has gathered, clipped as compiled."""
+        self._ready()
+        if self._runtime is None or self._current is None or not self._runtime.has_gradients:
+            raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
+        return StepOutput(self, self._run([self._last_batch], Mode("update"), []), ())
+
+    def evaluate(self, batch: Any) -> Tensor:
+        """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
+        self._ready()
+        (micro,) = self._micro_batches(batch, evaluate=True)
+        return self._run([micro], Mode("evaluate"), [1.0]).losses[0]
+
+    def wait(self) -> None:
+        """Return when every transfer and update that is under way is over."""
+        if self._runtime is not None:
+            self._runtime.finish()
+        self._report_skipped()
+
+    def close(self) -> None:
+        """Finish what is under way and end the worker threads; the state can still be read."""
+        if self._runtime is not None:
+            self._runtime.finish()
+            self._runtime.close()
+        self._torn = self._torn or "The program was closed: compile the model again to train on."
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """FP32 masters and persistent buffers under the model's own names, tied weights once."""
+        self.wait()
+        buffers = {
+            n: b.detach().clone()
+            for n, b in self.model.named_buffers()
+            if n in _persistent_buffers(self.model)
+        }
+        return {n: self._value(n, p) for n, p in self.model.named_parameters()} | buffers
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set the masters; names and shapes must be those of :meth:`state_dict`."""
+        self.wait()
+        shapes = {n: p.shape for n, p in self.model.named_parameters()}
+        buffers = dict(self.model.named_buffers())
+        known = set(shapes) | _persistent_buffers(self.model)
+        if set(state) != known:
+            wrong = sorted(set(state) ^ known)
+            raise MegacompileError(f"The state does not fit the model at {wrong[0]}.")
+        for name, value in state.items():
+            expected = shapes.get(name, buffers[name].shape if name in buffers else None)
+            if value.shape != expected:
+                raise MegacompileError(
+                    f"{name} has shape {tuple(value.shape)} in the state and {tuple(expected or ())} "
+                    "in the model."
+                )
+        for name, value in state.items():
+            if name in shapes:
+                self._set(name, value)
+            else:
+                buffers[name].copy_(value)
+        self._torn = ""
+
+    def sync_to(self, model: nn.Module) -> None:
+        """Copy the masters into a model of the same shape, which is then an ordinary model again."""
+        self.wait()
+        targets = dict(model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            value = self._value(name, parameter)
+            target = targets[name]
+            if target is parameter and self._placed(name):
+                target.data = value.to(target.dtype)
+            else:
+                target.data.copy_(value)
+        if model is self.model:
+            _OWNED[model] = "synced"
+
+    # ---- inspection ------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided for the program that ran last."""
+        return self._scheduled().planned.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The scheduled step of the program that ran last: printable, and an fx graph."""
+        return Schedule(self._scheduled(), self._compiler.machine, self._compiler.budget_bytes)
+
+    @property
+    def source(self) -> str:
+        """The emitted Python of the program that ran last."""
+        return self._scheduled().source
+
+    @property
+    def memory(self) -> Memory:
+        """Measured and predicted bytes so far."""
+        scheduled = self._scheduled()
+        host = self._runtime.state.nbytes() | self._runtime.host_bytes() if self._runtime else {}
+        return Memory(
+            budget_bytes=self._compiler.budget_bytes,
+            device_peak_bytes=self._runtime.peak_bytes if self._runtime else 0,
+            predicted_peak_bytes=scheduled.planned.peak_bytes,
+            host_bytes=host,
+        )
+
+    def __getstate__(self) -> Any:
+        raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def prepare(self, batch: Any) -> None:
+        """Compile the training program for an example batch and take over the model's storage."""
+        micro = self._micro_batches(batch)
+        deferred = self._max_grad_norm is not None or self._on_nonfinite is not None
+        self._schedule(micro[0], Mode("train", len(micro), deferred))
+
+    def _scheduled(self) -> Scheduled:
+        if self._current is None:
+            raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
+        return self._current
+
+    def _ready(self) -> None:
+        if self._torn:
+            raise ProgramError(self._torn)
+        self._report_skipped()
+
+    def _report_skipped(self) -> None:
+        last, self._last = self._last, None
+        if last is None or not last.skipped:
+            self._last = last if last is not None and last.grad_norm is None else None
+            return
+        if self._on_nonfinite != "skip":
+            raise NonFiniteError(
+                f"The gradient's norm was {float(last.grad_norm or 0.0)}: the update was not applied, "
+                "and all parameters are as before that step."
+            )
+
+    def _micro_batches(self, batch: Any, *, evaluate: bool = False) -> list[Batch]:
+        items = batch if isinstance(batch, list) else [batch]
+        if not items:
+            raise MegacompileError("The list of micro-batches is empty.")
+        return [self._read(item, evaluate) for item in items]
+
+    def _read(self, item: Any, evaluate: bool) -> Batch:
+        batch = read_batch(item, self.model, evaluate=evaluate)
+        if self._compiler.knows(batch) or self._current is None:
+            check_signature(self.model, batch)
+            return batch
+        ids = batch.kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and "labels" in batch.kwargs:
+            length = bucket_length(ids.shape[1], longest=self._max_seq_len)
+            if length > ids.shape[1]:
+                batch = read_batch(pad_batch(item, length), self.model, evaluate=evaluate)
+        check_signature(self.model, batch)
+        return batch
+
+    def _weights(self, micro: Sequence[Batch], weights: Sequence[float] | None) -> list[float]:
+        if weights is not None:
+            if len(weights) != len(micro):
+                raise MegacompileError(
+                    f"{len(weights)} weights for {len(micro)} micro-batches: give one for each."
+                )
+            return [float(w) for w in weights]
+        if any("num_items_in_batch" in m.kwargs for m in micro):
+            return [1.0] * len(micro)
+        return [1.0 / len(micro)] * len(micro)
+
+    def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
+        losses: list[Tensor] = []
+        for one, weight in zip(micro, weights, strict=True):
+            losses += self._run([one], Mode("accumulate"), [weight]).losses
+        results = self._run([micro[-1]], Mode("update"), [])
+        results.losses = losses
+        return StepOutput(self, results, weights)
+
+    def _schedule(self, batch: Batch, mode: Mode) -> Scheduled:
+        first = self._runtime is None
+        known = self._compiler.knows(batch)
+        if not first and not known:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.leaves)
+            warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
+        scheduled = self._compiler.schedule(batch, mode)
+        if first:
+            self._prove_longest(batch, mode)
+            self._take_over(scheduled, mode)
+        self._current = scheduled
+        return scheduled
+
+    def _prove_longest(self, batch: Batch, mode: Mode) -> None:
+        ids = batch.kwargs.get("input_ids")
+        if self._max_seq_len is None or not isinstance(ids, Tensor):
+            return
+        if ids.shape[1] < self._max_seq_len:
+            longest = read_batch(pad_batch(batch.kwargs, self._max_seq_len), self.model)
+            self._compiler.schedule(longest, mode)
+
+    def _take_over(self, scheduled: Scheduled, mode: Mode) -> None:
+        layouts = scheduled.compiled.assembly.groups
+        per_parameter = 12 + (4 if mode.keeps_gradients else 0)
+        need = sum(g.elements * (per_parameter if g.trainable else 4) for g in layouts)
+        if need > self._host_budget_bytes:
+            raise BudgetError(
+                f"host_budget={format_bytes(self._host_budget_bytes)} is too small: masters, moments "
+                f"and kept gradients of this model take {format_bytes(need)} on the host. Raise it, "
+                "train fewer parameters, or train without clipping and accumulation."
+            )
+        state = HostState(layouts)
+        state.take(self.model, scheduled.compiled.assembly.places)
+        self._compiler.layouts = layouts
+        self._places = scheduled.compiled.assembly.places
+        self._runtime = CpuRuntime(state, self._compiler.budget_bytes)
+        _OWNED[self.model] = "taken"
+
+    def _bind(self, scheduled: Scheduled) -> BoundStep:
+        found = self._bound.get(id(scheduled))
+        if found is None:
+            compiled = scheduled.compiled
+            found = BoundStep(
+                scheduled.planned.step,
+                scheduled.source,
+                compiled.part,
+                compiled.templates,
+                compiled.assembly,
+                self._compiler.constants(compiled.captured),
+                list(self._compiler.parameters),
+            )
+            self._bound[id(scheduled)] = found
+        return found
+
+    def _run(self, micro: list[Batch], mode: Mode, weights: Sequence[float]) -> StepResults:
+        bound = self._bind(self._schedule(micro[0], mode))
+        runtime = self._runtime
+        assert runtime is not None
+        if bound is not self._previous:
+            runtime.finish()
+            self._previous = bound
+        self._last_batch = micro[0]
+        inputs = StepInputs(
+            leaves=[m.leaves for m in micro],
+            seeds=[step_seed(self._seed, self._calls, i) for i in range(len(micro))],
+            loss_weights=list(weights),
+            hypers=hypers(self.optimizer, runtime.state.steps) if mode.kind in ("train", "update") else [],
+            max_grad_norm=self._max_grad_norm,
+            check_loss=mode.kind == "train" and not mode.keeps_gradients,
+        )
+        try:
+            results = runtime.run(bound, inputs)
+        except NonFiniteError:
+            raise
+        except BaseException as error:
+            if runtime.updated and not mode.keeps_gradients:
+                self._torn = (
+                    f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights "
+                    "were updated and before others: load a saved state with load_state_dict."
+                )
+            raise
+        self._calls += mode.kind in ("train", "accumulate")
+        self._last = results if mode.keeps_gradients and mode.kind in ("train", "update") else None
+        return results
+
+    def _placed(self, name: str) -> bool:
+        return self._runtime is not None and name in self._places
+
+    def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if self._runtime is not None and name in self._places:
+            return self._runtime.state.read(self._places[name])
+        value = parameter.detach().clone()
+        return value.float() if value.is_floating_point() else value
+
+    def _set(self, name: str, value: Tensor) -> None:
+        if self._runtime is not None and name in self._places:
+            self._runtime.state.write(self._places[name], value)
+        else:
+            dict(self.model.named_parameters())[name].data.copy_(value)
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The 63-bit seed of all random calls in one micro-batch of one step."""
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro * 0x94D049BB133111EB
+    mixed &= (1 << 64) - 1
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93) & ((1 << 63) - 1)
+
+
+def _refuse_use(module: nn.Module, args: Any) -> None:
+    if _OWNED.get(module) == "taken":
+        raise ProgramError(
+            f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
+            "program.train_step or program.evaluate, or program.sync_to(model) to get the values back."
+        )
+
+
+def is_owned(model: nn.Module) -> bool:
+    """Whether a program already owns this model."""
+    return _OWNED.get(model) in ("compiled", "taken")
+
+
+def _persistent_buffers(model: nn.Module) -> set[str]:
+    names = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names

@@ -1,0 +1,97 @@
+"""Byte budgets as people write them, and what this machine really has."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from megacompile.errors import BudgetError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_TEXT = re.compile(r"^\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z]+|%)\s*$", re.IGNORECASE)
+RESERVE = 0.1  # part of what is free that "auto" and the default host budget leave alone
+
+
+def parse_bytes(value: float | str, *, what: str, available: int) -> int:
+    """Bytes of a budget: a number is GB (1e9); "24GiB", "512MB", "90%" and "auto" also work.
+
+    ``available`` is what exists, to which percentages refer and which no budget may exceed.
+    """
+    nbytes = _parse(value, what, available)
+    if nbytes > available:
+        raise BudgetError(
+            f"{what}={value!r} is {format_bytes(nbytes)}, but only {format_bytes(available)} exist "
+            "here: give at most that."
+        )
+    return nbytes
+
+
+def _parse(value: float | str, what: str, available: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise BudgetError(f"{what}={value!r} is no budget: give a number of GB, or text as '24GiB'.")
+    if isinstance(value, str):
+        return _parse_text(value, what, available)
+    if math.isnan(value) or math.isinf(value) or value <= 0:
+        raise BudgetError(f"{what}={value!r} is no budget: it must be a positive number of GB.")
+    if value >= 1e6:
+        raise BudgetError(
+            f"{what}={value!r} would be {value:g} GB: did you mean {value / 1e9:g} (a number is GB)?"
+        )
+    if isinstance(value, float) and value < 1:
+        raise BudgetError(
+            f"{what}={value!r} would be {value * 1000:g} MB: did you mean '{value:.0%}'? "
+            f"(For so few bytes write '{value * 1000:g}MB'.)"
+        )
+    return int(value * 10**9)
+
+
+def _parse_text(value: str, what: str, available: int) -> int:
+    if value.strip().lower() == "auto":
+        return int(available * (1 - RESERVE))
+    match = _TEXT.match(value)
+    unit = match.group(2).upper() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise BudgetError(
+            f"{what}={value!r} is not understood: write a number of GB, or one of "
+            "'24GiB', '512MB', '90%', 'auto'."
+        )
+    number = float(match.group(1))
+    if number <= 0 or not math.isfinite(number):
+        raise BudgetError(f"{what}={value!r} is no budget: it must be positive.")
+    if unit == "%":
+        if number > 100:
+            raise BudgetError(f"{what}={value!r} is more than all there is: give at most '100%'.")
+        return int(available * number / 100)
+    return int(number * _UNITS[unit])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in the decimal unit that reads best: 57.3 MB, 1.25 GB."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 100 * size else f"{nbytes / size:.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def host_available() -> int:
+    """Bytes this process may still take: free memory, or what its cgroup leaves if that is less."""
+    free = _meminfo("MemAvailable")
+    for limit, usage in (("memory.max", "memory.current"),
+                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
+        try:
+            root = Path("/sys/fs/cgroup")
+            text = (root / limit).read_text().strip()
+            if text != "max":
+                free = min(free, int(text) - int((root / usage).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(free, 0)
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise BudgetError(f"This system does not report {field}: give host_budget yourself.")

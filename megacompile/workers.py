@@ -1,0 +1,90 @@
+"""Streams for the CPU backend: one thread per stream, in order, with events between them.
+
+A task starts when the events that were latest when it was submitted are over. The first exception in
+a task stops all later tasks from doing anything; their events still fire, so nothing ever hangs, and
+the exception is raised in the caller at its next wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+from megacompile.step import Event
+
+Task = tuple[Callable[[], None], tuple[threading.Event, ...], threading.Event]
+
+
+class Streams:
+    """In-order worker threads by name, and the latest record of every event."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in names}
+        self._events: dict[Event, threading.Event] = {}
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
+            for n, q in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], None]
+    ) -> None:
+        """Queue ``run`` on a stream; ``event`` fires when it is over."""
+        needed = tuple(self._events[e] for e in after if e in self._events)
+        done = threading.Event()
+        self._events[event] = done
+        self._queues[stream].put((run, needed, done))
+
+    def wait(self, events: Iterable[Event]) -> None:
+        """Block the caller until the latest records of ``events`` are over."""
+        for event in events:
+            done = self._events.get(event)
+            if done is not None:
+                done.wait()
+        self.raise_failure()
+
+    def reached(self, event: Event) -> None:
+        """The caller's own stream passed this point: earlier records no longer hold anyone back."""
+        self._events.pop(event, None)
+
+    def drain(self) -> None:
+        """Wait until every queued task is over, then raise what went wrong, if anything did."""
+        marks = []
+        for name in self._queues:
+            mark = threading.Event()
+            self._queues[name].put((lambda: None, (), mark))
+            marks.append(mark)
+        for mark in marks:
+            mark.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of a task, once; later calls run again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Let all threads finish their queues and end."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, queue: SimpleQueue[Task | None]) -> None:
+        while (task := queue.get()) is not None:
+            run, needed, done = task
+            for event in needed:
+                event.wait()
+            if self._failure is None:
+                try:
+                    run()
+                except BaseException as error:
+                    self._failure = error
+            del task, run, needed  # drop what the task holds before anyone is told that it is over
+            done.set()
+            del done
