@@ -172,7 +172,7 @@ def dequantize_triton(
     codes: Tensor, scales: Tensor, table: Tensor, book: str, size: int, out: Tensor
 ) -> Tensor:
     """The values by the kernel, into ``out`` (contiguous)."""
-    tile = 2 * TILE if bits_of(book) == 8 else 4 * TILE
+    tile = 2 * TILE
     launch(
         dequantize_kernel,
         (ceil_div(out.numel(), tile),),
