@@ -19,6 +19,7 @@ from megacompile.differentiate import BlockFunction, DifferentiatedTemplate
 from megacompile.partition import Block, Partition
 from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 
+SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
 
 
@@ -111,7 +112,7 @@ def assemble(
             for g in groups
         ),
         loss=part.loss,
-        constant_bytes=constant_bytes,
+        constant_bytes=constant_bytes + SEED_BYTES,
     )
     return Assembly(groups, places, work)
 
@@ -170,11 +171,7 @@ def _block_work(
             grad_groups[owner[block.inputs[i].name]] += nbytes
         else:
             grad_values.append(block.inputs[i].value)
-    tangents = [
-        block.outputs[k]
-        for kind, k in (backward.inputs if backward else ())
-        if kind == "grad" and block.outputs[k] != part.loss
-    ]
+    tangents = [block.outputs[k] for kind, k in (backward.inputs if backward else ()) if kind == "grad"]
     choices = [
         Choice(
             name=option.name,

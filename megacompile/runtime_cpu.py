@@ -80,8 +80,8 @@ class CpuRuntime:
 
     def run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
         """Run one emitted step; device values never outlive it."""
-        self._prepare(program.step)
         self._bound = program
+        self._prepare(program.step)
         self._inputs = inputs
         self.updated = False
         self._results = StepResults(losses=[])
@@ -132,6 +132,8 @@ class CpuRuntime:
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
                 self.finish()
                 self._ring[i : i + 1] = [torch.empty(nbytes, dtype=torch.uint8)]
+        for constant in self._bound.constants.values():
+            self._meter.ignore(constant)
         self._meter.limit = self.budget_bytes - step.slab_bytes - step.constant_bytes
 
     def _abandon(self) -> None:
@@ -278,7 +280,7 @@ class CpuRuntime:
         self.updated = True
         inputs, results = self._inputs, self._results
         self.state.steps[group] += 1
-        deferred = grad[0] == "hgrad" and ("clip_scale",) in self._bound.events
+        deferred = grad[0] == "hgrad" and "clip_scale" in self._bound.kinds
 
         def update() -> None:
             if deferred and results.skipped:
@@ -320,12 +322,11 @@ class CpuRuntime:
         if item.kind == "buffer":
             return self._bound.constants[item.name]
         seed = torch.tensor([self._inputs.seeds[micro], item.site])
+        self._meter.ignore(seed)  # counted with the constants
         return seed
 
     def _tangent(self, value: int, micro: int) -> Tensor:
         info = self._bound.part.values[value]
-        if value == self._bound.part.loss:
-            return torch.tensor(self._inputs.loss_weights[micro], dtype=info.dtype)
         grad = self._store.pop(("g", value, micro), None)
         if grad is None:
             with self._meter:
@@ -361,8 +362,13 @@ class CpuRuntime:
             del earlier, grad
 
     def _read_loss(self, micro: int) -> None:
-        loss = self._store["x", self._bound.part.loss, micro].clone()
+        value = self._bound.part.loss
+        loss = self._store["x", value, micro].clone()
         self._results.losses.append(loss)
+        if "backward" in self._bound.kinds:
+            seed = torch.tensor(self._inputs.loss_weights[micro], dtype=loss.dtype)
+            self._meter.track(seed)
+            self._store["g", value, micro] = seed
         if self._inputs.check_loss and not bool(torch.isfinite(loss)):
             raise NonFiniteError(
                 f"The loss is {float(loss)}: the step was stopped before its backward, and no "
@@ -408,7 +414,7 @@ class BoundStep:
         self.assembly = assembly
         self.constants = constants
         self.parameter_order = tuple(parameter_order)
-        self.events = frozenset(op.event for op in step.ops)
+        self.kinds = frozenset(op.kind for op in step.ops)
         self.loss_block = part.values[part.loss].producer
         self._templates = templates
         self._calls: dict[tuple[int, str, str], BoundCall] = {}

@@ -63,9 +63,13 @@ class _Order:
         keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
             outputs.append(self._take(("saved", b, m), choice.saved_bytes))
-        self.ops.append(
-            _op("forward", b, m, choice, choice.forward, reads=(), writes=tuple(outputs))
-        )
+        op = _op("forward", b, m, choice, choice.forward, reads=(), writes=tuple(outputs))
+        seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
+        if seeds:  # the gradient of the loss itself, where the backward starts
+            nbytes = self.work.values[self.work.loss].nbytes
+            seed = self._take(("g", self.work.loss, m), nbytes)
+            op = op.with_(writes=(*op.writes, seed), peak_bytes=op.peak_bytes + nbytes)
+        self.ops.append(op)
 
     def backward(self, b: int, m: int) -> None:
         block, choice = self.work.blocks[b], self._choice(b)

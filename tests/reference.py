@@ -1,0 +1,101 @@
+"""The reference that programs are measured against: eager PyTorch with our operators and Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.batch import read_batch
+from megacompile.capture import find_loss
+from megacompile.host_adam import adamw_step
+from megacompile.optimizer import hypers
+from megacompile.program import step_seed
+from megacompile.substitute import our_operators
+
+
+@dataclass
+class Trace:
+    """Losses, norms, the gradients of the last step and the final weights of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class EagerTrainer:
+    """Trains a module the plain way: autograd over the whole model, then clipping, then Adam."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.max_grad_norm, self.loss_fn, self.seed = max_grad_norm, loss_fn, seed
+        self.steps = 0
+        self.moments = {
+            n: (torch.zeros(p.numel()), torch.zeros(p.numel()))
+            for n, p in model.named_parameters()
+        }
+
+    def loss(self, batch: Any, micro: int = 0) -> Tensor:
+        one = read_batch(batch, self.model)
+        rng = torch.tensor([step_seed(self.seed, self.steps, micro), 0])
+        given = one.kwargs.get("position_ids") is not None
+        with our_operators(self.model, rng, positions_given=given):
+            outputs = self.model(*one.args, **one.kwargs)
+        return find_loss(outputs) if self.loss_fn is None else self.loss_fn(outputs, batch)
+
+    def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
+        losses = []
+        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            loss = self.loss(batch, i)
+            loss.backward(torch.tensor(weight, dtype=loss.dtype))
+            losses.append(weight * loss.detach())
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def train_step(self, batches: Sequence[Any], trace: Trace | None = None) -> float:
+        loss = self.backward(batches, [1.0 / len(batches)] * len(batches))
+        if trace is not None:
+            trace.grads = {
+                n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None
+            }
+        if self.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            if trace is not None:
+                trace.norms.append(float(norm))
+        self.update()
+        if trace is not None:
+            trace.losses.append(float(loss))
+        return float(loss)
+
+    def update(self) -> None:
+        groups = {id(p): i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        (rates,) = hypers(self.optimizer, [self.steps])
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and id(parameter) in groups:
+                first, second = self.moments[name]
+                flat = parameter.data.reshape(-1).clone()
+                grad = parameter.grad.reshape(-1).contiguous().float()
+                adamw_step(flat, first, second, grad, rates[groups[id(parameter)]])
+                parameter.data.copy_(flat.view_as(parameter))
+        self.model.zero_grad(set_to_none=True)
+        self.steps += 1
+
+
+def train_eager(trainer: EagerTrainer, steps: Sequence[Any]) -> Trace:
+    """Run ``steps``, each a batch or a list of micro-batches."""
+    trace = Trace()
+    for batches in steps:
+        trainer.train_step(batches if isinstance(batches, list) else [batches], trace)
+    trace.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    return trace
