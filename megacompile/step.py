@@ -76,7 +76,8 @@ class Op:
         if self.kind == "push_grad":
             return (self.kind, self.group, self.block, self.micro)
         if self.kind == "evict" and self.group < 0:
-            return ("free", *self.frees[0][1:])
+            place = (self.block, self.micro) if self.block >= 0 else self.frees[0][1:]
+            return ("free", *place)
         if self.kind == "load":
             return (self.kind, *self.writes[0][1:])
         return (self.kind, self.group) if self.group >= 0 else (self.kind,)
@@ -109,10 +110,14 @@ class Step:
 
 
 def memory_curve(step: Step) -> list[tuple[int, int]]:
-    """(index of an operation, device bytes at its highest point) for each compute operation.
+    """(index of an operation, device bytes at its highest point) for each that takes memory.
 
-    Exact in every order that the streams allow, because device tokens are taken and given back by the
-    compute stream alone, and slots live in a slab of fixed size.
+    Walked in program order, and yet a bound in every order that the streams allow: slots live in a
+    slab of fixed size; device tokens are given back by the compute stream alone; and what is taken
+    outside it, by a reload, waits for all compute operations before it in program order. So while a
+    compute operation runs, what earlier ones gave back is gone, what later operations take has not
+    come yet, and a reload that is late only makes the true number smaller. The bound is reached when
+    no reload is late.
     """
     fixed = step.slab_bytes + step.constant_bytes
     alive: dict[Token, int] = {}
@@ -120,19 +125,15 @@ def memory_curve(step: Step) -> list[tuple[int, int]]:
     curve = []
     for index, op in enumerate(step.ops):
         taken = {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
+        merged = max((b for t, b in taken.items() if t in alive), default=0)
+        fresh = {t: b for t, b in taken.items() if t not in alive}
+        given = sum(alive.pop(t, 0) for t in op.donates)
+        growth = sum(fresh.values()) - given
         if op.stream == "compute" or taken:
-            growth = sum(b for t, b in taken.items() if t not in alive)
-            merged = max((b for t, b in taken.items() if t in alive), default=0)
-            high = max(op.peak_bytes, growth)
-            if merged:
-                high = max(high, op.end_bytes + merged)
+            high = max(op.peak_bytes, growth, op.end_bytes + merged if merged else 0)
             curve.append((index, fixed + total + high))
-        for token, nbytes in taken.items():
-            if token not in alive:
-                alive[token] = nbytes
-                total += nbytes
-        for token in (*op.donates, *op.frees):
-            total -= alive.pop(token, 0)
+        alive |= fresh
+        total += growth - sum(alive.pop(t, 0) for t in op.frees)
     return curve
 
 

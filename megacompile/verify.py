@@ -3,8 +3,8 @@
 The proof shares nothing with the passes but the meaning of an operation. The step is repeated, as in
 training; every operation gets a vector clock from stream order and waits; then each access to a token,
 a slot, a host buffer or a master must be ordered against every conflicting one, every device token
-must be alive where it is touched and gone at the end, every gradient must have landed before its
-update, and device bytes must fit the budget at every compute operation.
+must be alive where it is touched and gone at the end, every gradient must be whole when it is used and
+used before it is overwritten, and device bytes must fit the budget at every operation.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megacompile.errors import ScheduleError
-from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token, peak_bytes
+from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token, memory_curve, peak_bytes
 from megacompile.workload import Workload
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
+_LASTING = ("master", "hgrad")  # what outlives the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,15 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
     ``budget_bytes`` bounds the device bytes of the step; None checks everything else.
     """
     accesses = _clocks(step)
-    pairs = _check_tokens(step, accesses) + _check_slots(step, accesses)
+    pairs = _check_tokens(accesses) + _check_slots(step, accesses)
     _check_updates(step, work, accesses)
-    _check_leftovers(step)
+    _check_device_memory(step, accesses)
     peak = peak_bytes(step)
     if budget_bytes is not None and peak > budget_bytes:
+        index, _ = max(memory_curve(step), key=lambda point: point[1])
         raise ScheduleError(
-            f"The schedule holds up to {peak} device bytes and the budget is {budget_bytes}: "
-            "choose a plan that keeps less, or a larger hbm_budget."
+            f"{name(step.ops[index])} holds up to {peak} device bytes and the budget is "
+            f"{budget_bytes}: choose a plan that keeps less, or a larger hbm_budget."
         )
     return Proof(len(step.ops), pairs, peak)
 
@@ -87,7 +89,7 @@ def _before(first: _Access, second: _Access) -> bool:
     return second.clock[stream] >= first.clock[stream]
 
 
-def _check_tokens(step: Step, accesses: list[_Access]) -> int:
+def _check_tokens(accesses: list[_Access]) -> int:
     """Every use follows its write, every change follows all uses before it; returns pairs checked."""
     pairs = 0
     writer: dict[Token, _Access] = {}
@@ -95,12 +97,7 @@ def _check_tokens(step: Step, accesses: list[_Access]) -> int:
     ended: dict[Token, _Access] = {}
     for access in accesses:
         op = access.op
-        for token in op.reads:
-            if token[0] in DEVICE_TOKENS or token[0] in ("w", "stash"):
-                if token in ended and token not in writer:
-                    raise ScheduleError(f"{name(op)} uses {token} after {name(ended[token].op)}.")
-                if token not in writer:
-                    raise ScheduleError(f"{name(op)} uses {token}, which nothing has written.")
+        for token in (*op.reads, *(t for t in op.frees if t not in op.writes)):
             if token in writer:
                 pairs += 1
                 if not _before(writer[token], access):
@@ -108,17 +105,26 @@ def _check_tokens(step: Step, accesses: list[_Access]) -> int:
                         f"{name(op)} may use {token} before {name(writer[token].op)} is over: "
                         "a wait is missing."
                     )
+            elif token in ended:
+                raise ScheduleError(f"{name(op)} uses {token} after {name(ended[token].op)}.")
+            elif token[0] not in _LASTING:
+                raise ScheduleError(f"{name(op)} uses {token}, which nothing has written.")
         for token in dict.fromkeys((*op.writes, *op.donates, *op.frees)):
             for other in (*readers[token], *([writer[token]] if token in writer else [])):
-                if other is access:
-                    continue
                 pairs += 1
                 if not _before(other, access):
                     raise ScheduleError(
                         f"{name(op)} may change {token} while {name(other.op)} still uses it."
                     )
-            readers[token] = []
+        for token in op.writes:
+            if token[0] in DEVICE_TOKENS and token[0] != "g" and token in writer:
+                raise ScheduleError(
+                    f"{name(op)} writes {token}, which {name(writer[token].op)} wrote and nothing "
+                    "has freed: a missing evict."
+                )
+        for token in (*op.writes, *op.donates, *op.frees):
             writer[token] = access
+            readers[token] = []
         for token in op.reads:
             readers[token].append(access)
         for token in (*op.donates, *op.frees, *_evicted(op)):
@@ -135,7 +141,7 @@ def _evicted(op: Op) -> tuple[Token, ...]:
 def _check_slots(step: Step, accesses: list[_Access]) -> int:
     """Two stays whose bytes overlap in the slab never overlap in time."""
     pairs = 0
-    stays: list[tuple[_Access, _Access]] = []
+    ended: dict[tuple[int, int], tuple[Op, _Access]] = {}  # (group, offset): prefetch, evict
     current: dict[int, _Access] = {}
     for access in accesses:
         op = access.op
@@ -144,26 +150,22 @@ def _check_slots(step: Step, accesses: list[_Access]) -> int:
                 raise ScheduleError(f"{name(op)} follows a stay of the group that was not evicted.")
             if op.offset < 0 or op.offset + op.nbytes > step.slab_bytes:
                 raise ScheduleError(f"{name(op)} lies outside the slab of {step.slab_bytes} bytes.")
-            current[op.group] = access
-            for start, end in stays:
-                overlap = (
-                    start.op.offset < op.offset + op.nbytes
-                    and op.offset < start.op.offset + start.op.nbytes
-                )
-                if overlap:
+            for group, other in current.items():
+                if _overlap(other.op, op):
+                    raise ScheduleError(f"{name(op)} takes the slot that group {group} still holds.")
+            for start, end in ended.values():
+                if _overlap(start, op):
                     pairs += 1
                     if not _before(end, access):
                         raise ScheduleError(
                             f"{name(op)} may overwrite the slot that {name(end.op)} gives back."
                         )
-            for group, other in current.items():
-                if group != op.group and _overlap(other.op, op):
-                    raise ScheduleError(f"{name(op)} takes the slot that group {group} still holds.")
+            current[op.group] = access
         elif op.kind == "evict" and op.group >= 0:
             if op.group not in current:
                 raise ScheduleError(f"{name(op)} ends a stay that never began.")
-            start = current.pop(op.group)
-            stays = [s for s in stays if s[0].op.group != op.group] + [(start, access)]
+            start = current.pop(op.group).op
+            ended[op.group, start.offset] = (start, access)
     if current:
         raise ScheduleError(f"Groups {sorted(current)} are never evicted: a missing evict.")
     return pairs
@@ -174,46 +176,68 @@ def _overlap(a: Op, b: Op) -> bool:
 
 
 def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
-    """adam comes after every contribution, and the next prefetch of its group after adam."""
+    """norm and adam see every contribution of this step to their group's gradient and no other.
+
+    A prefetch never follows the adam of its group within a step: all of a step's computation sees the
+    weights that the step began with. (That each access is ordered is checked as for any token.)
+    """
+    if not any(op.kind == "backward" for op in step.ops):
+        return
     expected = {g: len(b) * step.micro_batches for g, b in work.contributions.items()}
-    backward = any(op.kind == "backward" for op in step.ops)
-    landed: dict[int, list[_Access]] = defaultdict(list)
-    update: dict[int, _Access] = {}
-    for access in accesses:
+    held: dict[Token, list[Op]] = defaultdict(list)  # pushes into a host buffer that adam awaits
+    updated: set[int] = set()
+    for index, access in enumerate(accesses):
         op = access.op
+        if index % len(step.ops) == 0:
+            updated = set()
         if op.kind == "push_grad":
-            landed[op.group].append(access)
-        elif op.kind == "adam":
-            if backward and len(landed[op.group]) != expected[op.group]:
+            landed = held[op.writes[0]]
+            if landed and (op.writes[0][0] == "ring" or landed[0].group != op.group):
+                raise ScheduleError(f"{name(op)} overwrites what {name(landed[0])} left for adam.")
+            landed.append(op)
+        elif op.kind in ("norm", "adam"):
+            landed = [p for p in held[op.reads[0]] if p.group == op.group]
+            if len(landed) != expected.get(op.group, 0):
                 raise ScheduleError(
-                    f"{name(op)} comes after {len(landed[op.group])} of {expected[op.group]} "
+                    f"{name(op)} comes after {len(landed)} of {expected.get(op.group, 0)} "
                     "contributions to its gradient."
                 )
-            late = next((p for p in landed[op.group] if not _before(p, access)), None)
-            if late is not None:
-                raise ScheduleError(f"{name(op)} may run before {name(late.op)} has landed.")
-            landed[op.group] = []
-            update[op.group] = access
-        elif op.kind == "prefetch" and op.group in update:
-            if not _before(update[op.group], access):
-                raise ScheduleError(f"{name(op)} may read masters that adam is still updating.")
-    if backward and update:
-        idle = sorted(g for g in expected if g not in update)
-        if idle:
-            raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
+            if op.kind == "adam":
+                held[op.reads[0]] = []
+                updated.add(op.group)
+        elif op.kind == "prefetch" and op.group in updated:
+            raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
+    idle = sorted(set(expected) - updated)
+    if updated and idle:
+        raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
 
 
-def _check_leftovers(step: Step) -> None:
-    """What the step takes on the device it gives back, in the compute stream's order."""
-    alive: set[Token] = set()
+def _check_device_memory(step: Step, accesses: list[_Access]) -> None:
+    """The step gives back what it takes, and its peak holds in every order.
+
+    Memory is given back by the compute stream alone, and taken by it or after all that it was given
+    before: so :func:`~megacompile.step.memory_curve` bounds every order.
+    """
+    alive: dict[Token, Op] = {}
     for op in step.ops:
-        alive |= {t for t in op.writes if t[0] in DEVICE_TOKENS}
+        alive |= {t: op for t in op.writes if t[0] in DEVICE_TOKENS}
         gone = {*op.donates, *op.frees}
         if gone and op.stream != "compute":
             raise ScheduleError(f"{name(op)} frees device memory outside the compute stream.")
-        alive -= gone
-    if alive:
-        raise ScheduleError(f"{sorted(alive)[0]} is never freed: a missing evict.")
+        alive = {t: writer for t, writer in alive.items() if t not in gone}
+    for token, writer in alive.items():
+        raise ScheduleError(f"{token} of {name(writer)} is never freed: a missing evict.")
+    compute: _Access | None = None
+    for access in accesses:
+        if access.op.stream == "compute":
+            compute = access
+        elif not any(t[0] in DEVICE_TOKENS for t in access.op.writes):
+            continue
+        elif compute and not _before(compute, access):
+            raise ScheduleError(
+                f"{name(access.op)} may take device memory before {name(compute.op)} is over: "
+                "the peak would depend on the order."
+            )
 
 
 def name(op: Op) -> str:

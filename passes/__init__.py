@@ -45,7 +45,7 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_recompute, "order", "recompute"),
     _pass(insert_offload, "order recompute", "offload"),
     _pass(insert_prefetch, "order recompute", "prefetch"),
-    _pass(insert_gradients, "order", "gradients"),
+    _pass(insert_gradients, "order prefetch", "gradients"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),
     _pass(assign_slots, "prefetch gradients", "slots"),
     _pass(synchronize, "prefetch offload gradients frees slots", "waits"),

@@ -24,9 +24,7 @@ def assign_slots(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
         offset = _first_fit(busy, nbytes)
         placed.append((start, end, offset, nbytes))
         offsets[start] = offsets[end] = offset
-    ops = tuple(
-        op.with_(offset=offsets[i]) if i in offsets else op for i, op in enumerate(step.ops)
-    )
+    ops = tuple(op.with_(offset=offsets[i]) if i in offsets else op for i, op in enumerate(step.ops))
     slab = max((offset + nbytes for _, _, offset, nbytes in placed), default=0)
     return step.with_(ops=ops, slab_bytes=slab, ring=_ring_bytes(step.ops, work))
 

@@ -76,17 +76,22 @@ class _Order:
         if self.mode.kind == "evaluate" or choice.backward is None:
             return
         tangents = tuple(("g", v, m) for v in block.tangents if ("g", v, m) in self.written)
-        missing = sum(
-            self.work.values[v].nbytes for v in block.tangents if ("g", v, m) not in self.written
-        )
-        saved: tuple[Token, ...] = (("saved", b, m),) if choice.saved_bytes else ()
+        missing = sum(self.work.values[v].nbytes for v in block.tangents if ("g", v, m) not in self.written)
+        kept = choice.saved_bytes or choice.recompute is not None
+        saved: tuple[Token, ...] = (("saved", b, m),) if kept else ()
         reads = tangents + saved
         writes = tuple(
             [self._take(("g", v, m), self.work.values[v].nbytes) for v in block.grad_values]
             + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
         op = _op("backward", b, m, choice, choice.backward, reads=reads, writes=writes)
-        self.ops.append(op.with_(donates=reads, peak_bytes=op.peak_bytes + missing))
+        self.ops.append(
+            op.with_(
+                donates=reads,
+                peak_bytes=op.peak_bytes + missing,
+                end_bytes=op.end_bytes + missing,
+            )
+        )
 
 
 def _op(
@@ -114,5 +119,3 @@ def _op(
         flops=call.flops,
         moved_bytes=call.moved_bytes,
     )
-
-

@@ -1,11 +1,15 @@
 """Send gradients to the host and update the masters there.
 
-Immediate updates (one contribution, no clipping): adam follows its gradient through a small ring of
-host buffers. Deferred updates: gradients are kept per group, norms are taken as they land, and adam
-runs after the backward in the order in which the next forward will want the groups.
+Immediate updates (one micro-batch, no clipping): adam follows the last contribution to its gradient,
+which streams through a small ring of host buffers where it is the only one. Deferred updates:
+gradients are kept per group, norms are taken as they land, and adam runs after the backward in the
+order in which the next forward will want the groups. Either way adam follows the last prefetch of its
+group: a step computes with the weights that it began with.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megacompile.plan import Mode, Plan
 from megacompile.step import Op, Step, Token
@@ -16,46 +20,84 @@ def insert_gradients(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
     """Insert push_grad and its free after each backward, then norm, clip_scale and adam."""
     if mode.kind == "evaluate":
         return step
-    ops: list[Op] = []
-    left = _contributions_left(work, mode)
-    pending: list[tuple[int, Op]] = []  # (compute operations still to pass, free of a gradient)
-    pushes = 0
-    for op in step.ops:
-        ops.append(op)
+    inserter = _Inserter(step, work, plan, mode)
+    for index, op in enumerate(step.ops):
+        inserter.pass_by(index, op)
+    inserter.finish()
+    return step.with_(ops=tuple(inserter.ops))
+
+
+class _Inserter:
+    def __init__(self, step: Step, work: Workload, plan: Plan, mode: Mode) -> None:
+        self.work = work
+        self.plan = plan
+        self.mode = mode
+        self.ops: list[Op] = []
+        self.frees: list[tuple[int, Op]] = []  # (backwards still to pass, free of a gradient)
+        self.left = {g: len(b) * mode.micro_batches for g, b in work.contributions.items()}
+        self.pushes = 0
+        self.fetched: dict[int, int] = {}  # last prefetch of each group
+        last: dict[int, int] = {}  # last contribution to each group
+        for index, op in enumerate(step.ops):
+            if op.kind == "prefetch":
+                self.fetched[op.group] = index
+            elif op.kind == "backward":
+                last.update({g: index for g, _ in work.blocks[op.block].grad_groups})
+        self.late: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
+        if not mode.keeps_gradients:
+            self.late = {g for g, index in last.items() if self.fetched.get(g, -1) > index}
+
+    def pass_by(self, index: int, op: Op) -> None:
+        self.ops.append(op)
         if op.kind == "backward":
-            pending = [(lag - 1, free) for lag, free in pending]
-            ops += [free for lag, free in pending if lag <= 0]
-            pending = [(lag, free) for lag, free in pending if lag > 0]
-            for group, nbytes in work.blocks[op.block].grad_groups:
-                home = _home(work, plan, mode, group, pushes)
-                pushes += home[0] == "ring"
-                token: Token = ("wg", group, op.block, op.micro)
-                ops.append(
-                    Op("push_grad", "d2h", block=op.block, group=group, micro=op.micro,
-                       reads=(token,), writes=(home,), nbytes=nbytes)
-                )  # fmt: skip
-                free = Op("evict", "compute", frees=(token,))
-                if plan.grad_lag:
-                    pending.append((plan.grad_lag, free))
-                else:
-                    ops.append(free)
-                left[group] -= 1
-                if left[group] == 0 and not mode.keeps_gradients:
-                    ops.append(_adam(work, group, home))
-    ops += [free for _, free in pending]
-    if mode.kind == "update" or (mode.kind == "train" and mode.keeps_gradients):
-        ops += _deferred(work, mode)
-    return step.with_(ops=tuple(ops))
+            self.frees = [(lag - 1, free) for lag, free in self.frees]
+            self.ops += [free for lag, free in self.frees if lag <= 0]
+            self.frees = [(lag, free) for lag, free in self.frees if lag > 0]
+            for group, nbytes in self.work.blocks[op.block].grad_groups:
+                self._push(op, group, nbytes)
+        elif op.group in self.late and index == self.fetched[op.group]:
+            self.ops.append(_adam(self.work, op.group, ("hgrad", op.group)))
+
+    def _push(self, op: Op, group: int, nbytes: int) -> None:
+        home = self._home(group)
+        self.pushes += home[0] == "ring"
+        token: Token = ("wg", group, op.block, op.micro)
+        self.ops.append(
+            Op("push_grad", "d2h", block=op.block, group=group, micro=op.micro,
+               reads=(token,), writes=(home,), nbytes=nbytes)
+        )  # fmt: skip
+        free = Op("evict", "compute", frees=(token,))
+        if self.plan.grad_lag:
+            self.frees.append((self.plan.grad_lag, free))
+        else:
+            self.ops.append(free)
+        self.left[group] -= 1
+        if self.left[group]:
+            return
+        if self.mode.kind == "train" and self.mode.keeps_gradients:
+            self.ops.append(_norm(self.work, group))
+        elif not self.mode.keeps_gradients and group not in self.late:
+            self.ops.append(_adam(self.work, group, home))
+
+    def _home(self, group: int) -> Token:
+        shared = len(self.work.contributions[group]) > 1
+        if self.mode.keeps_gradients or shared or group in self.late:
+            return ("hgrad", group)
+        return ("ring", self.pushes % self.plan.ring)
+
+    def finish(self) -> None:
+        self.ops += [free for _, free in self.frees]
+        groups = list(self.work.contributions)
+        if self.mode.kind == "update":
+            self.ops += [_norm(self.work, group) for group in reversed(groups)]
+        elif self.mode.kind != "train" or not self.mode.keeps_gradients:
+            return
+        self.ops += _updates(self.work, groups)
 
 
-def _contributions_left(work: Workload, mode: Mode) -> dict[int, int]:
-    return {g: len(blocks) * mode.micro_batches for g, blocks in work.contributions.items()}
-
-
-def _home(work: Workload, plan: Plan, mode: Mode, group: int, pushes: int) -> Token:
-    if mode.keeps_gradients or len(work.contributions[group]) > 1:
-        return ("hgrad", group)
-    return ("ring", pushes % plan.ring)
+def _norm(work: Workload, group: int) -> Op:
+    return Op("norm", "host", group=group, reads=(("hgrad", group),), writes=(("norm", group),),
+              nbytes=work.groups[group].elements * 4)  # fmt: skip
 
 
 def _adam(work: Workload, group: int, home: Token, *extra: Token) -> Op:
@@ -63,14 +105,9 @@ def _adam(work: Workload, group: int, home: Token, *extra: Token) -> Op:
               nbytes=work.groups[group].elements * 28)  # fmt: skip
 
 
-def _deferred(work: Workload, mode: Mode) -> list[Op]:
-    """Norms in landing order, the clipping coefficient, then updates in the order of first use."""
-    ops: list[Op] = []
-    groups = list(work.contributions)
-    for group in reversed(groups):
-        ops.append(Op("norm", "host", group=group, reads=(("hgrad", group),),
-                      writes=(("norm", group),), nbytes=work.groups[group].elements * 4))  # fmt: skip
-    ops.append(Op("clip_scale", "host", reads=tuple(("norm", g) for g in groups),
-                  writes=(("scale",),)))  # fmt: skip
-    ops += [_adam(work, group, ("hgrad", group), ("scale",)) for group in groups]
-    return ops
+def _updates(work: Workload, groups: list[int]) -> Iterator[Op]:
+    """The clipping coefficient, then updates in the order of first use."""
+    yield Op("clip_scale", "host", reads=tuple(("norm", g) for g in groups),
+             writes=(("scale",),))  # fmt: skip
+    for group in groups:
+        yield _adam(work, group, ("hgrad", group), ("scale",))

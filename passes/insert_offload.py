@@ -55,9 +55,7 @@ def _stash(step: Step, index: int, readers: dict[Token, list[int]]) -> tuple[Tok
     return tuple(own)
 
 
-def _weave(
-    ops: tuple[Op, ...], before: dict[int, list[Op]], after: dict[int, list[Op]]
-) -> tuple[Op, ...]:
+def _weave(ops: tuple[Op, ...], before: dict[int, list[Op]], after: dict[int, list[Op]]) -> tuple[Op, ...]:
     woven: list[Op] = []
     for index, op in enumerate(ops):
         woven += [*before.get(index, ()), op, *after.get(index, ())]

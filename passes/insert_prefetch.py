@@ -20,6 +20,7 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     compute = [i for i, op in enumerate(step.ops) if op.stream == "compute" and op.block >= 0
                and op.kind != "evict"]  # fmt: skip
     uses: dict[int, list[int]] = defaultdict(list)
+    micro = [step.ops[i].micro for i in compute]
     for position, index in enumerate(compute):
         for token in step.ops[index].reads:
             if token[0] == "w":
@@ -27,9 +28,7 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
     for first, last, group in sorted(
-        (s[0], s[-1], g)
-        for g, positions in uses.items()
-        for s in _stays(positions, plan.groups[g], [step.ops[i] for i in compute])
+        (s[0], s[-1], g) for g, positions in uses.items() for s in _stays(positions, plan.groups[g], micro)
     ):
         start = max(0, first - plan.groups[group].lead)
         nbytes = work.groups[group].nbytes
@@ -43,14 +42,16 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     return step.with_(ops=_weave(step.ops, before, after))
 
 
-def _stays(positions: list[int], plan: GroupPlan, ops: list[Op]) -> list[list[int]]:
+def _stays(positions: list[int], plan: GroupPlan, micro: list[int]) -> list[list[int]]:
+    """Uses of a group, split into its stays; ``micro`` tells each operation's micro-batch."""
     stays = [[positions[0]]]
+    begun = {micro[positions[0]]}
     for position in positions[1:]:
-        previous = stays[-1][-1]
-        near = position - previous <= plan.lead + 1
-        same_micro = ops[position].micro == ops[previous].micro
-        if near or plan.keep == "step" or (plan.keep == "micro" and same_micro):
-            stays[-1].append(position)
-        else:
-            stays.append([position])
+        near = position - stays[-1][-1] <= plan.lead + 1
+        same_micro = plan.keep == "micro" and micro[position] in begun
+        if not (near or same_micro or plan.keep == "step"):
+            stays.append([])
+            begun = set()
+        stays[-1].append(position)
+        begun.add(micro[position])
     return stays

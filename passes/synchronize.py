@@ -1,87 +1,104 @@
 """Make streams wait for each other exactly where data, slots or host buffers demand it.
 
 The step is walked twice in a row, as it will run; the waits of the second walk are kept, so that they
-cover what the step before left running. A wait that others imply is left out.
+cover what the step before left running. A wait that others imply is left out: taking any single one
+away makes the step unsafe.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megacompile.plan import Mode, Plan
-from megacompile.step import STREAMS, Event, Op, Step, Token
+from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
 from megacompile.workload import Workload
 
-Clock = tuple[int, ...]
+_STREAM = {stream: position for position, stream in enumerate(STREAMS)}
 
 
 def synchronize(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Add to ``waits`` the events of earlier operations that conflict with an operation."""
-    walker = _Walker(step)
+    walker = _Walker()
     for op in step.ops:
         walker.visit(op)
-    return step.with_(ops=tuple(op.with_(waits=walker.visit(op)) for op in step.ops))
+    waits = [walker.visit(op) for op in step.ops]
+    ops = (op.with_(waits=w) if w else op for op, w in zip(step.ops, waits, strict=True))
+    return step.with_(ops=tuple(ops))
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """An operation in one walk: the ``tick`` of its stream, and all that is over when it is over."""
+
+    op: Op
+    stream: int
+    tick: int
+    clock: tuple[int, ...]
 
 
 class _Walker:
     """Follows all streams in program order with one clock entry per stream."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.count = dict.fromkeys(STREAMS, 0)
-        self.clocks: dict[str, Clock] = dict.fromkeys(STREAMS, (0,) * len(STREAMS))
-        self.writer: dict[Token, tuple[Op, Clock]] = {}
-        self.readers: dict[Token, list[tuple[Op, Clock]]] = defaultdict(list)
-        self.stays: dict[int, tuple[int, int, Op, Clock]] = {}
-        self.compute: tuple[Op, Clock] | None = None
+    def __init__(self) -> None:
+        self.clocks: list[tuple[int, ...]] = [(0,) * len(STREAMS) for _ in STREAMS]
+        self.writer: dict[Token, _Visit] = {}
+        self.readers: dict[Token, list[_Visit]] = defaultdict(list)
+        self.stays: dict[int, _Visit] = {}  # the last evict of each group; it implies those before
+        self.compute: _Visit | None = None
 
     def visit(self, op: Op) -> tuple[Event, ...]:
-        position = STREAMS.index(op.stream)
-        clock = self.clocks[op.stream]
+        """Move past an operation; returns the events that it has to wait for."""
+        stream = _STREAM[op.stream]
+        clock = self.clocks[stream]
+        changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
+        latest: dict[int, _Visit] = {}  # per stream the last conflict, which implies those before
+        for other in self._conflicts(op, changed):
+            there = other.stream
+            if (
+                there != stream
+                and clock[there] < other.tick
+                and (there not in latest or latest[there].tick < other.tick)
+            ):
+                latest[there] = other
         waits: list[Event] = []
-        for other, other_clock in sorted(
-            self._conflicts(op), key=lambda pair: -self._time(pair[0], pair[1])
-        ):
-            there = STREAMS.index(other.stream)
-            if clock[there] < other_clock[there]:
-                waits.append(other.event)
-                clock = tuple(map(max, clock, other_clock))
-        self.count[op.stream] += 1
-        clock = (*clock[:position], self.count[op.stream], *clock[position + 1 :])
-        self.clocks[op.stream] = clock
-        self._record(op, clock)
+        for other in sorted(latest.values(), key=lambda v: (-sum(v.clock), v.stream)):
+            if clock[other.stream] < other.tick:
+                waits.append(other.op.event)
+                clock = tuple(map(max, clock, other.clock))
+        tick = clock[stream] + 1
+        clock = (*clock[:stream], tick, *clock[stream + 1 :])
+        self.clocks[stream] = clock
+        self._record(_Visit(op, stream, tick, clock), changed)
         return tuple(waits)
 
-    def _time(self, op: Op, clock: Clock) -> int:
-        return sum(clock)
-
-    def _conflicts(self, op: Op) -> list[tuple[Op, Clock]]:
-        """Earlier operations on other streams that must be over before ``op`` starts."""
-        found: list[tuple[Op, Clock]] = []
-        changed = {*op.writes, *op.donates, *op.frees}
-        for token in {*op.reads, *changed}:
+    def _conflicts(self, op: Op, changed: tuple[Token, ...]) -> Iterator[_Visit]:
+        """Earlier operations that must be over before ``op`` starts."""
+        for token in op.reads + changed:
             if token in self.writer:
-                found.append(self.writer[token])
-            if token in changed:
-                found += self.readers[token]
+                yield self.writer[token]
+        for token in changed:
+            yield from self.readers[token]
         if op.kind == "prefetch":
             end = op.offset + op.nbytes
-            found += [
-                (evict, clock)
-                for start, stop, evict, clock in self.stays.values()
-                if start < end and op.offset < stop
-            ]
-        if op.kind == "reload" and self.compute is not None:
-            found.append(self.compute)  # its memory may have been freed just before
-        return [(other, clock) for other, clock in found if other.stream != op.stream]
+            for visit in self.stays.values():
+                if visit.op.offset < end and op.offset < visit.op.offset + visit.op.nbytes:
+                    yield visit
+        elif (
+            op.stream != "compute"
+            and self.compute is not None
+            and any(token[0] in DEVICE_TOKENS for token in op.writes)
+        ):
+            yield self.compute  # the memory it takes may have been given back just before
 
-    def _record(self, op: Op, clock: Clock) -> None:
-        for token in {*op.writes, *op.donates, *op.frees}:
-            self.writer[token] = (op, clock)
+    def _record(self, visit: _Visit, changed: tuple[Token, ...]) -> None:
+        for token in changed:
+            self.writer[token] = visit
             self.readers[token] = []
-        for token in op.reads:
-            self.readers[token].append((op, clock))
-        if op.kind == "evict" and op.group >= 0:
-            self.stays[op.group] = (op.offset, op.offset + op.nbytes, op, clock)
-        if op.stream == "compute":
-            self.compute = (op, clock)
+        for token in visit.op.reads:
+            self.readers[token].append(visit)
+        if visit.op.stream == "compute":
+            self.compute = visit
+            if visit.op.kind == "evict" and visit.op.group >= 0:
+                self.stays[visit.op.group] = visit
