@@ -36,6 +36,11 @@ class Schedule:
         """The step as an fx graph: one node per operation, edges where an operation waits."""
         return to_fx(self.step)
 
+    @property
+    def predicted_seconds(self) -> float:
+        """Simulated seconds from one step to the next."""
+        return simulate(self.step, self._machine).step_seconds
+
     def __str__(self) -> str:
         planned, work = self._scheduled.planned, self._scheduled.compiled.assembly.work
         timeline = simulate(self.step, self._machine)

@@ -1,0 +1,162 @@
+"""Step time beside eager PyTorch doing the same work: same operators, same checkpointing, same Adam.
+
+    python -m benchmarks.step_overhead [--tokens 128 1024] [--repeats 7]
+
+About 100M parameters, fp32, on this CPU. Programs and eager models run interleaved in one process,
+medians are compared. Eager checkpoints a layer where the plan recomputes it, and updates after the
+backward with the very function that the program uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import megacompile
+from benchmarks.report import machine_line
+from megacompile.host_adam import adamw_step
+from megacompile.meter import StorageMeter
+from megacompile.optimizer import hypers
+from megacompile.program import Program
+from megacompile.substitute import our_operators
+
+
+def build() -> nn.Module:
+    """A Qwen3-shaped model of about 100M parameters with seeded weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=768, intermediate_size=2304, num_hidden_layers=12,
+        num_attention_heads=12, num_key_value_heads=6, head_dim=64, tie_word_embeddings=False,
+        max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train()
+
+
+def batch_of(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 8192, (max(1, tokens // 512), min(tokens, 512)))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Eager:
+    """Plain PyTorch with our operators and our Adam; ``recompute`` lists the layers to checkpoint."""
+
+    def __init__(self, recompute: set[int]) -> None:
+        self.model = build()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.state = {p: (torch.zeros(p.numel()), torch.zeros(p.numel())) for p in self.model.parameters()}
+        self.steps = 0
+        for index in recompute:
+            layer: Any = self.model.model.layers[index]
+            layer.forward = _checkpointed(layer.forward)
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        with our_operators(self.model, torch.zeros(2, dtype=torch.long)):
+            loss = self.model(**batch).loss
+            loss.backward()
+        (rates,) = hypers(self.optimizer, [self.steps])
+        for parameter, (first, second) in self.state.items():
+            assert parameter.grad is not None
+            adamw_step(parameter.data.view(-1), first, second, parameter.grad.view(-1), rates[0])
+            parameter.grad = None
+        self.steps += 1
+        return float(loss)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def plain_need(tokens: int) -> int:
+    """Bytes that plain training takes: 16 per parameter and what a forward and backward add at most."""
+    model = build()
+    parameters = sum(p.numel() for p in model.parameters())
+    meter = StorageMeter()
+    for parameter in model.parameters():
+        meter.ignore(parameter)
+    with our_operators(model, torch.zeros(2, dtype=torch.long)), meter:
+        model(**batch_of(tokens)).loss.backward()
+    gradients = parameters * 4  # inside the meter's peak already
+    return parameters * 16 + meter.peak - gradients
+
+
+def compiled(budget: int, batch: dict[str, torch.Tensor]) -> Program:
+    model = build()
+    return megacompile.compile(
+        model, f"{budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+        compute_dtype=torch.float32, example_batch=batch,
+    )  # fmt: skip
+
+
+def recomputed_layers(program: Program) -> set[int]:
+    """Layers whose forward the plan runs twice."""
+    blocks = program.schedule.step.ops
+    return {op.block - 1 for op in blocks if op.kind == "recompute" and 1 <= op.block <= 12}
+
+
+def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, Any]:
+    """Medians of program and eager steps, interleaved, the first of each left out."""
+    batch = batch_of(tokens)
+    program = compiled(int(need * fraction), batch)
+    layers = recomputed_layers(program)
+    eager = Eager(layers)
+    ours: list[float] = []
+    theirs: list[float] = []
+    losses = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        loss = float(program.train_step(batch).loss)
+        ours.append(time.perf_counter() - start)
+        program.wait()  # the tail of the update belongs to the step, and must not slow eager down
+        ours[-1] = time.perf_counter() - start
+        start = time.perf_counter()
+        losses.append((loss, eager.step(batch)))
+        theirs.append(time.perf_counter() - start)
+    assert all(a == b for a, b in losses), losses
+    memory = program.memory
+    predicted = program.schedule.predicted_seconds
+    program.close()
+    mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
+    return {"tokens": tokens, "fraction": fraction, "recomputed": len(layers), "ours": mine, "eager": other,
+            "ratio": mine / other, "peak": memory.device_peak_bytes, "predicted_peak": memory.predicted_peak_bytes,
+            "budget": memory.budget_bytes, "predicted": predicted}  # fmt: skip
+
+
+def main() -> None:
+    """Print one Markdown row per batch size and budget."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--fractions", type=float, nargs="+", default=[1.1, 0.25])
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"{machine_line()}\n")
+    print("| tokens | budget | of plain need | layers recomputed | program | eager, same work | ratio "
+          "| peak measured / predicted | step predicted |")  # fmt: skip
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for tokens in options.tokens:
+        need = plain_need(tokens)
+        for fraction in options.fractions:
+            row = compare(tokens, fraction, options.repeats, need)
+            print(
+                f"| {tokens} | {row['budget'] / 1e6:.0f} MB | {fraction:.0%} | {row['recomputed']} of 12 | "
+                f"{row['ours']:.3f} s | {row['eager']:.3f} s | {row['ratio']:.3f} | "
+                f"{row['peak'] / 1e6:.1f} / {row['predicted_peak'] / 1e6:.1f} MB | {row['predicted']:.3f} s |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
