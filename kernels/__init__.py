@@ -7,6 +7,11 @@ on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in tri
 
 from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.attention import (
+    document_bounds,
+    flash_attention_backward,
+    flash_attention_forward,
+)
 from megacompile.kernels.cross_entropy import cross_entropy
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.embedding import embedding
@@ -25,8 +30,11 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "dequantize",
+    "document_bounds",
     "dropout_mask",
     "embedding",
+    "flash_attention_backward",
+    "flash_attention_forward",
     "glu",
     "join_halves",
     "layer_norm",

@@ -93,18 +93,39 @@ class Launch:
     num_stages: int
 
 
-_recorded: list[Launch] | None = None
+@dataclass(frozen=True)
+class Recording:
+    """The launches of a dry run, and the chip it is for (90: compute capability 9.0)."""
+
+    launches: list[Launch]
+    arch: int
+
+
+_recording: Recording | None = None
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
+def recording(arch: int = 80) -> Iterator[list[Launch]]:
     """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do."""
-    global _recorded
-    outer, _recorded = _recorded, []
+    global _recording
+    outer, _recording = _recording, Recording([], arch)
     try:
-        yield _recorded
+        yield _recording.launches
     finally:
-        _recorded = outer
+        _recording = outer
+
+
+@functools.cache
+def _device_arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def arch_of(x: Tensor) -> int:
+    """The chip that a launch on ``x`` is for; 80 where the interpreter stands in."""
+    if _recording is not None:
+        return _recording.arch
+    return _device_arch(x.device) if x.is_cuda else 80
 
 
 def launch(
@@ -116,8 +137,8 @@ def launch(
     **constants: Any,
 ) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, args, constants, num_warps, num_stages))
+    if _recording is not None:
+        _recording.launches.append(Launch(kernel, args, constants, num_warps, num_stages))
         return
     if 0 in grid:
         return

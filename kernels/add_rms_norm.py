@@ -124,9 +124,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, grad_sum, _) -> tuple[Tensor | None, ...]:
     total, weight, rstd = ctx.saved_tensors
-    dx, dw = add_rms_norm_backward_op(
-        grad, grad_sum, total, weight, rstd, ctx.offset, ctx.cast_early
-    )
+    dx, dw = add_rms_norm_backward_op(grad, grad_sum, total, weight, rstd, ctx.offset, ctx.cast_early)
     return dx, dx, None if weight is None else dw, None, None, None
 
 

@@ -79,8 +79,8 @@ class Job:
     name: str
 
 
-def _record(registry: int, case: int) -> list[Launch]:
-    with recording() as launches:
+def _record(registry: int, case: int, arch: int = 80) -> list[Launch]:
+    with recording(arch) as launches:
         AOT_CASES[registry]()[case][1]()
     return launches
 
@@ -149,11 +149,11 @@ def compile_job(job: Job, archs: Sequence[int]) -> list[Resources]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    launch = _record(job.registry, job.case)[job.launch]
-    source = ASTSource(launch.kernel, *_specialise(launch))
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     rows = []
     for arch in archs:
+        launch = _record(job.registry, job.case, arch)[job.launch]
+        source = ASTSource(launch.kernel, *_specialise(launch))
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         registers, local = _usage(built.asm["cubin"])
         loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")

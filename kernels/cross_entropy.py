@@ -132,9 +132,7 @@ def gradient_kernel(
     grad = tl.load(grad_ptr + row)
     x = tl.load(logits_ptr + row * stride + col, mask=inside, other=0.0).to(ACC)
     z = capped(x, softcap, CAPPED)
-    share = (
-        tl.exp(z - top - rest) * (1.0 + 2.0 * z_loss * (top + rest)) - label_smoothing / vocabulary
-    )
+    share = tl.exp(z - top - rest) * (1.0 + 2.0 * z_loss * (top + rest)) - label_smoothing / vocabulary
     slope = grad * (share - tl.where(col + start == label, 1.0 - label_smoothing, 0.0))
     if CAPPED:
         slope = slope * (1.0 - (z / softcap) * (z / softcap))
@@ -156,9 +154,7 @@ def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms:
     return accumulate_triton(state, logits, labels, start, terms)
 
 
-def accumulate_triton(
-    state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms
-) -> None:
+def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
     """``accumulate`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK, next_power_of_2(logits.shape[1]))
     launch(
@@ -179,9 +175,7 @@ def accumulate_triton(
     )
 
 
-def accumulate_reference(
-    state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms
-) -> None:
+def accumulate_reference(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
     """``accumulate`` in plain torch."""
     z = _capped(logits.to(state.dtype), terms.softcap)
     top = torch.maximum(state[0], z.amax(1))

@@ -73,9 +73,7 @@ def dropout_keys(rng: Tensor, site: int) -> Tensor:
     return keys
 
 
-def _hash_chunks(
-    rng: Tensor, site: int, count: int, device: torch.device
-) -> Iterator[tuple[slice, Tensor]]:
+def _hash_chunks(rng: Tensor, site: int, count: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """(elements, their 32-bit hashes as int64) in chunks; the buffer is used again."""
     first, second = dropout_keys(rng.to(device), site).unbind()
     buffer = torch.empty((2, min(count, CHUNK)), dtype=torch.int64, device=device)
@@ -89,9 +87,7 @@ def _hash_chunks(
         yield slice(start, start + size), _mix_(x, scratch)
 
 
-def random_words(
-    rng: Tensor, site: int, shape: Sequence[int], device: torch.device | None = None
-) -> Tensor:
+def random_words(rng: Tensor, site: int, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
     """The 32-bit hash of every element: int64 ``shape``, contiguous, in [0, 2**32)."""
     device = rng.device if device is None else device
     words = torch.empty(math.prod(shape), dtype=torch.int64, device=device)

@@ -137,9 +137,7 @@ def forward_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return y
 
 
-def backward_triton(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def backward_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     grads, gates, ups = _rows(grad, gate, up)
@@ -185,9 +183,7 @@ def glu_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (value * up).to(gate.dtype).contiguous()
 
 
-def glu_backward_reference(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def glu_backward_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """(dgate, dup) in plain torch."""
     value, slope = _activate(gate.to(wide(gate.dtype)), activation)
     dgate, dup = grad * up.to(value.dtype) * slope, grad * value
@@ -204,9 +200,7 @@ def glu_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 @torch.library.custom_op("megacompile::glu_backward", mutates_args=())
-def glu_backward_op(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def glu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
     run = backward_triton if runs_triton(gate) else glu_backward_reference
     return run(grad, gate, up, activation)

@@ -85,8 +85,7 @@ def accumulate_gradient(
     """Write grad at ``bucket[start:]``; returns the sum of squares, float32 without dimensions."""
     if not 0 <= start <= bucket.numel() - grad.numel():
         raise ValueError(
-            f"a gradient of {grad.numel()} elements at {start} does not fit a bucket of "
-            f"{bucket.numel()}"
+            f"a gradient of {grad.numel()} elements at {start} does not fit a bucket of {bucket.numel()}"
         )
     part = bucket[start : start + grad.numel()]
     run = accumulate_triton if runs_triton(grad) else accumulate_reference
@@ -94,9 +93,7 @@ def accumulate_gradient(
 
 
 @accumulate_gradient.register_fake
-def _(
-    bucket: Tensor, grad: Tensor, start: int = 0, scale: Tensor | None = None, add: bool = False
-) -> Tensor:
+def _(bucket: Tensor, grad: Tensor, start: int = 0, scale: Tensor | None = None, add: bool = False) -> Tensor:
     return grad.new_empty((), dtype=torch.float32)
 
 

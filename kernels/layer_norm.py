@@ -247,9 +247,7 @@ def layer_norm_backward_op(
 
 
 @layer_norm_op.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(x)
 
 
@@ -279,9 +277,7 @@ def _backward(ctx, grad, _mean, _rstd) -> tuple[Tensor | None, ...]:
 layer_norm_op.register_autograd(_backward, setup_context=_setup)
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """y alone, differentiable in x, weight and bias."""
     return layer_norm_op(x, weight, bias, eps)[0]
 

@@ -139,9 +139,7 @@ def rope_triton(
     if out.stride(-1) != 1:
         raise ValueError("rope writes to a tensor whose last dimension is contiguous")
     rotary, width = cos.shape[-1], x.shape[-1]
-    (source, target, *tables), shared = _layout(
-        x if x.stride(-1) == 1 else x.contiguous(), out, cos, sin
-    )
+    (source, target, *tables), shared = _layout(x if x.stride(-1) == 1 else x.contiguous(), out, cos, sin)
     heads = source.shape[2]
     block_r = max(2, next_power_of_2(rotary))
     block_h = min(next_power_of_2(heads), max(1, 4096 // block_r))
@@ -238,9 +236,7 @@ def _(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 @rope_inplace_op.register_fake
-def _(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed: bool = False
-) -> None:
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed: bool = False) -> None:
     return None
 
 

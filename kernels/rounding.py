@@ -86,9 +86,7 @@ def stochastic_round_triton(x: Tensor, rng: Tensor, site: int) -> Tensor:
     """``stochastic_round`` by the kernel."""
     out = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     blocks = ceil_div(x.numel(), BLOCK)
-    launch(
-        stochastic_round_kernel, (blocks,), x.contiguous(), rng, out, site, x.numel(), BLOCK=BLOCK
-    )
+    launch(stochastic_round_kernel, (blocks,), x.contiguous(), rng, out, site, x.numel(), BLOCK=BLOCK)
     return out
 
 

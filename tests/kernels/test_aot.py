@@ -9,9 +9,7 @@ import pytest
 
 from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton's compiler"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's compiler")
 
 
 def test_every_kernel_compiles_and_holds_its_resources() -> None:

@@ -34,15 +34,16 @@ def compare(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     grads: Sequence[Tensor] | None = None,
+    floor: float = 0.0,
 ) -> None:
     """|kernel - float32| <= |eager in dtype - float32| + slack, each as a maximum over a tensor.
 
-    The slack is relative to the largest magnitude in the float32 result. Forward outputs and the
-    gradients of all inputs that require them are held to the rule.
+    The slack is relative to the largest magnitude in the float32 result, or to ``floor`` where that
+    is larger: a gradient that is a difference of large equal terms has no scale of its own. Forward
+    outputs and the gradients of all inputs that require them are held to the rule.
     """
     low = [
-        x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
-        for x in inputs
+        x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
     ]
     if grads is None:
         shapes = eager(*low)
@@ -51,14 +52,19 @@ def compare(
     exact = [x.detach().float().requires_grad_() if x.requires_grad else x for x in low]
     exact = [x.float() if x.is_floating_point() else x for x in exact]
     ours, theirs = results(kernel, low, grads), results(eager, low, grads)
-    for index, (a, b, true) in enumerate(
-        zip(ours, theirs, results(eager, exact, grads), strict=True)
-    ):
+    for index, (a, b, true) in enumerate(zip(ours, theirs, results(eager, exact, grads), strict=True)):
         assert a.dtype == b.dtype, (index, a.dtype, b.dtype)
-        assert_close(a, b, true, dtype, f"result {index}")
+        assert_close(a, b, true, dtype, f"result {index}", floor)
 
 
-def assert_close(ours: Tensor, eager: Tensor, true: Tensor, dtype: torch.dtype, what: str) -> None:
+def assert_close(
+    ours: Tensor,
+    eager: Tensor,
+    true: Tensor,
+    dtype: torch.dtype,
+    what: str,
+    floor: float = 0.0,
+) -> None:
     """The tolerance rule on one tensor; infinities and NaN must stand in the same places."""
     assert ours.shape == true.shape, (what, ours.shape, true.shape)
     if not true.numel():
@@ -70,15 +76,14 @@ def assert_close(ours: Tensor, eager: Tensor, true: Tensor, dtype: torch.dtype, 
     if not true.numel():
         return
     error, allowed = (ours - true).abs().max(), (eager - true).abs().max()
-    slack = SLACK[dtype] * true.abs().max()
+    slack = SLACK[dtype] * true.abs().max().clamp(min=floor)
     assert error <= allowed + slack, f"{what}: error {error:.3e} > {allowed:.3e} + {slack:.3e}"
 
 
 def gradcheck(function: Function, *inputs: Tensor) -> None:
     """torch's gradcheck in float64."""
     doubles = [
-        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
-        for x in inputs
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
     ]
     assert torch.autograd.gradcheck(function, doubles)
 

@@ -23,12 +23,8 @@ def test_forward_and_backward(vocabulary, width, dtype):
 def test_many_repeats_are_summed_in_float32():
     """4096 times one row: bf16 additions one by one would stop at 256."""
     weight = torch.zeros(3, 8, dtype=torch.bfloat16, requires_grad=True)
-    embedding(weight, torch.ones(4096, dtype=torch.int64)).backward(
-        torch.ones(4096, 8, dtype=torch.bfloat16)
-    )
-    assert torch.equal(
-        weight.grad, torch.tensor([0.0, 4096.0, 0.0]).bfloat16()[:, None].expand(3, 8)
-    )
+    embedding(weight, torch.ones(4096, dtype=torch.int64)).backward(torch.ones(4096, 8, dtype=torch.bfloat16))
+    assert torch.equal(weight.grad, torch.tensor([0.0, 4096.0, 0.0]).bfloat16()[:, None].expand(3, 8))
 
 
 def test_padding_and_empty():

@@ -37,9 +37,7 @@ def test_strided():
     x, weight, bias = randn(9, 41), randn(41), randn(41)
     expected = eager(x, weight, bias)
     torch.testing.assert_close(layer_norm(strided(x), weight, bias), expected, rtol=1e-5, atol=1e-5)
-    gradcheck(
-        lambda x, w, b: layer_norm(spread(x), w, b).mT.contiguous(), randn(3, 5), randn(5), randn(5)
-    )
+    gradcheck(lambda x, w, b: layer_norm(spread(x), w, b).mT.contiguous(), randn(3, 5), randn(5), randn(5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,352 @@
+"""Attention for what the library's lacks: window, softcap, sinks, packed documents; grouped heads.
+
+Flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691) with
+
+    s = scale * q @ k.T, capped to softcap * tanh(s / softcap) where softcap > 0
+    visible(i, j): j <= i where causal; i - j < window, and j - i < window where not causal, if
+                   window > 0; first[i] <= j < last[i] where there are documents
+    out = softmax(s over visible j, and the head's sink logit) @ v
+
+q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv], G dividing H; i counts from T - S. sinks: [H] or
+None (a logit in the denominator alone; Xiao et al. 2023, arXiv:2309.17453, as in GPT-OSS). bounds:
+int32 [2, B, S] or None, the first and last of the document of each token, where S == T and
+documents lie one after the other (``document_bounds``); the two are equal for padding. out:
+[B, H, S, Dv], stored as [B, S, H, Dv]. lse: [B, H, S] float32 (float64 for float64), sink included.
+A query that sees no key gives 0 and passes no gradient. Since lse is one float32, probabilities in
+the backward are exact to its last place: 0.01 % at scores of 1000.
+
+The backward is deterministic: one kernel for dk and dv, which walks over queries, one for dq, which
+walks over keys; no atomics. Scores are formed transposed where the gradient needs them so: triton
+3.4 to 3.7 miscompile ``dot(trans(cast(dot)))`` on Hopper. No registered operators: the compiler's
+own attention operator calls ``flash_attention_forward`` and ``flash_attention_backward``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import (
+    AotCase,
+    accumulator,
+    aot_cases,
+    arch_of,
+    ceil_div,
+    launch,
+    next_power_of_2,
+    runs_triton,
+    wide,
+)
+from megacompile.kernels.attention_kernels import (
+    attention_backward_kv_kernel,
+    attention_backward_q_kernel,
+    attention_delta_kernel,
+    attention_forward_kernel,
+)
+
+MAX_DIM = 256
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a query sees, and how scores are formed."""
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK_M queries by BLOCK_N keys, and how a kernel on them is launched."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Per kernel, for heads up to 64, 128 and 256 wide. ROOMY: chips with more than 160 KiB of shared
+# memory per block and products that read it directly (9.0, 10.0). None spills: see resources.csv.
+TILES = {
+    "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 2)),
+    "q": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
+    "kv": (Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
+}
+ROOMY = {
+    "forward": (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+    "kv": TILES["kv"],
+}
+
+
+def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
+    """The tile of a kernel for these head widths, this type and this chip."""
+    width = max(q.shape[-1], v.shape[-1])
+    table = ROOMY if arch_of(q) in (90, 100, 103) else TILES
+    return table[kernel][0 if width <= 64 else 1 if width <= 128 else 2]
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int32 [2, 1, tokens] of packed documents: token t belongs to [first[t], last[t]).
+
+    cu_seqlens: int [N + 1], rising from 0; tokens past its last entry are padding.
+    """
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    index = torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True)
+    padded = torch.cat((cu_seqlens, cu_seqlens[-1:])).to(torch.int32)
+    return torch.stack((padded[index - 1], padded[index])).unsqueeze(1)
+
+
+def _constants(q: Tensor, v: Tensor, rule: Rule, bounds: Tensor | None, tile: Tile) -> dict[str, Any]:
+    return {
+        "CAUSAL": rule.causal,
+        "WINDOW": rule.window > 0,
+        "CAPPED": rule.softcap > 0,
+        "BOUNDED": bounds is not None,
+        "PRECISION": "ieee",
+        "ACC": accumulator(q.dtype),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": max(16, next_power_of_2(q.shape[-1])),
+        "BLOCK_V": max(16, next_power_of_2(v.shape[-1])),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
+    heads = q.shape[1]
+    return (
+        heads, heads // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3],
+        rule.scale, rule.window, rule.softcap,
+    )  # fmt: skip
+
+
+def forward_triton(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the kernel."""
+    batch, heads, queries, _ = q.shape
+    out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, queries, dtype=wide(q.dtype))
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    tile = tile_for("forward", q, v)
+    first, last = (lse, lse) if bounds is None else bounds
+    launch(
+        attention_forward_kernel,
+        (ceil_div(queries, tile.block_m), batch * heads),
+        *(q, k, v, lse if sinks is None else sinks, first, last, out, lse),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *_sizes(q, k, v, rule),
+        SINKS=sinks is not None,
+        **_constants(q, v, rule, bounds, tile),
+    )
+    return out, lse
+
+
+def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
+    """[B, H, S], the sum of out * grad over the last dimension."""
+    delta = torch.empty_like(lse)
+    batch, heads, queries = lse.shape
+    block = max(16, next_power_of_2(out.shape[-1]))
+    block_m = max(16, 4096 // block)
+    launch(
+        attention_delta_kernel,
+        (ceil_div(queries, block_m), batch * heads),
+        *(out, grad, delta),
+        *out.stride()[:3],
+        *grad.stride()[:3],
+        *(heads, queries, out.shape[-1]),
+        ACC=accumulator(out.dtype),
+        BLOCK_M=block_m,
+        BLOCK_V=block,
+    )
+    return delta
+
+
+def backward_triton(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rule: Rule,
+    sinks: Tensor | None,
+    bounds: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) by the kernels."""
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
+    lse = lse.contiguous()
+    delta = _delta(out, grad, lse)
+    first, last = (lse, lse) if bounds is None else bounds
+    inputs = q, k, v, grad, lse, delta, first, last
+    strides = [s for x in inputs[:4] for s in x.stride()[:3]]
+    sizes = _sizes(q, k, v, rule)
+    tile = tile_for("kv", q, v)
+    launch(
+        attention_backward_kv_kernel,
+        (ceil_div(k.shape[2], tile.block_n), k.shape[0] * k.shape[1]),
+        *inputs,
+        *(dk, dv),
+        *strides,
+        *sizes,
+        **_constants(q, v, rule, bounds, tile),
+    )
+    tile = tile_for("q", q, v)
+    launch(
+        attention_backward_q_kernel,
+        (ceil_div(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
+        *inputs,
+        dq,
+        *strides,
+        *sizes,
+        **_constants(q, v, rule, bounds, tile),
+    )
+    return dq, dk, dv, _sink_gradient(q, lse, delta, sinks)
+
+
+def _sink_gradient(q: Tensor, lse: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor:
+    """-sum over queries of the sink's probability times delta; empty without sinks."""
+    if sinks is None:
+        return q.new_empty(0)
+    share = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _visible(q: Tensor, k: Tensor, rule: Rule, bounds: Tensor | None) -> Tensor:
+    """bool, broadcastable to [B, H, S, T]."""
+    key = torch.arange(k.shape[2], device=q.device)
+    distance = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2] - key
+    seen = distance >= 0 if rule.causal else torch.ones_like(distance, dtype=torch.bool)
+    if rule.window:
+        seen = seen & (distance < rule.window)
+        seen = seen if rule.causal else seen & (-distance < rule.window)
+    if bounds is None:
+        return seen
+    first, last = bounds[:, :, None, :, None]
+    return seen & (key >= first) & (key < last)
+
+
+def _scores(
+    q: Tensor, k: Tensor, rule: Rule, sinks: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(capped scores, probabilities, lse) in plain torch."""
+    dtype = wide(q.dtype)
+    keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    s = q.to(dtype) @ keys.mT * rule.scale
+    s = rule.softcap * torch.tanh(s / rule.softcap) if rule.softcap else s
+    hidden = s.masked_fill(~_visible(q, k, rule, bounds), float("-inf"))
+    lse = hidden.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype).view(1, -1, 1))
+    base = torch.where(lse == float("-inf"), 0.0, lse)
+    return s, torch.exp(hidden - base.unsqueeze(-1)), lse
+
+
+def forward_reference(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in plain torch, with the whole score matrix."""
+    _, p, lse = _scores(q, k, rule, sinks, bounds)
+    out = p @ v.to(p.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def backward_reference(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rule: Rule,
+    sinks: Tensor | None,
+    bounds: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) in plain torch."""
+    s, p, _ = _scores(q, k, rule, sinks, bounds)
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(p.dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    grad = grad.to(p.dtype)
+    delta = (out.to(p.dtype) * grad).sum(-1)
+    ds = p * (grad @ values.mT - delta.unsqueeze(-1)) * rule.scale
+    ds = ds * (1.0 - (s / rule.softcap).square()) if rule.softcap else ds
+    dk, dv = ds.mT @ q.to(p.dtype), p.mT @ grad
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    dq = (ds @ keys).to(q.dtype).contiguous()
+    return dq, dk.to(k.dtype), dv.to(v.dtype), _sink_gradient(q, lse, delta, sinks)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these: heads up to 256 wide; on a GPU, 16-bit types.
+
+    Exact float32 products run beside the tensor cores, where every tile that was tried spills.
+    """
+    return max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
+
+
+def flash_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); see the module's docstring."""
+    run = forward_triton if runs_triton(q) and supports(q, k, v) else forward_reference
+    return run(q, k, v, Rule(scale, causal, window, softcap), sinks, bounds)
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks), contiguous; dsinks is empty where there are no sinks."""
+    run = backward_triton if runs_triton(q) and supports(q, k, v) else backward_reference
+    rule = Rule(scale, causal, window, softcap)
+    return run(grad, q, k, v, out, lse, rule, sinks, bounds)
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(dim: int, rule: Rule, sinks: bool, packed: bool, dtype: torch.dtype) -> None:
+        q = torch.empty((2, 4096, 32, dim), dtype=dtype, device="meta").transpose(1, 2)
+        k = torch.empty((2, 4096, 8, dim), dtype=dtype, device="meta").transpose(1, 2)
+        logits = q[0, :, 0, 0].contiguous() if sinks else None
+        bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
+        out, lse = forward_triton(q, k, k, rule, logits, bounds)
+        backward_triton(out, q, k, k, out, lse, rule, logits, bounds)
+
+    every = Rule(0.1, window=1024, softcap=50.0)
+    low = torch.bfloat16
+    return [
+        *((f"{d} all bf16", lambda d=d: case(d, every, True, True, low)) for d in (64, 128, 256)),
+        ("128 window bf16", lambda: case(128, Rule(0.1, window=1024), False, False, low)),
+        ("64 two-sided bf16", lambda: case(64, Rule(0.1, False, 512), False, False, low)),
+    ]
