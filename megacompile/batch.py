@@ -16,14 +16,14 @@ _PADDING = {"labels": -100, "attention_mask": 0}
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: the call's arguments, their tensor leaves, and the key of its program.
+    """One micro-batch: the call's arguments, all their leaves, and the key of its program.
 
     Two batches have equal keys only if one program is right for both.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: list[Tensor]
+    leaves: list[Any]
     key: tuple[Any, ...]
 
     @property
@@ -32,8 +32,12 @@ class Batch:
         mask = self.kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             return int(mask.sum())
-        first = self.kwargs.get("input_ids", self.leaves[0])
+        first = self.kwargs.get("input_ids", self.tensors[0])
         return int(first.numel()) if first.dim() <= 2 else int(first.shape[0])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch:
@@ -49,17 +53,17 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch
     kwargs = _plain_mask(kwargs)
     args, kwargs = pytree.tree_map(_scalar_counts(kwargs), (args, kwargs))
     flat, spec = pytree.tree_flatten((args, kwargs))
-    leaves = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-    if not leaves:
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+    if not tensors:
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
-    for leaf in leaves:
+    for leaf in tensors:
         if leaf.numel() == 0:
             raise MegacompileError(f"The batch holds an empty tensor of shape {tuple(leaf.shape)}.")
     shapes = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat
     )
     modes = (False,) if evaluate else tuple(m.training for m in model.modules())
-    return Batch(args, kwargs, leaves, (str(spec), shapes, modes, evaluate))
+    return Batch(args, kwargs, flat, (str(spec), shapes, modes, evaluate))
 
 
 def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:

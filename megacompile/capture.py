@@ -255,6 +255,23 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
     )
 
 
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Write ``copy(target, source)``, which has no gradient rule, as a cast and an expansion."""
+    source, value = node.args[1], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    given = source.meta["val"]
+    with graph.inserting_before(node):
+        new = source
+        if given.dtype != value.dtype:
+            new = graph.call_function(aten._to_copy.default, (new,), {"dtype": value.dtype})
+            new.meta = dict(node.meta, val=given.to(value.dtype))
+        if given.shape != value.shape:
+            new = graph.call_function(aten.expand.default, (new, list(value.shape)))
+            new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
 def _strip(name: str) -> str:
     return name.removeprefix(_WRAPPED + ".")
 
@@ -264,6 +281,8 @@ def _clean(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten.copy.default:
+            _replace_copy(graph, node)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:

@@ -127,9 +127,18 @@ def _trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             for o, g in zip(results, template.out_grads, strict=True)
             if g
         ]
-    graph: fx.Graph = make_fx(joint)(inputs, grads).graph
-    _check_functional(graph, template)
-    return graph
+    traced = make_fx(joint)(inputs, grads)
+    if any(_is_mutable(n) for n in traced.graph.nodes):
+        # some gradient rules write in place; a second trace without autograd makes them functional
+        with mode:
+            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
+            traced.graph.eliminate_dead_code()
+    _check_functional(traced.graph, template)
+    return traced.graph
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _check_functional(graph: fx.Graph, template: Template) -> None:
@@ -137,7 +146,7 @@ def _check_functional(graph: fx.Graph, template: Template) -> None:
         if node.op == "get_attr":
             raise CaptureError(f"{template.name or 'The model'} creates a constant tensor in its "
                                "backward, which cannot be placed: report the operator it uses.")  # fmt: skip
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if _is_mutable(node):
             raise CaptureError(
                 f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
                 "place and cannot be recomputed: replace the operator that it differentiates."

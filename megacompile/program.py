@@ -324,7 +324,7 @@ class Program:
         first = self._runtime is None
         known = self._compiler.knows(batch)
         if not first and not known:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.leaves)
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
             warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
         scheduled = self._compiler.schedule(batch, mode)
         if first:
