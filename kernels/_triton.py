@@ -39,6 +39,8 @@ except ImportError:
     tl = _Language()
     triton = _Triton()
 
+__all__ = ["tl", "triton"]  # what type checkers may import from here beside what is defined here
+
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
@@ -143,7 +145,7 @@ def launch(
     if 0 in grid:
         return
     first = next(arg for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device_of(first) if first.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
         kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
 
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the device, for groups that stay there.
 
     w *= 1 - lr * weight_decay;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
@@ -11,6 +12,7 @@ clipping factor), or None. copy: bfloat16, gets the new weight rounded, or None.
 
 import math
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -217,7 +219,9 @@ def _aot() -> list[AotCase]:
     def case(split: bool) -> None:
         state = torch.empty(1 << 20, device="meta")
         high, low = state.bfloat16(), state.to(torch.int16)
-        weight = (high, low) if split else (state, None)
-        adamw_triton(*weight, state, state, high, constants, state, None if split else high)
+        if split:
+            adamw_triton(high, low, state, state, high, constants, state, None)
+        else:
+            adamw_triton(state, None, state, state, high, constants, state, high)
 
-    return [("split bf16", lambda: case(True)), ("fp32 with copy", lambda: case(False))]
+    return [("split bf16", partial(case, True)), ("fp32 with copy", partial(case, False))]

@@ -5,6 +5,9 @@ it is normalised, as two separate operators would. The backward adds the gradien
 on its other way (the residual stream). Saves sum and rstd; sum replaces x as the saved activation.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -116,13 +119,13 @@ def _(
     return total.new_empty(total.shape), dw
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, weight, _, ctx.offset, ctx.cast_early = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(output[1], weight, output[2])
 
 
-def _backward(ctx, grad, grad_sum, _) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     total, weight, rstd = ctx.saved_tensors
     dx, dw = add_rms_norm_backward_op(grad, grad_sum, total, weight, rstd, ctx.offset, ctx.cast_early)
     return dx, dx, None if weight is None else dw, None, None, None
@@ -151,4 +154,4 @@ def _aot() -> list[AotCase]:
         _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
         backward_triton(x, x, total, x[0], rstd, 0.0, True)
 
-    return [(f"{n} bf16", lambda n=n: case(n)) for n in (4096, 8192)]
+    return [(f"{n} bf16", partial(case, n)) for n in (4096, 8192)]

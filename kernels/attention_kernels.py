@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The Triton kernels of ``attention.py``: forward, delta, dq, dk and dv.
 
 Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Dropout whose mask is a function of (seed, site, element index) and nothing else.
 
 Element i of a site is kept when ``hash(seed, site, i) >> 8 >= round(p * 2**24)``, so a recompute
@@ -16,6 +17,7 @@ mask. Both multipliers of ``mix`` stay below 2**31, so int64 tensors compute it 
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -217,4 +219,4 @@ def _aot() -> list[AotCase]:
         rng = torch.empty(2, dtype=torch.int64, device="meta")
         dropout_triton(torch.empty((4096, 4096), dtype=dtype, device="meta"), rng, 3, 0.1)
 
-    return [("bf16", lambda: case(torch.bfloat16)), ("fp32", lambda: case(torch.float32))]
+    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Embedding lookup and its gradient, deterministic whatever repeats.
 
 weight: [V, H]. ids: int64 [...]. out: [..., H] (a copy of rows: the library's lookup). The gradient
@@ -5,6 +6,9 @@ of the weight is summed per row in float32, in the order of the positions, and r
 positions are sorted by id, and the first position of each run of equal ids sums the run. Atomics
 would make the result depend on timing, and bf16 atomics would round at each addition.
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +122,13 @@ def _(grad: Tensor, ids: Tensor, rows: int, padding: int) -> Tensor:
     return grad.new_empty((rows, grad.shape[-1]))
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weight, ids, ctx.padding = inputs
     ctx.rows = weight.shape[0]
     ctx.save_for_backward(ids)
 
 
-def _backward(ctx, grad) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
     return embedding_backward_op(grad, ids, ctx.rows, ctx.padding), None, None
 
@@ -134,7 +138,8 @@ embedding_op.register_autograd(_backward, setup_context=_setup)
 
 def embedding(weight: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
     """weight[ids], differentiable in the weight."""
-    return embedding_op(weight, ids, padding)
+    out: Tensor = embedding_op(weight, ids, padding)
+    return out
 
 
 @aot_cases
@@ -144,4 +149,4 @@ def _aot() -> list[AotCase]:
         ids = torch.empty(8192, dtype=torch.int64, device="meta")
         backward_triton(grad, ids, 128256, -1)
 
-    return [("4096 bf16", lambda: case(torch.bfloat16)), ("4096 fp32", lambda: case(torch.float32))]
+    return [("4096 bf16", partial(case, torch.bfloat16)), ("4096 fp32", partial(case, torch.float32))]

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Gated activations (Shazeer 2020, arXiv:2002.05202): ``y = activation(gate) * up``.
 
 activation: ``silu`` (SwiGLU), ``gelu_tanh``, ``gelu_erf`` (GeGLU, Hendrycks and Gimpel 2016,
@@ -7,6 +8,8 @@ activation in the backward.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,12 +219,12 @@ def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, 
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     gate, up, ctx.activation = inputs
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx, grad) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
     return *glu_backward_op(grad, gate, up, ctx.activation), None
 
@@ -231,7 +234,8 @@ glu_op.register_autograd(_backward, setup_context=_setup)
 
 def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up, differentiable in both."""
-    return glu_op(gate, up, activation)
+    y: Tensor = glu_op(gate, up, activation)
+    return y
 
 
 @aot_cases
@@ -244,6 +248,6 @@ def _aot() -> list[AotCase]:
         y = forward_triton(gate, up, activation)
         backward_triton(y, gate, up, activation)
 
-    cases = [(f"{a} bf16", lambda a=a: case(a, torch.bfloat16, False)) for a in ACTIVATIONS]
-    cases.append(("silu bf16 packed", lambda: case("silu", torch.bfloat16, True)))
-    return [*cases, ("silu fp32", lambda: case("silu", torch.float32, False))]
+    cases = [(f"{a} bf16", partial(case, a, torch.bfloat16, False)) for a in ACTIVATIONS]
+    cases.append(("silu bf16 packed", partial(case, "silu", torch.bfloat16, True)))
+    return [*cases, ("silu fp32", partial(case, "silu", torch.float32, False))]

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Gradients into a flat bucket: cast, scale, accumulate and sum of squares in one pass.
 
     value = grad * scale (+ bucket, where ``add``)        bucket[start : start + n] = value
@@ -8,6 +9,8 @@ gradient's norm; it is summed in a fixed order, and it is not finite where a val
 bucket: flat, float32 or bfloat16. grad: any shape and float type, n elements in row-major order.
 scale: float32 with one element, on the device, or None for 1.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -119,7 +122,7 @@ def _aot() -> list[AotCase]:
         accumulate_triton(torch.empty_like(grad, dtype=bucket), grad, scale, add)
 
     return [
-        ("bf16 to fp32", lambda: case(torch.float32, False)),
-        ("bf16 onto fp32", lambda: case(torch.float32, True)),
-        ("bf16 onto bf16", lambda: case(torch.bfloat16, True)),
+        ("bf16 to fp32", partial(case, torch.float32, False)),
+        ("bf16 onto fp32", partial(case, torch.float32, True)),
+        ("bf16 onto bf16", partial(case, torch.bfloat16, True)),
     ]

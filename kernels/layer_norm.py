@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """LayerNorm (Ba et al. 2016, arXiv:1607.06450) over the last dimension; saves mean and rstd.
 
     y = (x - mean(x)) * rstd * weight + bias        rstd = (var(x) + eps) ** -0.5
@@ -6,6 +7,9 @@ x: [..., N], any float type, any strides. weight, bias: [N] or None. y: [..., N]
 mean, rstd: [...] float32 (float64 for float64 x). The variance is that of centred values, in a
 second pass over registers: E[x**2] - E[x]**2 cancels for rows far from zero.
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,14 +265,14 @@ def _(
     return x.new_empty(x.shape), dw, like.new_empty(width) if has_bias else x.new_empty(0)
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, _ = inputs
     ctx.has_bias = bias is not None
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.save_for_backward(x, weight, output[1], output[2])
 
 
-def _backward(ctx, grad, _mean, _rstd) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
     dx, dw, db = layer_norm_backward_op(grad, x, weight, ctx.has_bias, mean, rstd)
     return dx, None if weight is None else dw, db if ctx.has_bias else None, None
@@ -279,7 +283,8 @@ layer_norm_op.register_autograd(_backward, setup_context=_setup)
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """y alone, differentiable in x, weight and bias."""
-    return layer_norm_op(x, weight, bias, eps)[0]
+    y: Tensor = layer_norm_op(x, weight, bias, eps)[0]
+    return y
 
 
 @aot_cases
@@ -290,4 +295,4 @@ def _aot() -> list[AotCase]:
         if width <= MAX_ROW_BACKWARD:
             backward_triton(x, x, x[0], True, mean, rstd)
 
-    return [(f"{n} bf16", lambda n=n: case(n)) for n in (128, 768, 4096, 8192, 16384)]
+    return [(f"{n} bf16", partial(case, n)) for n in (128, 768, 4096, 8192, 16384)]

@@ -14,6 +14,7 @@ float64). Saves hidden, weight and stats [2, T]. Extra cost: the head's forward 
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,13 +148,13 @@ def _(
     return torch.empty_like(hidden), torch.empty_like(weight), _bias_like(bias, weight)
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     hidden, weight, bias, labels, *ctx.terms = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(hidden, weight, bias, labels, output[1])
 
 
-def _backward(ctx, grad, _) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, labels, stats = ctx.saved_tensors
     dhidden, dweight, dbias = linear_cross_entropy_backward_op(
         grad, hidden, weight, bias, labels, stats, *ctx.terms
@@ -178,4 +179,5 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss per token [T], differentiable in hidden, weight and bias."""
     terms = ignore_index, label_smoothing, z_loss, softcap, workspace
-    return linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
+    loss: Tensor = linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
+    return loss

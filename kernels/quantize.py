@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Block-wise quantisation to 8 and 4 bits: a scale per block and a code book for all.
 
 A block's elements are divided by its largest magnitude and take the nearest code of the book. Books
@@ -14,6 +15,7 @@ one per block. A block with a value that is not finite gets a scale that is not 
 
 import functools
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -272,6 +274,6 @@ def _aot() -> list[AotCase]:
         dequantize_triton(codes, scales, table, book, size, x)
 
     return [
-        ("dynamic8 256", lambda: case("dynamic8", 256)),
-        ("nf4 64", lambda: case("nf4", 64)),
+        ("dynamic8 256", partial(case, "dynamic8", 256)),
+        ("nf4 64", partial(case, "nf4", 64)),
     ]

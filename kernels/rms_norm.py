@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension; saves only rstd.
 
     rstd = (mean(x**2) + eps) ** -0.5        y = x * rstd * (weight + offset)
@@ -9,6 +10,9 @@ Two variants differ in where the low precision begins. ``cast_early=True`` (Llam
 x: [..., N], any float type, any strides. weight: [N] or None. y: [..., N] of x's type (promoted
 with the weight's under ``cast_early``). rstd: [...] float32 (float64 for float64 x).
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -221,9 +225,9 @@ def backward_triton(
 
 def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
     """A contiguous tensor of y's shape and type."""
-    promoted = weight is not None and cast_early
-    dtype = torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype
-    return x.new_empty(x.shape, dtype=dtype)
+    if weight is None or not cast_early:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
 def rms_norm_reference(
@@ -294,13 +298,13 @@ def _(
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, _, ctx.offset, ctx.cast_early = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx, grad, _) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
     dx, dw = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.cast_early)
     return dx, None if weight is None else dw, None, None, None
@@ -317,7 +321,8 @@ def rms_norm(
     cast_early: bool = True,
 ) -> Tensor:
     """y alone, differentiable in x and weight."""
-    return rms_norm_op(x, weight, eps, offset, cast_early)[0]
+    y: Tensor = rms_norm_op(x, weight, eps, offset, cast_early)[0]
+    return y
 
 
 @aot_cases
@@ -328,5 +333,5 @@ def _aot() -> list[AotCase]:
         _, _, rstd = forward_triton(x, None, weight, 1e-6, 0.0, True)
         backward_triton(x, None, x, weight, rstd, 0.0, True)
 
-    cases = [(f"{n} bf16", lambda n=n: case(n, torch.bfloat16)) for n in (128, 4096, 8192, 16384)]
-    return [*cases, ("4096 fp32", lambda: case(4096, torch.float32))]
+    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in (128, 4096, 8192, 16384)]
+    return [*cases, ("4096 fp32", partial(case, 4096, torch.float32))]

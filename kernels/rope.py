@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), out of place or in place.
 
 For each pair (a, b) of the first R columns:
@@ -10,6 +11,9 @@ dimensions, any strides. cos, sin: [..., R], broadcastable to x's leading dimens
 (for x [batch, heads, tokens, D], [batch or 1, 1, tokens, R]). They get no gradient. Saves cos and
 sin alone: the backward is the transposed rotation of the gradient.
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,12 +244,12 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed
     return None
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, cos, sin, ctx.interleaved = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx, grad) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
     return rope_backward_op(grad, cos, sin, ctx.interleaved), None, None, None
 
@@ -255,7 +259,8 @@ rope_op.register_autograd(_backward, setup_context=_setup)
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x rotated, differentiable in x."""
-    return rope_op(x, cos, sin, interleaved)
+    y: Tensor = rope_op(x, cos, sin, interleaved)
+    return y
 
 
 @aot_cases
@@ -269,8 +274,8 @@ def _aot() -> list[AotCase]:
         rope_triton(x, cos, cos, interleaved, False, x)
 
     return [
-        ("32x128 bf16", lambda: case(32, 128, 128, False)),
-        ("8x64 bf16", lambda: case(8, 64, 64, False)),
-        ("32x128 partial bf16", lambda: case(32, 128, 32, False)),
-        ("32x128 interleaved bf16", lambda: case(32, 128, 128, True)),
+        ("32x128 bf16", partial(case, 32, 128, 128, False)),
+        ("8x64 bf16", partial(case, 8, 64, 64, False)),
+        ("32x128 partial bf16", partial(case, 32, 128, 32, False)),
+        ("32x128 interleaved bf16", partial(case, 32, 128, 128, True)),
     ]

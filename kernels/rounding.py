@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Float32 in 16-bit pieces: split masters, and stochastic rounding to bfloat16.
 
 Split: ``high = bits + 0x8000 >> 16`` (as bfloat16: the value to nearest, ties up), ``low = bits -
@@ -8,6 +9,8 @@ hash of ``dropout.py``, a function of (seed, site, element).
 
 All tensors flat or of one shape, contiguous; sources are not changed.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -158,7 +161,7 @@ def _aot() -> list[AotCase]:
     high, low = x.bfloat16(), x.to(torch.int16)
     rng = torch.empty(2, dtype=torch.int64, device="meta")
     return [
-        ("join", lambda: join_triton(high, low, x)),
-        ("split", lambda: split_triton(x, high, low)),
-        ("stochastic", lambda: stochastic_round_triton(x, rng, 3)),
+        ("join", partial(join_triton, high, low, x)),
+        ("split", partial(split_triton, x, high, low)),
+        ("stochastic", partial(stochastic_round_triton, x, rng, 3)),
     ]
