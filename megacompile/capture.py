@@ -335,8 +335,3 @@ def _explain(error: Exception, model: nn.Module) -> str:
         f"The forward of {type(model).__name__} cannot be captured{where}: {first_line} "
         "Its control flow and shapes must not depend on the values of tensors."
     )
-
-
-def batch_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of a batch, in the order of :attr:`Captured.inputs`."""
-    return pytree.tree_leaves((args, kwargs))

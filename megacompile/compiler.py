@@ -20,7 +20,7 @@ from megacompile.capture import Captured, LossFn, capture, parameter_forms
 from megacompile.differentiate import DifferentiatedTemplate, differentiate
 from megacompile.dump import write_dump
 from megacompile.emit import emit_step
-from megacompile.errors import MegacompileError
+from megacompile.errors import CaptureError, MegacompileError
 from megacompile.machine import Machine, this_cpu
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, partition
@@ -101,8 +101,16 @@ class Compiler:
             loss_fn=self._loss_fn,
             evaluate=evaluate,
         )
-        part = partition(captured)
-        templates = tuple(differentiate(t, captured.fake_mode) for t in part.templates)
+        try:
+            part = partition(captured)
+            templates = tuple(differentiate(t, captured.fake_mode) for t in part.templates)
+        except MegacompileError:
+            raise
+        except RuntimeError as error:  # what an operator says about its arguments
+            reason = str(error).strip().splitlines()[0]
+            raise CaptureError(
+                f"{type(self.model).__name__} cannot run on this batch: {reason}"
+            ) from error
         constants = sum(b.nbytes for b in self.constants(captured).values())
         assembly = assemble(part, templates, self.parameters, constants, self.layouts)
         self._check_places(assembly, part)

@@ -437,7 +437,8 @@ def _signature(refs: Iterable[Ref]) -> str:
 
 
 def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
+    text = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
+    return f"block_{text}" if text[0].isdigit() else text
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ and is not seen.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,13 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import BudgetExceededError
+
+
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that remembers which storage it stood for."""
+
+    __slots__ = ("key",)
+    key: int
 
 
 class StorageMeter(TorchDispatchMode):
@@ -29,10 +37,20 @@ class StorageMeter(TorchDispatchMode):
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
-        self.live = 0
         self.peak = 0
         self.limit = limit
-        self._known: dict[int, int] = {}
+        self._live = 0
+        self._known: dict[int, tuple[int, _Watch]] = {}
+        # dead storages queue here through a C function: a Python callback would swallow a Ctrl-C
+        self._dead: deque[_Watch] = deque()
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        while self._dead:
+            nbytes, _ = self._known.pop(self._dead.popleft().key)
+            self._live -= nbytes
+        return self._live
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,30 +71,27 @@ class StorageMeter(TorchDispatchMode):
 
     def track(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, unless it is counted already."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        nbytes = storage.nbytes()
-        self._known[key] = nbytes
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, key)
-        if self.limit is not None and self.live > self.limit:
+        self._watch(tensor, tensor.untyped_storage().nbytes())
+        if self.limit is not None and self._live > self.limit:
             raise BudgetExceededError(
-                f"A block asked for {self.live} bytes of temporaries and stashes where the plan "
+                f"A block asked for {self._live} bytes of temporaries and stashes where the plan "
                 f"leaves {self.limit}: please report this schedule."
             )
 
     def ignore(self, tensor: Tensor) -> None:
         """Never count this tensor's storage: it is accounted for elsewhere."""
-        key = tensor.untyped_storage()._cdata
-        if key not in self._known:
-            self._known[key] = 0
-            weakref.finalize(tensor.untyped_storage(), self._release, key)
+        self._watch(tensor, 0)
 
-    def _release(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+    def _watch(self, tensor: Tensor, nbytes: int) -> None:
+        live = self.live  # forgets dead storages first: their addresses may be in use again
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        watch = _Watch(storage, self._dead.append)
+        watch.key = storage._cdata
+        self._known[watch.key] = (nbytes, watch)
+        self._live = live + nbytes
+        self.peak = max(self.peak, self._live)
 
 
 def _implementation(func: Any) -> Callable[..., Any] | None:

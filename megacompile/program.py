@@ -110,8 +110,6 @@ class Program:
         self._last: StepResults | None = None
         self._torn = ""
         self._calls = 0
-        _OWNED[model] = "compiled"
-        model.register_forward_pre_hook(_refuse_use)
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -156,13 +154,19 @@ class Program:
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
         self._ready()
+        if self._runtime is None:
+            self.prepare(batch)  # the state is laid out for training
         (micro,) = self._micro_batches(batch, evaluate=True)
         return self._run([micro], Mode("evaluate"), [1.0]).losses[0]
 
     def wait(self) -> None:
         """Return when every transfer and update that is under way is over."""
         if self._runtime is not None:
-            self._runtime.finish()
+            try:
+                self._runtime.finish()
+            except BaseException as error:
+                self._note_torn(error)
+                raise
         self._report_skipped()
 
     def close(self) -> None:
@@ -205,6 +209,8 @@ class Program:
                 self._set(name, value)
             else:
                 buffers[name].copy_(value)
+        if self._runtime is not None:
+            self._runtime.forget_faults()
         self._torn = ""
 
     def sync_to(self, model: nn.Module) -> None:
@@ -342,6 +348,8 @@ class Program:
             self._compiler.schedule(longest, mode)
 
     def _take_over(self, scheduled: Scheduled, mode: Mode) -> None:
+        if is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
         per_parameter = 12 + (4 if mode.keeps_gradients else 0)
         need = sum(g.elements * (per_parameter if g.trainable else 4) for g in layouts)
@@ -357,6 +365,7 @@ class Program:
         self._places = scheduled.compiled.assembly.places
         self._runtime = CpuRuntime(state, self._compiler.budget_bytes)
         _OWNED[self.model] = "taken"
+        self.model.register_forward_pre_hook(_refuse_use)
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))
@@ -392,18 +401,19 @@ class Program:
         )
         try:
             results = runtime.run(bound, inputs)
-        except NonFiniteError:
-            raise
         except BaseException as error:
-            if runtime.updated and not mode.keeps_gradients:
-                self._torn = (
-                    f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights "
-                    "were updated and before others: load a saved state with load_state_dict."
-                )
+            self._note_torn(error)
             raise
         self._calls += mode.kind in ("train", "accumulate")
         self._last = results if mode.keeps_gradients and mode.kind in ("train", "update") else None
         return results
+
+    def _note_torn(self, error: BaseException) -> None:
+        if self._runtime is not None and self._runtime.torn:
+            self._torn = (
+                f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
+                "updated and before others: load a saved state with load_state_dict."
+            )
 
     def _placed(self, name: str) -> bool:
         return self._runtime is not None and name in self._places
@@ -439,7 +449,7 @@ def _refuse_use(module: nn.Module, args: Any) -> None:
 
 def is_owned(model: nn.Module) -> bool:
     """Whether a program already owns this model."""
-    return _OWNED.get(model) in ("compiled", "taken")
+    return _OWNED.get(model) == "taken"
 
 
 def _persistent_buffers(model: nn.Module) -> set[str]:

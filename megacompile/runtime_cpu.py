@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megacompile.assemble import Assembly
 from megacompile.differentiate import BlockFunction, DifferentiatedTemplate, Ref, load_functions
+from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host_adam import AdamHyper
 from megacompile.meter import StorageMeter
 from megacompile.partition import Block, Partition
@@ -62,7 +63,7 @@ class CpuRuntime:
         self.budget_bytes = budget_bytes
         self.streams = Streams(("h2d", "d2h", "host"))
         self.peak_bytes = 0
-        self.updated = False  # whether an adam was issued since the step began
+        self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
         self._host_threads = host_threads
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._meter = StorageMeter()
@@ -83,7 +84,10 @@ class CpuRuntime:
         self._bound = program
         self._prepare(program.step)
         self._inputs = inputs
-        self.updated = False
+        self.streams.step += 1
+        planned = sum(op.kind == "adam" for op in program.step.ops)
+        self._updates = {k: v for k, v in self._updates.items() if v[2] < v[0]}
+        self._updates[self.streams.step] = [planned, 0, 0]
         self._results = StepResults(losses=[])
         self._meter.peak = self._meter.live
         try:
@@ -102,6 +106,15 @@ class CpuRuntime:
 
     def close(self) -> None:
         self.streams.close()
+
+    def forget_faults(self) -> None:
+        """The state was set anew: what earlier steps left undone no longer matters."""
+        self._updates.clear()
+
+    @property
+    def torn(self) -> bool:
+        """Whether, with nothing under way, some step updated a part of the weights only."""
+        return any(0 < begun and done < planned for planned, begun, done in self._updates.values())
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind beyond the state: kept gradients, ring, stashes."""
@@ -277,7 +290,7 @@ class CpuRuntime:
     def adam(self, *, group: int, grad: Token, after: Sequence[Event] = ()) -> None:
         home = self._gradient(group, grad)
         self._landed.discard(group)
-        self.updated = True
+        progress = self._updates[self.streams.step]
         inputs, results = self._inputs, self._results
         self.state.steps[group] += 1
         deferred = grad[0] == "hgrad" and "clip_scale" in self._bound.kinds
@@ -285,10 +298,13 @@ class CpuRuntime:
         def update() -> None:
             if deferred and results.skipped:
                 self.state.steps[group] -= 1
+                progress[0] -= 1
                 return
+            progress[1] += 1
             scale = self._scale if deferred else 1.0
             hypers = [_scaled(h, scale) for h in inputs.hypers[group]]
             self.state.update(group, home, hypers, threads=self._host_threads)
+            progress[2] += 1
 
         self.streams.submit("host", ("adam", group), after, update)
 
@@ -302,8 +318,15 @@ class CpuRuntime:
         arguments = [self._argument(call, ref, micro) for ref in call.function.inputs]
         if any(kind == "saved" for kind, _ in call.function.inputs):
             self._store.pop(("saved", call.block.index, micro))
-        with self._meter, torch.no_grad():
-            return call.run(arguments)
+        try:
+            with self._meter, torch.no_grad():
+                return call.run(arguments)
+        except BudgetExceededError:
+            raise
+        except (RuntimeError, IndexError) as error:  # what an operator says of its arguments
+            raise ProgramError(
+                f"{call.function.name} of {call.block.name} failed on this batch: {error}"
+            ) from error
 
     def _argument(self, call: BoundCall, ref: Ref, micro: int) -> Any:
         kind, i = ref

@@ -1,8 +1,9 @@
 """Streams for the CPU backend: one thread per stream, in order, with events between them.
 
 A task starts when the events that were latest when it was submitted are over. The first exception in
-a task stops all later tasks from doing anything; their events still fire, so nothing ever hangs, and
-the exception is raised in the caller at its next wait.
+a task keeps the other tasks of its step, and of later ones, from doing anything; tasks of earlier
+steps still run. All events fire in any case, so nothing ever hangs, and the exception is raised in the
+caller at its next wait.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from queue import SimpleQueue
 
 from megacompile.step import Event
 
-Task = tuple[Callable[[], None], tuple[threading.Event, ...], threading.Event]
+Task = tuple[int, Callable[[], None], tuple[threading.Event, ...], threading.Event]
 
 
 class Streams:
@@ -22,7 +23,8 @@ class Streams:
     def __init__(self, names: Iterable[str]) -> None:
         self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in names}
         self._events: dict[Event, threading.Event] = {}
-        self._failure: BaseException | None = None
+        self._failure: tuple[int, BaseException] | None = None
+        self.step = 0  # the number of the step to which tasks are submitted
         self._threads = [
             threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
             for n, q in self._queues.items()
@@ -37,7 +39,7 @@ class Streams:
         needed = tuple(self._events[e] for e in after if e in self._events)
         done = threading.Event()
         self._events[event] = done
-        self._queues[stream].put((run, needed, done))
+        self._queues[stream].put((self.step, run, needed, done))
 
     def wait(self, events: Iterable[Event]) -> None:
         """Block the caller until the latest records of ``events`` are over."""
@@ -56,7 +58,7 @@ class Streams:
         marks = []
         for name in self._queues:
             mark = threading.Event()
-            self._queues[name].put((lambda: None, (), mark))
+            self._queues[name].put((self.step, lambda: None, (), mark))
             marks.append(mark)
         for mark in marks:
             mark.wait()
@@ -66,7 +68,7 @@ class Streams:
         """Raise the first exception of a task, once; later calls run again."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            raise failure[1]
 
     def close(self) -> None:
         """Let all threads finish their queues and end."""
@@ -77,14 +79,16 @@ class Streams:
 
     def _work(self, queue: SimpleQueue[Task | None]) -> None:
         while (task := queue.get()) is not None:
-            run, needed, done = task
+            step, run, needed, done = task
             for event in needed:
                 event.wait()
-            if self._failure is None:
+            failure = self._failure
+            if failure is None or step < failure[0]:
                 try:
                     run()
                 except BaseException as error:
-                    self._failure = error
+                    self._failure = self._failure or (step, error)
+            del failure
             del task, run, needed  # drop what the task holds before anyone is told that it is over
             done.set()
             del done

@@ -1,0 +1,212 @@
+"""A user's mistakes: one clear error that names the thing, and the model left as it was."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.units import parse_bytes
+from tests.models import Plain, batch_for, build
+
+
+def compile_plain(model: nn.Module | None = None, budget: Any = "1GB", **options: Any) -> megacompile.Program:
+    model = model if model is not None else Plain()
+    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return megacompile.compile(model, budget, compute_dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (-1, "positive"),
+        (0, "positive"),
+        (math.nan, "positive"),
+        (math.inf, "positive"),
+        ("nan GB", "not understood"),
+        ("12 parsecs", "not understood"),
+        ("", "not understood"),
+        ("0GB", "positive"),
+        ("120%", "at most"),
+        (0.9, "did you mean '90%'"),
+        (80e9, "did you mean 80"),
+        (True, "no budget"),
+        (None, "no budget"),
+        ("900GB", "exist"),
+    ],
+)
+def test_budget_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(megacompile.BudgetError, match=words):
+        parse_bytes(value, what="hbm_budget", available=100 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(80, 80 * 10**9), (1.5, 1_500_000_000), ("24GiB", 24 * 2**30), ("512MB", 512 * 10**6),
+     ("90%", 90 * 10**9), ("auto", 90 * 10**9), ("1e3 MB", 10**9)],
+)  # fmt: skip
+def test_budget_is_read(value: Any, nbytes: int) -> None:
+    assert parse_bytes(value, what="hbm_budget", available=100 * 10**9) == nbytes
+
+
+def test_least_feasible_budget_is_named_and_works() -> None:
+    model, batch = build("llama"), batch_for("llama")
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(megacompile.BudgetError, match="least feasible budget") as info:
+        compile_plain(model, "10kB", example_batch=batch)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    least = int(str(info.value).split("batch is ")[1].split(" bytes")[0])
+    with pytest.raises(megacompile.BudgetError):
+        compile_plain(build("llama"), f"{least - 1}B", example_batch=batch)
+    program = compile_plain(build("llama"), f"{least}B", example_batch=batch)
+    assert math.isfinite(program.train_step(batch).loss)
+    assert program.memory.device_peak_bytes <= least
+    program.close()
+
+
+def test_host_budget_too_small_leaves_the_model() -> None:
+    model, batch = build("llama"), batch_for("llama")
+    with pytest.raises(megacompile.BudgetError, match="host_budget"):
+        compile_plain(model, host_budget="10kB", example_batch=batch)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_wrong_batches() -> None:
+    program = compile_plain()
+    good = batch_for("plain")
+    with pytest.raises(megacompile.MegacompileError, match="needs y"):
+        program.train_step({"x": good["x"]})
+    with pytest.raises(megacompile.MegacompileError, match="takes no z"):
+        program.train_step({**good, "z": good["x"]})
+    with pytest.raises(megacompile.MegacompileError, match="empty tensor"):
+        program.train_step({"x": torch.empty(0, 16), "y": torch.empty(0, 3)})
+    with pytest.raises(megacompile.MegacompileError, match="no tensor"):
+        program.train_step({})
+    with pytest.raises(megacompile.MegacompileError, match="empty"):
+        program.train_step([])
+    with pytest.raises(megacompile.ProgramError, match="first.* failed on this batch: .*dtype"):
+        program.train_step({"x": good["x"].long(), "y": good["y"]})
+    assert math.isfinite(program.train_step(good).loss)
+    program.close()
+
+
+def test_no_trainable_parameter() -> None:
+    model = Plain().requires_grad_(False)
+    with pytest.raises(megacompile.MegacompileError, match="no trainable parameter"):
+        compile_plain(model, optimizer=None)
+
+
+def test_foreign_or_unknown_optimizer() -> None:
+    model = Plain()
+    with pytest.raises(megacompile.MegacompileError, match="SGD"):
+        compile_plain(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(megacompile.MegacompileError, match="not the model's"):
+        compile_plain(model, optimizer=torch.optim.AdamW(Plain().parameters()))
+    with pytest.raises(megacompile.MegacompileError, match="amsgrad"):
+        compile_plain(model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(self.first(x)).sum() + y.sum()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        if h.sum() > 0:  # a branch on data
+            h = h * 2
+        return h.sum() + y.sum()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.inner(x) + torch.randn(x.shape[0], 8)).sum() + y.sum()
+
+
+class NoLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.first(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (WithBatchNorm, r"norm\.running_mean"),
+        (Branches, r"test_bad_input\.py:\d+ \(if h\.sum\(\) > 0"),
+        (Noisy, "randn"),
+        (NoLoss, "no scalar loss"),
+    ],
+)
+def test_models_that_would_train_wrong(model: type[nn.Module], words: str) -> None:
+    module = model().train()
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    with pytest.raises(megacompile.CaptureError, match=words):
+        compile_plain(module, example_batch=batch_for("plain"))
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+def test_frozen_batch_norm_is_fine() -> None:
+    module = WithBatchNorm().eval()
+    program = compile_plain(module)
+    assert math.isfinite(program.train_step(batch_for("plain")).loss)
+    program.close()
+
+
+def test_gradient_hooks_are_refused() -> None:
+    model = Plain()
+    model.first.weight.register_hook(lambda g: g)
+    with pytest.raises(megacompile.MegacompileError, match=r"first\.weight has a gradient hook"):
+        compile_plain(model)
+
+
+def test_owned_model_says_the_way_out() -> None:
+    model, batch = build("plain"), batch_for("plain")
+    program = compile_plain(model)
+    program.train_step(batch)
+    with pytest.raises(megacompile.ProgramError, match="sync_to"):
+        model(**batch)
+    with pytest.raises(megacompile.MegacompileError, match="already belongs"):
+        compile_plain(model)
+    with pytest.raises(megacompile.ProgramError, match=r"optimizer\.step"):
+        program.optimizer.step()
+    with pytest.raises(megacompile.ProgramError, match="pickled"):
+        pickle.dumps(program)
+    program.sync_to(model)
+    assert torch.isfinite(model(**batch))
+    program.close()
+
+
+def test_other_arguments() -> None:
+    for options, words in (
+        ({"compute_dtype": torch.float16}, "float16"),
+        ({"device": "cuda"}, "cuda"),
+        ({"max_grad_norm": -1.0}, "positive"),
+        ({"on_nonfinite": "maybe"}, "maybe"),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            megacompile.compile(Plain(), "1GB", **options)  # type: ignore[arg-type]
+    with pytest.raises(megacompile.MegacompileError, match="Module"):
+        megacompile.compile("a model", "1GB")  # type: ignore[arg-type]
