@@ -39,24 +39,26 @@ def ways_out(study: Study, answer: Answer, clip: bool) -> list[WayOut]:
 
 def _for_device(study: Study, answer: Answer) -> Iterator[WayOut]:
     q, need = answer.question, answer.least.device_bytes
-    yield WayOut(f"--hbm-budget {_round_up(need)}", need - q.hbm_budget, True, "a larger card or budget")
+    if need <= (q.profile.device_bytes or 0):
+        yield WayOut(f"--hbm-budget {_round_up(need)}", need - q.hbm_budget, True, "the card has it")
+    else:
+        sizes = {name: p.device_bytes or 0 for name, p in PROFILES.items()}
+        large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
+        if large is not None:
+            yield WayOut(f"--machine {large}", need - q.hbm_budget, True, f"{sizes[large] / 1e9:g} GB")
     smaller: list[tuple[str, Question, str]] = []
-    if q.batch > 1:
-        half = q.batch // 2
-        count = -(-q.batch * q.micro_batches // half)
-        smaller.append((f"--batch {half} --micro-batches {count}", replace(q, batch=half, micro_batches=count),
-                        "same tokens per step; weights travel for each micro-batch"))  # fmt: skip
-    if q.batch > 2:
-        count = q.batch * q.micro_batches
-        smaller.append((f"--batch 1 --micro-batches {count}", replace(q, batch=1, micro_batches=count),
-                        "same tokens per step; weights travel for each micro-batch"))  # fmt: skip
+    split = "same tokens per step, but weights travel for each micro-batch"
+    for batch in sorted({max(1, q.batch // 2), 1} - {q.batch}, reverse=True):
+        count = -(-q.batch * q.micro_batches // batch)
+        other = replace(q, batch=batch, micro_batches=count)
+        smaller.append((f"--batch {batch} --micro-batches {count}", other, split))
     if q.seq > 256:
         smaller.append((f"--seq {q.seq // 2}", replace(q, seq=q.seq // 2), "half the context"))
     for change, other, cost in smaller:
         compiled, work, _ = study.captured(other.batch, other.seq)
-        bytes_ = find_least(compiled, work, other.micro_batches).device_bytes
-        if bytes_ < need:
-            yield WayOut(change, need - bytes_, bytes_ <= q.hbm_budget, cost)
+        size = find_least(compiled, work, other.micro_batches).device_bytes
+        if size < need:
+            yield WayOut(change, need - size, size <= q.hbm_budget, cost)
     if q.dtype == "fp32":
         yield WayOut("--dtype bf16", need // 2, need // 2 <= q.hbm_budget, "about half; FP32 masters stay")
 
@@ -64,9 +66,7 @@ def _for_device(study: Study, answer: Answer) -> Iterator[WayOut]:
 def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
     q, need = answer.question, answer.host_need(clip)
     assert q.host_budget is not None
-    yield WayOut(
-        f"--host-budget {_round_up(need)}", need - q.host_budget, True, "a machine with more memory"
-    )
+    yield WayOut(f"--host-budget {_round_up(need)}", need - q.host_budget, True, "a machine with more memory")
     if clip and q.micro_batches == 1:
         less = answer.host_need(False)
         if less < need:
@@ -122,7 +122,7 @@ def _most(excess: Callable[[int], int], start: int, top: int) -> int:
 def _guess(known: dict[int, int], low: int, high: int) -> int:
     """Where the line through the last two points crosses zero, inside (low, high)."""
     if len(known) < 2:
-        (n, value), = known.items()
+        ((n, value),) = known.items()
         return max(low + 1, min(high - 1, 2 * n if value <= 0 else n // 2))
     (a, fa), (b, fb) = list(known.items())[-2:]
     guess = a - fa * (b - a) / (fb - fa) if fb != fa else 2 * b

@@ -88,9 +88,7 @@ _GEMMA3 = (
 )  # fmt: skip
 
 
-def _experts(
-    model_type: str, source: str, billions: float, active: float, **fields: Any
-) -> Preset:
+def _experts(model_type: str, source: str, billions: float, active: float, **fields: Any) -> Preset:
     return Preset(model_type, {"tie_word_embeddings": False, **fields}, billions, active, source)
 
 
@@ -154,20 +152,23 @@ class Model:
     @property
     def matmul_parameters(self) -> int:
         """Active parameters that are multiplied: an embedding is looked up, unless it is the head too."""
-        tables = {id(m.weight): m.weight.numel() for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        tables = {
+            id(m.weight): m.weight.numel() for m in self.module.modules() if isinstance(m, nn.Embedding)
+        }
         heads = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Linear)}
         return self.active_parameters - sum(n for key, n in tables.items() if key not in heads)
 
     def attention_flops(self, seq: int) -> float:
         """Forward FLOPs of causal attention for one sequence, each score counted once."""
         c = self.config
-        heads = c.num_attention_heads
-        width = getattr(c, "head_dim", None) or c.hidden_size // heads
-        query = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
+        heads: int = c.num_attention_heads
+        width: int = getattr(c, "head_dim", None) or c.hidden_size // heads
+        query: int = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
         window = getattr(c, "sliding_window", None) or seq
         kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
         pairs = sum(_pairs(seq, window if "sliding" in kind else seq) for kind in kinds)
-        return 2.0 * pairs * heads * (query + getattr(c, "v_head_dim", width))
+        value: int = getattr(c, "v_head_dim", width)
+        return 2.0 * pairs * heads * (query + value)
 
     def step_flops(self, batch: int, seq: int) -> float:
         """Model FLOPs of a training step on ``batch`` sequences: 6·P·T, and attention three times."""
@@ -208,7 +209,9 @@ def load_model(name: str) -> Model:
     except Exception as error:  # transformers raises many kinds for a config that does not hang together
         kind = getattr(config, "model_type", "?")
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise MegacompileError(f"{name}: no causal language model comes of its config ({kind}): {reason}") from error
+        raise MegacompileError(
+            f"{name}: no causal language model comes of its config ({kind}): {reason}"
+        ) from error
     return Model(name, config, module)
 
 

@@ -1,0 +1,183 @@
+"""The ``megacompile`` command: plan, models, machines, doctor.
+
+A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megacompile.errors import MegacompileError
+
+_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\
+      --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
+  megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
+
+Budgets are GB (10^9 bytes) or text such as 24GiB, 90%%, auto. Exit code: 0 it fits, 1 it does not,
+2 the question is wrong. No weights, no GPU and no triton are needed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one sentence, with the nearest choice."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            names = re.findall(r"[\w.-]+", found.group(2))
+            near = difflib.get_close_matches(found.group(1), names, n=1, cutoff=0.4)
+            message = f"there is no {found.group(1)!r}: " + (
+                f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
+            )
+        raise MegacompileError(message)
+
+    def check_unknown(self, unknown: Sequence[str]) -> None:
+        for text in unknown:
+            near = difflib.get_close_matches(text.split("=")[0], self._option_string_actions, n=1)
+            hint = f": did you mean {near[0]}?" if near else ": see --help."
+            raise MegacompileError(f"{text!r} is not understood{hint}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0.")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0.")
+    return value
+
+
+def _build() -> tuple[_Parser, _Parser]:
+    parser = _Parser(
+        prog="megacompile", description="Plan the training of models larger than device memory.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan", help="will it fit and how fast, before you rent the machine", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        description="Plan a training step and predict its time and memory.",
+    )  # fmt: skip
+    _plan_arguments(plan)
+    _speed_arguments(plan)
+    commands.add_parser("models", help="built-in models and their sizes", allow_abbrev=False)
+    commands.add_parser("machines", help="built-in machines, their rates and sources", allow_abbrev=False)
+    commands.add_parser("doctor", help="what this machine would limit", allow_abbrev=False)
+    return parser, plan
+
+
+def _plan_arguments(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to train").add_argument
+    add("--model", required=True, help="a built-in name, a config.json, or a hub id")
+    add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
+    add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
+    add("--micro-batches", type=_positive, default=1, help="micro-batches per step (1)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
+    clip = plan.add_mutually_exclusive_group()
+    text = "show the details with clipping (the default; its value changes no figure)"
+    clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
+    clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
+    add = plan.add_argument_group("on which machine").add_argument
+    add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
+    add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
+    add("--host-budget", metavar="SIZE", help="host memory there is")
+    add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
+    add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
+
+
+def _speed_arguments(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to answer").add_argument
+    add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
+    add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
+    add("--largest", action="store_true", help="also find the largest batch and context (minutes)")
+    add("--sweep", choices=("hbm-budget", "batch", "seq", "machine"), help="a table and a PNG along an axis")
+    add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
+    add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
+    add("--json", action="store_true", help="print JSON")
+    add("--dump", metavar="DIR", help="write the schedule and every stage's output there")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 2 for a user's mistake."""
+    warnings.simplefilter("ignore")
+    parser, plan = _build()
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            (plan if options.command == "plan" else parser).check_unknown(unknown)
+        if options.command is None:
+            parser.print_help()
+            return 2
+        return _COMMANDS[options.command](options)
+    except MegacompileError as error:
+        print(f"megacompile: {str(error).strip()}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    from megacompile.cli_run import run_plan
+
+    return run_plan(options)
+
+
+def _run_models(_: argparse.Namespace) -> int:
+    from megacompile.presets import PRESETS
+
+    print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
+    for name, p in PRESETS.items():
+        active = f"{p.active:g} B" if p.active != p.billions else ""
+        print(f"{name:<18}{f'{p.billions:g} B':>11}{active:>9}  {p.source}")
+    return 0
+
+
+def _run_machines(_: argparse.Namespace) -> int:
+    from megacompile.machines import PROFILES
+
+    for profile in PROFILES.values():
+        print(f"{profile.name:<16}{profile.title}")
+        for figure, source in profile.sources.items():
+            print(f"  {figure:<17} {source}")
+    return 0
+
+
+def _run_doctor(_: argparse.Namespace) -> int:
+    from megacompile.cli_doctor import examine
+
+    print(examine())
+    return 0
+
+
+_COMMANDS = {"plan": _run_plan, "models": _run_models, "machines": _run_machines, "doctor": _run_doctor}
+
+
+def write_json(value: object) -> None:
+    """Print strict JSON."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def folder_of(text: str) -> Path:
+    """A directory that can be written to; made where it is missing."""
+    path = Path(text).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegacompileError(f"--dump {text}: {error.strerror or error}.") from error
+    return path
