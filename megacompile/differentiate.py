@@ -457,10 +457,8 @@ def _flops(node: fx.Node) -> int:
 
 
 def _moved(node: fx.Node) -> int:
-    """Bytes that one node reads and writes; views move nothing."""
-    if is_view(node) or node.target is operator.getitem:
+    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing."""
+    if is_view(node) or node.target is operator.getitem or _flops(node):
         return 0
-    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(
-        node.meta.get("val")
-    )
+    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
     return sum(v.numel() * v.element_size() for v in values)

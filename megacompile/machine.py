@@ -30,17 +30,18 @@ class Machine:
 
 @cache
 def this_cpu(dtype: torch.dtype) -> Machine:
-    """Rates of this CPU from a quarter of a second of measuring: products, copies, updates."""
-    size = 512
+    """Rates of this CPU from half a second of measuring: products, elementwise operators, copies."""
+    size = 1024
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     product = _fastest(lambda: a @ b)
-    source, target = torch.empty(8 << 20), torch.empty(8 << 20)
+    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
     copy = _fastest(lambda: target.copy_(source))
+    elementwise = _fastest(lambda: source * target)
     bandwidth = source.nbytes / copy
     return Machine(
         name="this CPU",
         flops=2 * size**3 / product,
-        memory_bandwidth=2 * bandwidth,
+        memory_bandwidth=3 * source.nbytes / elementwise,
         h2d_bandwidth=bandwidth,
         d2h_bandwidth=bandwidth,
         host_bandwidth=2 * bandwidth,

@@ -61,10 +61,12 @@ class CpuRuntime:
     ) -> None:
         self.state = state
         self.budget_bytes = budget_bytes
-        self.streams = Streams(("h2d", "d2h", "host"))
+        cores = torch.get_num_threads()
+        # one thread each for copies; norms take as many as eager does, to round as eager does
+        self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores})
+        self._adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self.peak_bytes = 0
         self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
-        self._host_threads = host_threads
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._meter = StorageMeter()
         self._store: dict[Token, Any] = {}
@@ -303,7 +305,7 @@ class CpuRuntime:
             progress[1] += 1
             scale = self._scale if deferred else 1.0
             hypers = [_scaled(h, scale) for h in inputs.hypers[group]]
-            self.state.update(group, home, hypers, threads=self._host_threads)
+            self.state.update(group, home, hypers, threads=self._adam_threads)
             progress[2] += 1
 
         self.streams.submit("host", ("adam", group), after, update)

@@ -8,9 +8,12 @@ caller at its next wait.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
+
+import torch
 
 from megacompile.step import Event
 
@@ -18,10 +21,13 @@ Task = tuple[int, Callable[[], None], tuple[threading.Event, ...], threading.Eve
 
 
 class Streams:
-    """In-order worker threads by name, and the latest record of every event."""
+    """In-order worker threads by name, and the latest record of every event.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in names}
+    ``threads`` gives each stream's number of threads inside torch's operators.
+    """
+
+    def __init__(self, threads: Mapping[str, int]) -> None:
+        self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in threads}
         self._events: dict[Event, threading.Event] = {}
         self._failure: tuple[int, BaseException] | None = None
         self.step = 0  # the number of the step to which tasks are submitted
@@ -31,6 +37,16 @@ class Streams:
         ]
         for thread in self._threads:
             thread.start()
+        self._limit_threads(threads)
+
+    def _limit_threads(self, threads: Mapping[str, int]) -> None:
+        """Set each worker's count inside that worker; torch keeps it per thread."""
+        ours = torch.get_num_threads()
+        for name, count in threads.items():
+            self.submit(name, ("threads",), (), functools.partial(torch.set_num_threads, count))
+            self.wait([("threads",)])
+        torch.set_num_threads(ours)  # also what threads that start later will take
+        self.reached(("threads",))
 
     def submit(
         self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], None]
