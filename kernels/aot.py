@@ -242,7 +242,8 @@ def main() -> int:
     if update:
         write_table(rows)
     print(*moved, *broken, sep="\n")
-    print(f"{len(rows)} rows, {len(moved)} changed, {len(broken)} faults")
+    compared = f"{len(moved)} changed" if comparable() else "table made with another triton"
+    print(f"{len(rows)} rows, {compared}, {len(broken)} faults")
     return 1 if broken or (moved and not update) else 0
 
 
