@@ -43,7 +43,7 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
         "",
     ]
     if prefetches:
-        offsets = ", ".join(str(op.offset) for op in prefetches)
+        offsets = ", ".join(_repeats([op.offset for op in prefetches]))
         lines += ["# Byte offset in the weight slab of each prefetch, in order of issue.",
                   *_wrapped(f"OFFSETS = ({offsets},)"), "", ""]  # fmt: skip
     lines += ["def step(rt):", *_body(step)]
@@ -86,6 +86,25 @@ def _alike(first: str, other: str, distance: int) -> bool:
 def _span(first: str, last: str) -> str:
     a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
     return "".join(x if x == y else f"{x}-{y}" for x, y in zip(a, b, strict=True))
+
+
+def _repeats(numbers: Sequence[int], longest: int = 16) -> list[str]:
+    """Items of a tuple display; what repeats is written once: ``*(0, 512) * 40``."""
+    items, start = [], 0
+    while start < len(numbers):
+        best = (1, 1)
+        for period in range(1, min(longest, (len(numbers) - start) // 2) + 1):
+            count, body = 1, numbers[start : start + period]
+            while numbers[start + count * period : start + (count + 1) * period] == body:
+                count += 1
+            if period * (count - 1) > max(2, best[0] * (best[1] - 1)):
+                best = (period, count)
+        period, count = best
+        body = numbers[start : start + period]
+        ending = "," if period == 1 else ""
+        items.append(f"*({', '.join(map(str, body))}{ending}) * {count}" if count > 1 else str(body[0]))
+        start += period * count
+    return items
 
 
 def _wrapped(text: str, width: int = 100) -> list[str]:
@@ -165,12 +184,7 @@ def _home(token: Token, ring: tuple[int, int] | None) -> str:
 
 
 def _token(token: Token) -> str:
-    return (
-        "("
-        + ", ".join([f'"{token[0]}"', *map(str, token[1:])])
-        + ("," if len(token) == 1 else "")
-        + ")"
-    )
+    return "(" + ", ".join([f'"{token[0]}"', *map(str, token[1:])]) + ("," if len(token) == 1 else "") + ")"
 
 
 def _tokens(tokens: Sequence[Token]) -> str:
@@ -181,34 +195,52 @@ def _tokens(tokens: Sequence[Token]) -> str:
 
 
 def _loops(statements: list[_Statement]) -> list[tuple[int, int, int]]:
-    """(start, body length, repetitions), covering all statements; greedy, longest cover first."""
-    found = []
-    start = 0
-    while start < len(statements):
-        best = (1, 1)
-        for period in range(1, min(_LONGEST_BODY, (len(statements) - start) // 2) + 1):
-            count = _repetitions(statements, start, period)
-            if count > 1 and period * (count - 1) > best[0] * (best[1] - 1):
-                best = (period, count)
-        if best[1] > 1 and best[0] * best[1] < 3:
-            best = (1, 1)
-        found.append((start, *best))
-        start += best[0] * best[1]
+    """(start, body length, repetitions), covering all statements in the fewest lines."""
+    count = len(statements)
+    periods = range(1, min(_LONGEST_BODY, count // 2) + 1)
+    repetitions = {period: _repetitions(statements, period) for period in periods}
+    lines = [0] * (count + 1)  # that print the statements from here on
+    choice = [(1, 1)] * count
+    for start in reversed(range(count)):
+        lines[start] = 1 + lines[start + 1]
+        for period in periods:
+            most = repetitions[period][start] if start + 2 * period <= count else 1
+            for times in (most, most - 1):
+                printed = 1 + period + lines[start + period * times] if times > 1 else count
+                if printed < lines[start]:
+                    lines[start], choice[start] = printed, (period, times)
+    found, start = [], 0
+    while start < count:
+        found.append((start, *choice[start]))
+        start += choice[start][0] * choice[start][1]
     return found
 
 
-def _repetitions(statements: list[_Statement], start: int, period: int) -> int:
-    count = 1
-    while start + (count + 1) * period <= len(statements):
-        for j in range(period):
-            first, second, this = (statements[start + j + k * period] for k in (0, 1, count))
-            if this.shape != first.shape:
-                return count
-            steps = zip(first.numbers, second.numbers, this.numbers, strict=True)
-            if any(c != a + count * (b - a) for a, b, c in steps):
-                return count
-        count += 1
-    return count
+def _repetitions(statements: list[_Statement], period: int) -> list[int]:
+    """How often the ``period`` statements from each position on follow each other.
+
+    All numbers must move evenly. Any two numbers do, so two repetitions alone count only if none
+    moves by more than one.
+    """
+    moves = [_move(a, b) for a, b in zip(statements, statements[period:], strict=False)]
+    counts = [1] * len(moves)
+    alike = close = even = 0  # how many moves from here on exist, are small, equal the next body's
+    for start in reversed(range(len(moves))):
+        move = moves[start]
+        alike = alike + 1 if move is not None else 0
+        close = close + 1 if move is not None and all(-1 <= m <= 1 for m in move) else 0
+        following = moves[start + period] if start + period < len(moves) else None
+        even = even + 1 if move is not None and move == following else 0
+        if alike >= period:
+            times = 2 + even // period
+            counts[start] = times if times > 2 or close >= period else 1
+    return counts
+
+
+def _move(first: _Statement, second: _Statement) -> tuple[int, ...] | None:
+    if first.shape != second.shape:
+        return None
+    return tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
 
 
 def _loop(body: list[_Statement], following: list[_Statement], count: int) -> list[str]:
@@ -224,8 +256,7 @@ def _loop(body: list[_Statement], following: list[_Statement], count: int) -> li
     lines = [f"    for i in range({steps}):"]
     for s, t in zip(body, following, strict=True):
         expressions = [
-            _expression(a, (b - a) * stride, origin)
-            for a, b in zip(s.numbers, t.numbers, strict=True)
+            _expression(a, (b - a) * stride, origin) for a, b in zip(s.numbers, t.numbers, strict=True)
         ]
         lines.append(f"        {s.text(expressions)}")
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
 
@@ -55,16 +55,40 @@ class Plan:
         """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
         try:
             fields = json.loads(text, parse_constant=_refuse_constant)
-            version = fields.pop("version")
-            if version != PLAN_VERSION:
-                raise MegacompileError(
-                    f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
-                )
-            blocks = tuple(BlockPlan(**b) for b in fields.pop("blocks"))
-            groups = tuple(GroupPlan(**g) for g in fields.pop("groups"))
-            return Plan(blocks=blocks, groups=groups, **fields)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except json.JSONDecodeError as error:
             raise MegacompileError(f"This is no plan file: {error}.") from error
+        if not isinstance(fields, dict) or "version" not in fields:
+            raise MegacompileError("This is no plan file: it has no version.")
+        version = fields.pop("version")
+        if version != PLAN_VERSION:
+            raise MegacompileError(
+                f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
+            )
+        for name, kind in (("blocks", BlockPlan), ("groups", GroupPlan)):
+            if not isinstance(fields.get(name), list):
+                raise MegacompileError(f"The plan file has no list of {name}.")
+            items = enumerate(fields[name])
+            fields[name] = tuple(_read(kind, item, f"{name}[{i}]") for i, item in items)
+        plan: Plan = _read(Plan, fields, "the plan")
+        return plan
+
+
+def _read(kind: type, fields: Any, where: str) -> Any:
+    """An instance of a plan's dataclass, if ``fields`` are exactly its fields with values it allows."""
+    hints = get_type_hints(kind)
+    if not isinstance(fields, dict) or set(fields) != set(hints):
+        raise MegacompileError(f"The plan file is wrong at {where}: it needs {sorted(hints)}.")
+    for name, hint in hints.items():
+        value, options = fields[name], get_args(hint)
+        if hint is int:
+            valid = type(value) is int and value >= (name == "ring")
+        elif hint is str or get_origin(hint) is Literal:
+            valid = isinstance(value, str) and (not options or value in options)
+        else:
+            valid = isinstance(value, tuple)
+        if not valid:
+            raise MegacompileError(f"The plan file is wrong at {where}: {name} is {value!r}.")
+    return kind(**fields)
 
 
 def _refuse_constant(name: str) -> Any:

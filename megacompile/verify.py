@@ -184,6 +184,10 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
     if not any(op.kind == "backward" for op in step.ops):
         return
     expected = {g: len(b) * step.micro_batches for g, b in work.contributions.items()}
+    adams = {op.group for op in step.ops if op.kind == "adam"}
+    idle = sorted(set(expected) - adams)
+    if adams and idle:
+        raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
     held: dict[Token, list[Op]] = defaultdict(list)  # pushes into a host buffer that adam awaits
     updated: set[int] = set()
     for index, access in enumerate(accesses):
@@ -207,9 +211,6 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
                 updated.add(op.group)
         elif op.kind == "prefetch" and op.group in updated:
             raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
-    idle = sorted(set(expected) - updated)
-    if updated and idle:
-        raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
 
 
 def _check_device_memory(step: Step, accesses: list[_Access]) -> None:

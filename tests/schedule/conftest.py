@@ -1,0 +1,8 @@
+"""Random problems are the same in every run; ``--hypothesis-profile=explore`` looks for new ones."""
+
+from hypothesis import HealthCheck, settings
+
+_COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", _COMMON, derandomize=True)
+settings.register_profile("explore", _COMMON)
+settings.load_profile("repeatable")

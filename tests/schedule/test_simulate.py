@@ -1,0 +1,103 @@
+"""The simulator: bounds that hold for every step and machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacompile.machine import Machine
+from megacompile.passes import lower
+from megacompile.plan import Mode, Plan
+from megacompile.simulate import duration, simulate
+from megacompile.step import STREAMS, Op, Step
+from megacompile.workload import Workload
+from tests.schedule.problems import chain, machines, scheduled, uniform
+
+Problem = tuple[Workload, Plan, Mode, Step]
+RATES = ["flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth"]
+FREE = Machine("free", *[math.inf] * 5)
+UNIT = Machine("unit", 1000.0, math.inf, 1000.0, 1000.0, 7000.0)
+CLOSE = 1e-9  # relative, for sums of floats taken in different orders
+
+
+@settings(max_examples=150)
+@given(scheduled(), machines(), st.sampled_from(RATES), st.sampled_from([1.1, 2.0, 100.0]))
+def test_a_faster_part_never_makes_the_step_slower(
+    problem: Problem, machine: Machine, rate: str, factor: float
+) -> None:
+    step = problem[3]
+    before = simulate(step, machine)
+    after = simulate(step, replace(machine, **{rate: factor * getattr(machine, rate)}))
+    assert after.step_seconds <= before.step_seconds * (1 + CLOSE)
+    slack = before.ends and max(before.ends) * CLOSE
+    assert all(a <= b + slack for a, b in zip(after.ends, before.ends, strict=True))
+
+
+@settings(max_examples=100)
+@given(scheduled(), st.booleans().flatmap(lambda shared: machines(shared_cores=shared)))
+def test_a_step_takes_at_least_what_each_stream_works(problem: Problem, machine: Machine) -> None:
+    step = problem[3]
+    line = simulate(step, machine)
+    assert set(line.busy) == set(STREAMS)
+    for stream in STREAMS:
+        assert line.busy[stream] == pytest.approx(sum(duration(op, machine) for op in step.on(stream)))
+        assert line.step_seconds >= line.busy[stream] * (1 - CLOSE)
+    if machine.shared_cores:
+        assert line.step_seconds >= sum(line.busy.values()) * (1 - CLOSE)
+
+
+@settings(max_examples=100)
+@given(scheduled(), machines())
+def test_streams_are_in_order_and_waits_are_kept(problem: Problem, machine: Machine) -> None:
+    step = problem[3]
+    line = simulate(step, machine)
+    free = dict.fromkeys(STREAMS, 0.0)
+    ended: dict[object, float] = {}
+    for op, start, end in zip(step.ops, line.starts, line.ends, strict=True):
+        assert start >= free[op.stream]
+        assert all(start >= ended[e] for e in op.waits if e in ended)
+        assert end == start + duration(op, machine)
+        free[op.stream] = ended[op.event] = end
+
+
+@settings(max_examples=50)
+@given(scheduled())
+def test_a_machine_without_cost_takes_no_time(problem: Problem) -> None:
+    line = simulate(problem[3], FREE)
+    assert line.step_seconds == 0
+    assert set(line.ends) <= {0.0}
+
+
+def test_a_chain_that_computes_all_the_time() -> None:
+    """With weights that stay and links that keep up, the step is its compute and nothing else."""
+    work = chain(4)
+    step = lower(work, uniform(work, "all", keep="step"), Mode("train"))
+    line = simulate(step, replace(UNIT, h2d_bandwidth=math.inf, d2h_bandwidth=math.inf))
+    assert line.busy["compute"] == 4 * 1.0 + 4 * 2.0
+    assert line.busy["host"] == 4 * 1.0
+    assert line.step_seconds == pytest.approx(12.0 + 1.0)  # the first forward waits for its adam
+
+
+def test_a_link_that_is_the_roof() -> None:
+    """Every block fetched twice over a link ten times slower: the step is the time on the link."""
+    work = chain(6)
+    step = lower(work, uniform(work, lead=1), Mode("train"))
+    line = simulate(step, replace(UNIT, h2d_bandwidth=100.0, host_bandwidth=math.inf))
+    fetches = sum(op.kind == "prefetch" for op in step.ops)
+    assert line.busy["h2d"] == fetches * 10.0
+    assert line.step_seconds >= line.busy["h2d"]
+
+
+def test_durations_by_kind() -> None:
+    machine = Machine("m", 10.0, 20.0, 30.0, 40.0, 50.0, launch_seconds=1.0, copy_seconds=2.0)
+    assert duration(Op("forward", "compute", flops=20, moved_bytes=40), machine) == 1 + 2 + 2
+    assert duration(Op("prefetch", "h2d", nbytes=60), machine) == 2 + 2
+    assert duration(Op("reload", "h2d", nbytes=60), machine) == 2 + 2
+    assert duration(Op("offload", "d2h", nbytes=80), machine) == 2 + 2
+    assert duration(Op("push_grad", "d2h", nbytes=80), machine) == 2 + 2
+    assert duration(Op("adam", "host", nbytes=100), machine) == 2
+    assert duration(Op("evict", "compute", nbytes=100), machine) == 0
