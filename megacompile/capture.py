@@ -51,7 +51,11 @@ class Captured:
     fake_mode: FakeTensorMode
 
     def placeholder(self, name: str) -> fx.Node:
-        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.name == name)
+        node: fx.Node
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name == name:
+                return node
+        raise KeyError(name)
 
 
 Form = tuple[torch.dtype, tuple[int, ...]]
@@ -179,7 +183,7 @@ def _no_cache(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         for part in (config, getattr(config, "text_config", None)):
-            if getattr(part, "use_cache", False):
+            if part is not None and getattr(part, "use_cache", False):
                 part.use_cache = False
 
 

@@ -122,7 +122,8 @@ def _wrapped(text: str, width: int = 100) -> list[str]:
 
 def _body(step: Step) -> list[str]:
     statements = []
-    prefetches, pushes = 0, {}
+    prefetches = 0
+    pushes: dict[int, int] = {}
     for op in step.ops:
         ring = next((t for t in op.writes if t[0] == "ring"), None)
         if ring is not None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacompile.errors import BudgetExceededError
 
 
-class _Watch(weakref.ref[torch.UntypedStorage]):
+class _Watch(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that remembers which storage it stood for."""
 
     __slots__ = ("key",)
@@ -36,7 +36,7 @@ class StorageMeter(TorchDispatchMode):
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.limit = limit
         self._live = 0

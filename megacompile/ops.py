@@ -322,7 +322,7 @@ def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **k
         pairs = reach * length - math.comb(reach, 2) if length == keys else pairs
     elif window > 0:
         pairs = min(pairs, length * (2 * window - 1))
-    return 2 * batch * heads * pairs * (dim + v[-1])
+    return int(2 * batch * heads * pairs * (dim + v[-1]))
 
 
 @register_flop_formula(torch.ops.megacompile.attention_backward)

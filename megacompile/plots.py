@@ -64,7 +64,7 @@ def loss_curve(
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=_LINE, marker="o", markersize=5, linewidth=1.6,
                   label="held-out text", clip_on=False, zorder=3)  # fmt: skip
-        for point, shift in ((held_out[0], (10, -4)), (held_out[-1], (-12, 10))):
+        for point, shift in ((held_out[0], (10, -4)), (held_out[-1], (-14, -18))):
             axes.annotate(f"{point[1]:.2f}", point, shift, textcoords="offset points",
                           color=_LINE, weight="bold")  # fmt: skip
     axes.set_xlim(0, max(len(train), 1))

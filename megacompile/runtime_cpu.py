@@ -352,7 +352,7 @@ class CpuRuntime:
 
     def _tangent(self, value: int, micro: int) -> Tensor:
         info = self._bound.part.values[value]
-        grad = self._store.pop(("g", value, micro), None)
+        grad: Tensor | None = self._store.pop(("g", value, micro), None)
         if grad is None:
             with self._meter:
                 return torch.zeros(info.shape, dtype=info.dtype)

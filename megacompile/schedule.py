@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -92,7 +93,7 @@ def to_fx(step: Step) -> fx.Graph:
     return graph
 
 
-def _operation(kind: str) -> object:
+def _operation(kind: str) -> Callable[..., Op]:
     def run(*waits: object) -> Op:
         raise AssertionError("operations of a schedule run through the emitted source")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacompile.machine import Machine
-from megacompile.step import STREAMS, Event, Op, Step
+from megacompile.step import STREAMS, Event, Op, Step, Stream
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Timeline:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     step_seconds: float
-    busy: dict[str, float]
+    busy: dict[Stream, float]
 
 
 def simulate(step: Step, machine: Machine) -> Timeline:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Stream = Literal["compute", "h2d", "d2h", "host"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host")
@@ -30,13 +30,14 @@ Kind = Literal[
     "adam",  # update of a group's masters and moments
 ]
 
-Token = tuple[str, *tuple[int, ...]]
-"""A resource: ("x", value, micro) a value, ("saved", block, micro) saved tensors, ("g", value, micro)
+Token = tuple[Any, ...]
+"""A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved tensors, ("g", value, micro)
 the gradient of a value, ("wg", group, block, micro) a block's gradient of a group, ("w", group) a
 weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot), ("stash", block, micro),
 ("norm", group), ("scale",)."""
 
-Event = tuple[str, *tuple[int, ...]]
+Event = tuple[Any, ...]
+"""The name of an operation's completion: its kind followed by numbers."""
 DEVICE_TOKENS = frozenset({"x", "saved", "g", "wg"})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacompile import ops
+import megacompile.ops  # registers the operators
 
 ATTENTION_NAME = "megacompile"
 _current: list[_CallSites] = []
@@ -138,6 +138,7 @@ def _attend(
     if bias is not None and bias.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         bias = torch.where(bias, zero, torch.finfo(q.dtype).min)
+    out: Tensor
     out, _ = torch.ops.megacompile.attention(
         q,
         k,

@@ -89,7 +89,7 @@ def test_wrong_batches() -> None:
         program.train_step({})
     with pytest.raises(megacompile.MegacompileError, match="empty"):
         program.train_step([])
-    with pytest.raises(megacompile.ProgramError, match="first.* failed on this batch: .*dtype"):
+    with pytest.raises(megacompile.ProgramError, match=r"first.* failed on this batch: .*dtype"):
         program.train_step({"x": good["x"].long(), "y": good["y"]})
     assert math.isfinite(program.train_step(good).loss)
     program.close()
