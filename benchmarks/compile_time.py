@@ -73,7 +73,8 @@ def main() -> None:
         print(json.dumps(measure(options.layers[0], options.tokens)))
         return
     print(f"{machine_line()}\n")
-    print("| layers | parameters | capture to options | plan to source | total | peak RSS | operations | source lines |")
+    print("| layers | parameters | capture to options | plan to source | total | peak RSS | operations "
+          "| source lines |")  # fmt: skip
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     rows = []
     for layers in options.layers:

@@ -209,9 +209,7 @@ def table(rows: list[Row], medians: list[float], n: int) -> str:
         rate = n / seconds / 1e9
         share = row.traffic / seconds / yardstick
         speed = "" if row.traffic == 8 else f"{rate:.2f}"
-        lines += [
-            f"| {row.name} | {row.traffic} | {speed} | {rate * row.traffic:.1f} | {share:.2f} |"
-        ]
+        lines += [f"| {row.name} | {row.traffic} | {speed} | {rate * row.traffic:.1f} | {share:.2f} |"]
     return "\n".join(lines)
 
 

@@ -116,7 +116,7 @@ class CpuRuntime:
     @property
     def torn(self) -> bool:
         """Whether, with nothing under way, some step updated a part of the weights only."""
-        return any(0 < begun and done < planned for planned, begun, done in self._updates.values())
+        return any(begun > 0 and done < planned for planned, begun, done in self._updates.values())
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind beyond the state: kept gradients, ring, stashes."""

@@ -35,9 +35,7 @@ class HostState:
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by kind: "masters" and "moments"."""
-        masters = sum(w.nbytes for w in self.weights) + sum(
-            t.nbytes for t in self._low if t is not None
-        )
+        masters = sum(w.nbytes for w in self.weights) + sum(t.nbytes for t in self._low if t is not None)
         moments = sum(t.nbytes for t in (*self.exp_avg, *self.exp_avg_sq) if t is not None)
         return {"masters": masters, "moments": moments}
 
@@ -51,13 +49,11 @@ class HostState:
             if name not in places:
                 continue
             self.write(places[name], parameter.data)
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(
-                parameter.shape
-            )
+            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
-        group, slot = self._find(place)
+        slot = self._find(place)
         if self._low[place[0]] is None:
             slot_view(self.weights[place[0]], slot).copy_(value)
             return
@@ -70,12 +66,12 @@ class HostState:
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape."""
-        _, slot = self._find(place)
+        slot = self._find(place)
         return self._gather(slot, self.weights[place[0]], self._low[place[0]])
 
     def moments(self, place: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
         """(exp_avg, exp_avg_sq) of one parameter as new tensors, None for a frozen one."""
-        _, slot = self._find(place)
+        slot = self._find(place)
         first, second = self.exp_avg[place[0]], self.exp_avg_sq[place[0]]
         if first is None or second is None:
             return None
@@ -83,15 +79,14 @@ class HostState:
 
     def write_moments(self, place: tuple[int, int], exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Set one parameter's moments."""
-        _, slot = self._find(place)
+        slot = self._find(place)
         first, second = self.exp_avg[place[0]], self.exp_avg_sq[place[0]]
         assert first is not None and second is not None
         slot_view(first, slot).copy_(exp_avg)
         slot_view(second, slot).copy_(exp_avg_sq)
 
-    def _find(self, place: tuple[int, int]) -> tuple[GroupLayout, Slot]:
-        group = self.groups[place[0]]
-        return group, group.slots[place[1]]
+    def _find(self, place: tuple[int, int]) -> Slot:
+        return self.groups[place[0]].slots[place[1]]
 
     def _gather(self, slot: Slot, flat: Tensor, low: Tensor | None) -> Tensor:
         start, stop = slot.offset, slot.offset + slot.parameter.numel
@@ -116,9 +111,7 @@ class HostState:
             part = slice(start, stop)
             weights = self.weights[group][part]
             master = weights if low is None else (weights, low[part])
-            host_adam.adamw_step(
-                master, first[part], second[part], grad[part], hypers[index], threads
-            )
+            host_adam.adamw_step(master, first[part], second[part], grad[part], hypers[index], threads)
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:

@@ -18,7 +18,7 @@ STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host")
 Kind = Literal[
     "load",  # a leaf of the batch to the device
     "prefetch",  # a weight group: host master -> slot
-    "evict",  # end of a weight group's stay in its slot, or of a token that another stream read
+    "evict",  # end of a weight group's stay, or of a token that another stream read
     "forward",
     "recompute",
     "backward",
@@ -31,9 +31,9 @@ Kind = Literal[
 ]
 
 Token = tuple[Any, ...]
-"""A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved tensors, ("g", value, micro)
-the gradient of a value, ("wg", group, block, micro) a block's gradient of a group, ("w", group) a
-weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot), ("stash", block, micro),
+"""A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved
+tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro) a block's gradient of a
+group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot), ("stash", block, micro),
 ("norm", group), ("scale",)."""
 
 Event = tuple[Any, ...]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-import megacompile.ops  # registers the operators
+from megacompile import ops
 
 ATTENTION_NAME = "megacompile"
 _current: list[_CallSites] = []
@@ -56,9 +56,7 @@ class _CallSites:
 
 
 @contextlib.contextmanager
-def our_operators(
-    model: nn.Module, rng: Tensor, *, positions_given: bool = False
-) -> Iterator[None]:
+def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = False) -> Iterator[None]:
     """Within the context ``model`` runs attention and dropout through :mod:`megacompile.ops`.
 
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
@@ -116,7 +114,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if not training or p == 0.0:
         return input
     sites = _current[-1]
-    out = torch.ops.megacompile.dropout(input, sites.rng, sites.next(), float(p))
+    out = ops.dropout(input, sites.rng, sites.next(), float(p))
     return input.copy_(out) if inplace else out
 
 
@@ -139,7 +137,7 @@ def _attend(
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         bias = torch.where(bias, zero, torch.finfo(q.dtype).min)
     out: Tensor
-    out, _ = torch.ops.megacompile.attention(
+    out, _ = ops.attention(
         q,
         k,
         v,

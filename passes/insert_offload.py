@@ -26,7 +26,7 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     for index, op in enumerate(step.ops):
         if op.kind != "forward" or plan.blocks[op.block].stash != "host":
             continue
-        stash = _stash(step, index, readers)
+        stash = _stash(step, index, readers, work)
         if not stash:
             continue
         back = min(i for token in stash for i in readers[token] if i > index)
@@ -44,13 +44,15 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     return step.with_(ops=_weave(step.ops, before, after))
 
 
-def _stash(step: Step, index: int, readers: dict[Token, list[int]]) -> tuple[Token, ...]:
+def _stash(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
+    """What only this block's own backward still reads; leaves of the batch are too small to move."""
     op = step.ops[index]
     own = []
     for token in (*op.reads, *op.writes):
         later = [i for i in readers[token] if i > index]
         mine = all(step.ops[i].block == op.block for i in later)
-        if token[0] in ("x", "saved") and later and mine and token[-1] == op.micro:
+        moves = token[0] == "saved" or (token[0] == "x" and not work.values[token[1]].batch)
+        if moves and later and mine and token[-1] == op.micro:
             own.append(token)
     return tuple(own)
 
