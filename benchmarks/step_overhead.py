@@ -131,7 +131,8 @@ def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, 
     mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
     return {"tokens": tokens, "fraction": fraction, "recomputed": len(layers), "ours": mine, "eager": other,
             "ratio": mine / other, "peak": memory.device_peak_bytes,
-            "predicted_peak": memory.predicted_peak_bytes, "budget": memory.budget_bytes, "predicted": predicted}  # fmt: skip
+            "predicted_peak": memory.predicted_peak_bytes, "budget": memory.budget_bytes,
+            "predicted": predicted}  # fmt: skip
 
 
 def main() -> None:
@@ -154,7 +155,8 @@ def main() -> None:
                 f"| {tokens} | {row['budget'] / 1e6:.0f} MB | {fraction:.0%} "
                 f"| {row['recomputed']} of 12 | "
                 f"{row['ours']:.3f} s | {row['eager']:.3f} s | {row['ratio']:.3f} | "
-                f"{row['peak'] / 1e6:.1f} / {row['predicted_peak'] / 1e6:.1f} MB | {row['predicted']:.3f} s |",
+                f"{row['peak'] / 1e6:.1f} / {row['predicted_peak'] / 1e6:.1f} MB "
+                f"| {row['predicted']:.3f} s |",
                 flush=True,
             )
 

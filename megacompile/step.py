@@ -33,8 +33,8 @@ Kind = Literal[
 Token = tuple[Any, ...]
 """A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved
 tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro) a block's gradient of a
-group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot), ("stash", block, micro),
-("norm", group), ("scale",)."""
+group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot),
+("stash", block, micro), ("norm", group), ("scale",)."""
 
 Event = tuple[Any, ...]
 """The name of an operation's completion: its kind followed by numbers."""
