@@ -7,9 +7,10 @@ by bisection, since a step that keeps more never needs less memory. The search i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacompile.errors import BudgetError
 from megacompile.machine import Machine
@@ -37,18 +38,27 @@ def search(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> P
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
+    search = _Search(work, mode, machine, budget_bytes)
     best: Planned | None = None
-    evaluations = 0
     for shape in _shapes(mode):
-        planned, tried = _fill(work, mode, machine, budget_bytes, shape)
-        evaluations += tried
-        if planned is not None and (
-            best is None or planned.timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-9)
+        best = _faster(best, search.fill(shape))
+        if (
+            best is not None
+            and shape == _ROOMY
+            and best.plan == _plan(work, shape, ("all",) * len(work.blocks))
         ):
-            best = planned
+            break  # everything stays on the device: nothing is left to decide
     if best is None:
-        raise _infeasible(work, mode, machine, budget_bytes)
-    return Planned(best.plan, best.step, best.timeline, best.peak_bytes, evaluations)
+        raise _infeasible(work, mode, budget_bytes)
+    best = search.hold(best)
+    return replace(best, evaluations=search.evaluations)
+
+
+def _faster(best: Planned | None, other: Planned | None) -> Planned | None:
+    """The faster of two; the first where they tie, so that the order of trials decides."""
+    if best is None or other is None:
+        return best or other
+    return other if other.timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-9) else best
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,9 @@ class _Shape:
     lead: int
     grad_lag: int
     order: str
+
+
+_ROOMY = _Shape("device", "step", 2, 1, "depth")
 
 
 def _shapes(mode: Mode) -> Iterator[_Shape]:
@@ -76,40 +89,71 @@ def _shapes(mode: Mode) -> Iterator[_Shape]:
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 
 
-def _fill(
-    work: Workload, mode: Mode, machine: Machine, budget_bytes: int, shape: _Shape
-) -> tuple[Planned | None, int]:
-    """The best candidate of this shape: per family, the shortest prefix that fits, by bisection."""
-    count = len(work.blocks)
-    seen: dict[tuple[str, ...], Planned | None] = {}
+class _Search:
+    """Lowers, measures and simulates candidates; each plan once."""
 
-    def attempt(names: tuple[str, ...]) -> Planned | None:
-        if names not in seen:
-            plan = _plan(work, shape, names)
-            step = lower(work, plan, mode)
+    def __init__(self, work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> None:
+        self.work, self.mode, self.machine, self.budget_bytes = work, mode, machine, budget_bytes
+        self._seen: dict[Plan, Planned | None] = {}
+
+    @property
+    def evaluations(self) -> int:
+        return len(self._seen)
+
+    def attempt(self, plan: Plan) -> Planned | None:
+        """The plan's step and time, or None where it does not fit."""
+        if plan not in self._seen:
+            step = lower(self.work, plan, self.mode)
             peak = peak_bytes(step)
-            fits = peak <= budget_bytes
-            seen[names] = (
-                Planned(plan, step, simulate(step, machine), peak, 0) if fits else None
+            self._seen[plan] = (
+                Planned(plan, step, simulate(step, self.machine), peak, 0)
+                if peak <= self.budget_bytes
+                else None
             )
-        return seen[names]
+        return self._seen[plan]
 
-    everything = attempt(("all",) * count)
-    if everything is not None or mode.kind in ("evaluate", "update"):
-        return everything, len(seen)
-    for first, rest in _FAMILIES:
-        if attempt((first,) * count) is not None:
-            _least(0, count, lambda n: attempt((first,) * n + (rest,) * (count - n)) is not None)  # noqa: B023
-    found = [p for p in seen.values() if p is not None]
-    best = min(found, key=lambda p: p.timeline.step_seconds, default=None)
-    return best, len(seen)
+    def fill(self, shape: _Shape) -> Planned | None:
+        """The best of a shape: per family the shortest prefix that fits, by bisection."""
+        count = len(self.work.blocks)
+
+        def mixed(first: str, rest: str, n: int) -> Planned | None:
+            return self.attempt(_plan(self.work, shape, (first,) * n + (rest,) * (count - n)))
+
+        best = mixed("all", "all", count)
+        if best is not None or self.mode.kind in ("evaluate", "update"):
+            return best
+        for first, rest in _FAMILIES:
+            if mixed(first, rest, count) is not None:
+                of_family = functools.partial(mixed, first, rest)
+                best = _faster(best, of_family(_shortest(count, of_family)))
+        return best
+
+    def hold(self, best: Planned) -> Planned:
+        """Spend what memory is left on weight groups that stay for the whole step, last ones first.
+
+        Groups of the last layers are wanted again soonest, and every group that stays saves its
+        second journey.
+        """
+        groups = best.plan.groups
+
+        def holding(count: int) -> Planned | None:
+            kept = tuple(
+                replace(g, keep="step") if i >= len(groups) - count else g for i, g in enumerate(groups)
+            )
+            return self.attempt(replace(best.plan, groups=kept))
+
+        if all(g.keep == "step" for g in groups) or self.mode.kind in ("evaluate", "update"):
+            return best
+        streamed = _shortest(len(groups), lambda n: holding(len(groups) - n))
+        return _faster(best, holding(len(groups) - streamed)) or best
 
 
-def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The least n in [low, high] that fits, given that ``high`` does and that more fits better."""
+def _shortest(high: int, candidate: Callable[[int], Planned | None]) -> int:
+    """The least n in [0, high] whose candidate fits, given that ``high`` does and more fits better."""
+    low = 0
     while low < high:
         middle = (low + high) // 2
-        if fits(middle):
+        if candidate(middle) is not None:
             high = middle
         else:
             low = middle + 1
@@ -125,7 +169,7 @@ def _plan(work: Workload, shape: _Shape, names: Sequence[str]) -> Plan:
     )
 
 
-def _infeasible(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> BudgetError:
+def _infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
     least: tuple[int, Step] | None = None
     for shape in _shapes(mode):
         for choice in ("none", "some", "least"):
