@@ -23,7 +23,7 @@ _EXAMPLES = """examples:
       --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
   megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
 
-Budgets are GB (10^9 bytes) or text such as 24GiB, 90%%, auto. Exit code: 0 it fits, 1 it does not,
+Budgets are GB (10^9 bytes) or text such as 24GiB, 90%, auto. Exit code: 0 it fits, 1 it does not,
 2 the question is wrong. No weights, no GPU and no triton are needed."""
 
 

@@ -8,6 +8,7 @@ least budgets instead of predictions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megacompile.passes import lower
 from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.planner import Planned, search
 from megacompile.presets import Model
+from megacompile.simulate import simulate
 from megacompile.step import Step, peak_bytes
 from megacompile.verify import verify
 from megacompile.workload import BlockWork, Call, Workload
@@ -75,7 +77,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Least:
-    """The least device bytes of any plan, the step that reaches it, and what the host then holds."""
+    """The least device bytes of any plan, the step that reaches it, and the least host bytes."""
 
     step: Step
     device_bytes: int
@@ -159,6 +161,9 @@ class Study:
             planned = search(work, mode, question.machine, question.hbm_budget)
         except BudgetError:
             return None
+        host = host_bytes(compiled.assembly, planned.step, mode)
+        if question.host_budget is not None and host.total > question.host_budget and host.stash:
+            planned = without_stash(work, planned, mode, question) or planned
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         bound = lower_bound(work, flops, mode, question.machine)
         seconds = planned.timeline.step_seconds
@@ -221,7 +226,28 @@ def find_least(compiled: Compiled, work: Workload, micro_batches: int) -> Least:
         "clipped": host_bytes(compiled.assembly, step, mode),
         "streamed": host_bytes(compiled.assembly, lower(work, plan, streaming), streaming),
     }
-    return Least(step, peak, hosts)
+    return Least(step, peak, {name: replace(host, stash=0) for name, host in hosts.items()})
+
+
+def without_stash(work: Workload, planned: Planned, mode: Mode, question: Question) -> Planned | None:
+    """The fastest plan with one choice for all blocks that parks no activations on the host.
+
+    For a host budget that the planner's own choice exceeds; it does not know that budget.
+    """
+    best: Planned | None = None
+    stream = (GroupPlan("stream", planned.plan.groups[0].lead),) * len(work.groups)
+    choices = ("all", "some", "none", "least")
+    for groups, choice in itertools.product((planned.plan.groups, stream), choices):
+        blocks = (BlockPlan(choice, "device"),) * len(work.blocks)
+        plan = replace(planned.plan, blocks=blocks, groups=groups)
+        step = lower(work, plan, mode)
+        peak = peak_bytes(step)
+        if peak > question.hbm_budget:
+            continue
+        timeline = simulate(step, question.machine)
+        if best is None or timeline.step_seconds < best.timeline.step_seconds:
+            best = Planned(plan, step, timeline, peak, planned.evaluations)
+    return best
 
 
 def dump(answer: Answer, folder: Path, clip: bool) -> None:

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 from megacompile.cli import folder_of, write_json
+from megacompile.cli_json import as_json
 from megacompile.cli_plan import Answer, Question, Study, dump
 from megacompile.cli_ways import Point, largest, sweep, ways_out
 from megacompile.errors import MegacompileError
 from megacompile.machines import MachineProfile, load_machine, override
 from megacompile.presets import load_model
-from megacompile.report import Extras, as_json, render, sweep_table
+from megacompile.report import Extras, render, sweep_table
 from megacompile.units import parse_bytes
 
 _ANY = 1 << 60

@@ -46,21 +46,40 @@ def _for_device(study: Study, answer: Answer) -> Iterator[WayOut]:
         large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
         if large is not None:
             yield WayOut(f"--machine {large}", need - q.hbm_budget, True, f"{sizes[large] / 1e9:g} GB")
-    smaller: list[tuple[str, Question, str]] = []
-    split = "same tokens per step, but weights travel for each micro-batch"
-    for batch in sorted({max(1, q.batch // 2), 1} - {q.batch}, reverse=True):
+    if q.batch > 1:
+        batch, size = _fitting(lambda n: _least(study, replace(q, batch=n)), 1, q.batch, need, q.hbm_budget)
         count = -(-q.batch * q.micro_batches // batch)
-        other = replace(q, batch=batch, micro_batches=count)
-        smaller.append((f"--batch {batch} --micro-batches {count}", other, split))
-    if q.seq > 256:
-        smaller.append((f"--seq {q.seq // 2}", replace(q, seq=q.seq // 2), "half the context"))
-    for change, other, cost in smaller:
-        compiled, work, _ = study.captured(other.batch, other.seq)
-        size = find_least(compiled, work, other.micro_batches).device_bytes
-        if size < need:
-            yield WayOut(change, need - size, size <= q.hbm_budget, cost)
+        yield WayOut(f"--batch {batch} --micro-batches {count}", need - size, size <= q.hbm_budget,
+                     "same tokens per step, weights travel more often")  # fmt: skip
+    unit = 1024 if q.seq >= 2048 else 64
+    if q.seq >= 2 * unit:
+        seq, size = _fitting(
+            lambda n: _least(study, replace(q, seq=n * unit)), 1, q.seq // unit, need, q.hbm_budget
+        )
+        yield WayOut(f"--seq {seq * unit}", need - size, size <= q.hbm_budget, "shorter context")
     if q.dtype == "fp32":
         yield WayOut("--dtype bf16", need // 2, need // 2 <= q.hbm_budget, "about half; FP32 masters stay")
+
+
+def _least(study: Study, question: Question) -> int:
+    compiled, work, _ = study.captured(question.batch, question.seq)
+    return find_least(compiled, work, question.micro_batches).device_bytes
+
+
+def _fitting(
+    least: Callable[[int], int], low: int, high: int, high_bytes: int, budget: int
+) -> tuple[int, int]:
+    """The n in [low, high) that should just fit, bytes being linear in n, and its true bytes."""
+    low_bytes = least(low)
+    if low_bytes > budget or high_bytes <= low_bytes:
+        return low, low_bytes
+    n = low + (budget - low_bytes) * (high - low) // (high_bytes - low_bytes)
+    for candidate in (n, n - 1):
+        if low < candidate < high:
+            size = least(candidate)
+            if size <= budget:
+                return candidate, size
+    return low, low_bytes
 
 
 def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
@@ -98,13 +117,12 @@ def largest(study: Study, question: Question) -> Largest:
     limit = getattr(config, "max_position_embeddings", None)
     step = 1024 if question.seq >= 1024 else 64
 
-    def fits(batch: int, seq: int) -> int:
-        compiled, work, _ = study.captured(batch, seq)
-        return find_least(compiled, work, question.micro_batches).device_bytes - question.hbm_budget
+    def excess(**change: int) -> int:
+        return _least(study, replace(question, **change)) - question.hbm_budget  # type: ignore[arg-type]
 
-    batch = _most(lambda n: fits(n, question.seq), question.batch, 1 << 14)
+    batch = _most(lambda n: excess(batch=n), question.batch, 1 << 14)
     most = limit // step if isinstance(limit, int) else 1 << 14
-    seq = _most(lambda n: fits(question.batch, n * step), max(question.seq // step, 1), most)
+    seq = _most(lambda n: excess(seq=n * step), max(question.seq // step, 1), most)
     return Largest(batch, seq * step, step, limit if isinstance(limit, int) else None)
 
 
@@ -166,8 +184,7 @@ def sweep(study: Study, question: Question, over: str, values: Sequence[str]) ->
 def _sweep_budget(study: Study, question: Question, values: Sequence[str]) -> Iterator[Point]:
     budgets = [parse_bytes(_number(v), what="--values", available=_ANY) for v in values]
     if not budgets:
-        compiled, work, _ = study.captured(question.batch, question.seq)
-        low = find_least(compiled, work, question.micro_batches).device_bytes
+        low = _least(study, question)
         high = max(question.hbm_budget, 2 * low)
         budgets = [low + (high - low) * i // 6 for i in range(7)]
     for budget in budgets:

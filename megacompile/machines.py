@@ -24,7 +24,7 @@ Dtype = Literal["bf16", "fp32"]
 
 # Efficiencies: sustained over peak.
 GEMM = 0.80  # assumed where the card's own share was not measured; those measured span 0.776 to 0.859
-GEMM_SOURCE = "best bf16 product over peak, as measured in ml-engineering's table of achievable FLOPS"
+GEMM_SOURCE = "best product measured, ml-engineering MAMF table"
 DEVICE_MEMORY = 0.90  # assumed: what tuned elementwise kernels reach on an H100 (QuACK: 3 of 3.35 TB/s)
 LINK = 0.80  # assumed: pinned copies over PCIe after packet headers
 HOST_MEMORY = 0.75  # assumed: mixed reads and writes over the channels' peak

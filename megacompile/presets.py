@@ -176,9 +176,9 @@ class Model:
 
 
 def _pairs(seq: int, window: int) -> float:
-    """(query, key) pairs under a causal mask that sees ``window`` positions, half the diagonal's."""
+    """(query, key) pairs under a causal mask that sees ``window`` positions, itself included."""
     window = min(window, seq)
-    return window * window / 2 + (seq - window) * window
+    return window * (window + 1) / 2 + (seq - window) * window
 
 
 def _first(config: Any, *names: str) -> int:

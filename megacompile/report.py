@@ -1,14 +1,14 @@
-"""The printed answer to "will it fit, and how fast": text for people, a dict for programs.
+"""The printed answer to "will it fit, and how fast": text for people.
 
-In: an :class:`~megacompile.cli_plan.Answer`. Out: text of at most 100 columns, or plain JSON values.
+In: an :class:`~megacompile.cli_plan.Answer`. Out: text of about 100 columns.
 Every figure stands with and without clipping; the details follow the mode that was asked for.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megacompile.cli_figures import Host, alive_at_peak
 from megacompile.cli_plan import Answer, Prediction
@@ -75,8 +75,8 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}"
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)}; host "
-        f"{format_bytes(_frugal(least['clipped']))} with clipping, "
-        f"{format_bytes(_frugal(least['streamed']))} without",
+        f"{format_bytes(least['clipped'].total)} with clipping, "
+        f"{format_bytes(least['streamed'].total)} without",
     ]
     if extras.largest is not None:
         big = extras.largest
@@ -88,13 +88,9 @@ def _verdict(answer: Answer, extras: Extras) -> str:
             f"{big.seq:,} tokens at batch {q.batch}{capped}"
         )
     if not answer.fits_device():
-        lines.append(f"  {describe_peak(answer.least.step, answer.work)}")
+        lines.append(textwrap.fill(describe_peak(answer.least.step, answer.work), 98, initial_indent="  ",
+                                   subsequent_indent="  "))  # fmt: skip
     return "\n".join(lines)
-
-
-def _frugal(host: Host) -> int:
-    """Host bytes without activations that wait there."""
-    return host.total - host.stash
 
 
 def _ways(ways: Sequence[WayOut]) -> str:
@@ -127,7 +123,7 @@ def _speed(answer: Answer, extras: Extras) -> str:
             cost = [f"{h * extras.price:,.2f}" if h else "–" for h in hours]
             rows.append((f"  at {extras.price:g} an hour", cost))
     width = max(len(cells[0]) for _, cells in rows)
-    body = [f"  {name:<26}{a:>{width}}   {b}" for name, (a, b) in rows]
+    body = [f"  {name:<26}{a:<{width}}   {b}" for name, (a, b) in rows]
     text = "Predicted\n" + "\n".join(line.rstrip() for line in body)
     if answer.missed_flops:
         text += (
@@ -234,55 +230,9 @@ def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
-    """The answer as plain values: bytes, seconds, and rates per second."""
-    q = answer.question
-    return {
-        "model": answer.model.name,
-        "parameters": answer.model.parameters,
-        "active_parameters": answer.model.active_parameters,
-        "machine": q.profile.name,
-        "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
-        "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
-        "fits": answer.fits(extras.clip),
-        "fits_device": answer.fits_device(),
-        "fits_host": answer.fits_host(extras.clip),
-        "least_hbm_budget": answer.least.device_bytes,
-        "least_host_budget": {k: _frugal(h) for k, h in answer.least.hosts.items()},
-        "host_bytes": {k: asdict(h) | {"total": h.total} for k, h in hosts(answer).items()},
-        "with_clipping": _prediction_json(answer.clipped, extras),
-        "without_clipping": _prediction_json(answer.streamed, extras),
-        "flops_missed_by_graph": answer.missed_flops,
-        "ways_out": [asdict(w) for w in extras.ways],
-        "largest": asdict(extras.largest) if extras.largest else None,
-        "sources": q.profile.sources,
-    }  # fmt: skip
-
-
-def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | None:
-    if p is None:
-        return None
-    hours = extras.tokens / p.tokens_per_second / 3600 if extras.tokens else None
-    return {
-        "step_seconds": p.seconds,
-        "tokens_per_second": p.tokens_per_second,
-        "model_flops_per_second": p.model_flops_per_second,
-        "mfu": p.mfu,
-        "lower_bound": asdict(p.bound),
-        "busy_seconds": p.planned.timeline.busy,
-        "compute_seconds": p.compute,
-        "compute_waits": {s.cause: s.seconds for s in p.stalls},
-        "peak_bytes": p.planned.peak_bytes,
-        "alive_at_peak": alive_at_peak(p.planned.step),
-        "evaluations": p.planned.evaluations,
-        "hours": hours,
-        "cost": hours * extras.price if hours and extras.price else None,
-    }
-
-
 def _seconds(value: float) -> str:
     if value < 0.1:
-        return f"{value * 1e3:.3g} ms"
+        return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:,.{digits}f} s"
 

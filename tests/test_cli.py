@@ -1,0 +1,269 @@
+"""The command line: what it prints, what it refuses, and its figures against hand calculations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacompile import cli_run
+from megacompile.cli import main
+from megacompile.cli_figures import alive_at_peak, lower_bound
+from megacompile.cli_plan import Question, Study, complete_flops
+from megacompile.cli_ways import _most
+from megacompile.machine import Machine
+from megacompile.machines import load_machine
+from megacompile.plan import Mode
+from megacompile.planner import search
+from megacompile.presets import load_model
+from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+
+TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "tie_word_embeddings": False}  # fmt: skip
+SHAPE = ["--batch", "2", "--seq", "128"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def study(config: str) -> Study:
+    """One model for all tests here, so that each shape is captured once."""
+    return Study(load_model(config), "bf16", lambda message: None)
+
+
+@pytest.fixture
+def plan(
+    config: str, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run ``megacompile plan`` on the tiny model; the exit code and what was printed."""
+    monkeypatch.setattr(cli_run, "Study", lambda model, dtype, progress: study)
+
+    def run(*arguments: str, machine: str = "rtx-4090") -> tuple[int, str, str]:
+        code = main(["plan", "--model", config, "--machine", machine, *SHAPE, *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    yield run
+
+
+def _question(budget: int) -> Question:
+    return Question(load_machine("rtx-4090"), 2, 128, budget)
+
+
+def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> None:
+    answer = study.answer(_question(3 * 10**6))
+    assert answer.clipped and answer.streamed
+    for p in (answer.clipped, answer.streamed):
+        assert p.planned.peak_bytes <= 3 * 10**6
+        assert p.seconds >= p.bound.seconds
+        assert p.tokens_per_second == pytest.approx(256 / p.seconds)
+        assert p.mfu == pytest.approx(study.model.step_flops(2, 128) / p.seconds / 165.2e12)
+        assert sum(alive_at_peak(p.planned.step).values()) == p.planned.peak_bytes
+        waits = sum(s.seconds for s in p.stalls)
+        assert waits + p.planned.timeline.busy["compute"] == pytest.approx(p.seconds, rel=0.01)
+        assert sum(p.compute.values()) == pytest.approx(p.planned.timeline.busy["compute"])
+
+
+def test_host_bytes_are_twelve_per_parameter_and_four_for_kept_gradients(study: Study) -> None:
+    answer = study.answer(_question(3 * 10**6))
+    assert answer.clipped and answer.streamed
+    parameters = sum(g.elements for g in answer.compiled.assembly.groups)
+    assert parameters == pytest.approx(study.model.parameters, rel=0.01)
+    assert answer.clipped.host.masters + answer.clipped.host.moments == 12 * parameters
+    assert answer.clipped.host.gradients == 4 * parameters
+    assert answer.streamed.host.gradients == 0
+    assert answer.streamed.host.buffers > 0
+
+
+def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> None:
+    least = study.answer(_question(10**9)).least.device_bytes
+    assert study.answer(_question(least)).fits_device()
+    assert not study.answer(_question(least - 1)).fits_device()
+    with pytest.raises(ValueError, match=str(least)):
+        search(study.captured(2, 128)[1], Mode("train", 1, True), _question(1).machine, least - 1)
+
+
+def test_the_graph_counts_the_model_flops(study: Study) -> None:
+    compiled, work, missed = study.captured(2, 128)
+    assert missed == 0 and work is compiled.assembly.work
+    forward = sum(b.choice("none").forward.flops for b in work.blocks)
+    norms = 6 * 2 * 128 * 64 * (2 * 4 + 1)  # norm weights, counted in 6·P·T, are in no product
+    assert 3 * forward == pytest.approx(study.model.step_flops(2, 128) - norms)
+
+
+def _work(flops: int = 100) -> Workload:
+    call = Call((), (0,), 10, 0, flops, 0)
+    choice = Choice("none", call, None, replace(call, flops=2 * flops), 0)
+    block = BlockWork("b", 0, (0,), (0,), (), ((0, 2000),), (choice,))
+    return Workload((block,), (ValueWork(4, True),), (GroupWork("g", 2000, 1000),), 0)
+
+
+def test_the_bound_by_hand() -> None:
+    machine = Machine("m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500,
+                      host_bandwidth=7000)  # fmt: skip
+    streamed = lower_bound(_work(), 900, Mode("train"), machine)
+    assert (streamed.compute, streamed.down, streamed.up, streamed.adam) == (9, 2, 4, 4)
+    assert (streamed.seconds, streamed.binding) == (9, "compute")
+    clipped = lower_bound(_work(), 900, Mode("train", deferred=True), machine)
+    assert clipped.seconds == pytest.approx(6 + 4)
+    assert clipped.binding == "backward, then host Adam"
+
+
+def test_flops_that_the_graph_misses_are_added() -> None:
+    work, missed = complete_flops(_work(100), 3 * 400)
+    assert missed == pytest.approx(0.75)
+    assert work.blocks[0].choices[0].forward.flops == 400
+    assert work.blocks[0].choices[0].backward is not None
+    assert work.blocks[0].choices[0].backward.flops == 800
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 63, 64])
+@pytest.mark.parametrize("start", [1, 5, 64])
+def test_the_largest_that_fits_is_found_in_few_steps(most: int, start: int) -> None:
+    seen: list[int] = []
+
+    def excess(n: int) -> int:
+        seen.append(n)
+        return (n - most) * 100 - 50 + (n % 3)  # nearly linear
+
+    assert _most(excess, start, 64) == most
+    assert len(seen) <= 7
+
+
+def test_it_fits(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = plan("--hbm-budget", "3MB", "--tokens", "1e9", "--price", "2")
+    assert code == 0
+    for text in ("FITS, with clipping", "lower bound of a step", "compute waits", "Host memory",
+                 "accumulated", "layers.0-3", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 110
+    assert "building" in err and "Traceback" not in err
+
+
+def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--hbm-budget", "1500kB", "--no-clip")
+    assert code == 1
+    assert "DOES NOT FIT" in out and "Ways out" in out
+    assert "--batch 1 --micro-batches 2" in out and "--seq 64" in out and "--hbm-budget" in out
+    assert "enough" in out
+
+
+def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--hbm-budget", "3MB", "--host-budget", "3500kB")
+    assert code == 1 and "--no-clip" in out and "too small" in out
+    code, out, _ = plan("--hbm-budget", "3MB", "--host-budget", "4100kB")
+    assert code == 0, "activations need not wait on the host"
+    assert "waiting activations" not in out or "FITS" in out
+
+
+def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, out, _ = plan("--hbm-budget", "3MB", "--json", "--dump", str(tmp_path / "dump"))
+    found = json.loads(out)
+    assert found["fits"] is (code == 0) is True
+    assert found["least_hbm_budget"] <= found["with_clipping"]["peak_bytes"] <= 3 * 10**6
+    assert found["with_clipping"]["lower_bound"]["seconds"] <= found["with_clipping"]["step_seconds"]
+    assert set(found["host_bytes"]) == {"streamed", "clipped", "accumulated"}
+    assert (tmp_path / "dump" / "train" / "09_step.py").exists()
+
+
+def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, _ = plan("--hbm-budget", "30MB", "--json", "--micro-batches", "3", "--no-clip")
+    found = json.loads(out)
+    p = found["without_clipping"]
+    assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(3 * 256)
+
+
+@pytest.mark.parametrize("over", ["hbm-budget", "machine"])
+def test_a_sweep_prints_a_table_and_draws(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path, over: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curve.png"
+    values = {"hbm-budget": "2MB,3MB,1MB", "machine": "h100-pcie,gh200"}[over]
+    code, out, _ = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values, "--plot", str(path))
+    assert code == 0
+    assert "with clipping" in out and "without clipping" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert all(v.split("MB")[0] in out for v in values.split(","))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pln"], "did you mean plan"),
+        (["plan", "--machine", "h200"], "--model"),
+        (["plan", "--model", "llama-3.1-8", "--machine", "h200"], r"llama-3.1-8b"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h20"], "h200"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--dtype", "fp23"], "fp32"),
+        (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "above 0"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "0.9"], "90%"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "142"], "141 GB"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),
+        (["plan", "--model", "x", "--machine", "h200", "--host-budget", "90%"], "of what"),
+        (["plan", "--model", "x", "--machine", "h200", "--price", "2"], "--tokens"),
+        (["plan", "--model", "x", "--machine", "h200", "--plot", "a.png"], "--sweep"),
+        (["plan", "--model", "x", "--machine", "h200", "--no-clip", "--max-grad-norm", "1"], "not allowed"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    last = printed.err.strip().splitlines()[-1]
+    assert last.startswith("megacompile: ") and said in last
+    assert not printed.out and "Traceback" not in printed.err
+
+
+def test_a_sweep_refuses_values_that_are_none(plan: Callable[..., tuple[int, str, str]]) -> None:
+    for over, values, said in (("batch", "1,two", "two"), ("machine", "h1000", "h1000")):
+        code, _, err = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values)
+        assert code == 2 and said in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("models", ["llama-3.1-405b", "deepseek-v3", "report"]), ("machines", ["gh200", "datasheet", "assumed"]),
+     ("doctor", ["memory", "memlock", "host Adam", str(torch.__version__).split("+")[0]])],
+)  # fmt: skip
+def test_lists_and_doctor(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    out = capsys.readouterr().out
+    assert all(w in out for w in words)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
+def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and "Exit code" in out and "%%" not in out
+
+
+def test_planning_needs_no_triton(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from megacompile.cli import main\n"
+        f"sys.exit(main(['plan', '--model', {str(config)!r}, '--machine', 'h200', '--seq', '64', '--json']))"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fits"] is True
