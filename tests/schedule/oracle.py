@@ -16,7 +16,7 @@ from random import Random
 
 import networkx as nx
 
-from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
+from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Stream, Token
 
 REPEATS = 2
 Bytes = tuple[int, int]
@@ -174,7 +174,7 @@ class _Run:
         self.running: set[int] = set()
         self.ended: set[int] = set()
         self.needs: list[list[int]] = []
-        self.queues: dict[str, list[int]] = {s: [] for s in STREAMS}
+        self.queues: dict[Stream, list[int]] = {s: [] for s in STREAMS}
         record: dict[Event, int] = {}
         for index, op in enumerate(self.ops):
             self.needs.append([record[e] for e in op.waits if e in record])

@@ -110,6 +110,14 @@ def test_what_verify_accepts_of_steps_put_out_of_order_is_safe(problem: Problem,
         assert execute(step, 0) <= peak_bytes(step)
 
 
+@settings(max_examples=100)
+@given(scheduled())
+def test_names_of_events_are_unique_but_for_the_stays_of_a_group(problem: Problem) -> None:
+    """So that a wait for the latest record of a name is a wait for the operation that was meant."""
+    ops = [op for op in problem[3].ops if not (op.kind in ("prefetch", "evict") and op.group >= 0)]
+    assert len({op.event for op in ops}) == len(ops)
+
+
 @pytest.mark.parametrize("kind", ["prefetch", "reload", "push_grad"])
 def test_the_judges_themselves_find_a_missing_wait(kind: str) -> None:
     """Some of many random orders goes wrong where a copy waits for nothing."""

@@ -15,7 +15,7 @@ from megacompile.passes import PASSES, lower
 from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.step import Event, Op, Step, memory_curve, peak_bytes
 from megacompile.workload import GroupWork, Workload
-from tests.schedule.problems import MODES, chain, find, uniform
+from tests.schedule.problems import chain, find, uniform
 
 TRAIN = Mode("train")
 CHAIN = chain(3)
@@ -420,9 +420,14 @@ def test_synchronize_is_the_same_in_every_process() -> None:
 
 
 def all_waits() -> list[tuple[Event, ...]]:
-    work = chain(6, tied=True)
-    plan = uniform(work, "all", stash="host", ring=3)
-    return [op.waits for mode in MODES for op in lower(work, plan, mode).ops]
+    """Of many schedules, in which several waits often reach equally far."""
+    steps = [
+        lower(work, uniform(work, "all", stash=stash, ring=1, grad_lag=lag), TRAIN)
+        for work in (chain(3), chain(6, tied=True))
+        for stash in ("device", "host")
+        for lag in (1, 2)
+    ]
+    return [op.waits for step in steps for op in step.ops]
 
 
 # ---- the order of passes ------------------------------------------------------------------------
