@@ -185,7 +185,8 @@ def _sweep_budget(study: Study, question: Question, values: Sequence[str]) -> It
     budgets = [parse_bytes(_number(v), what="--values", available=_ANY) for v in values]
     if not budgets:
         low = _least(study, question)
-        high = max(question.hbm_budget, 2 * low)
+        card = question.profile.device_bytes or _ANY
+        high = max(low, min(card, max(question.hbm_budget, 2 * low)))
         budgets = [low + (high - low) * i // 6 for i in range(7)]
     for budget in budgets:
         answer = study.answer(replace(question, hbm_budget=budget))
