@@ -44,7 +44,7 @@ def memory_timeline(
     axes.set_xlim(0, len(ops))
     axes.set_xlabel("operations on the device, in order")
     axes.set_ylabel(f"device memory ({name})")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)
     return _save(figure, path)
 

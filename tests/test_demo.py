@@ -53,7 +53,7 @@ def test_the_demo_trains_and_writes_what_it_says(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = demo.Settings(
-        steps=3, out=tmp_path, budget="1MB", layers=2, width=128, feed_forward=64, batch=2, length=16,
+        steps=3, out=tmp_path, budget="1MB", layers=1, width=128, feed_forward=64, batch=2, length=16,
         evaluate_every=2, held_out_batches=1,
     )  # fmt: skip
     demo.main(settings)
