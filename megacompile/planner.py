@@ -170,15 +170,17 @@ def _plan(work: Workload, shape: _Shape, names: Sequence[str]) -> Plan:
 
 
 def _infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
-    least: tuple[int, Step] | None = None
-    for shape in _shapes(mode):
-        for choice in ("none", "some", "least"):
-            step = lower(work, _plan(work, shape, [choice] * len(work.blocks)), mode)
-            peak = peak_bytes(step)
-            if least is None or peak < least[0]:
-                least = (peak, step)
-    assert least is not None
-    peak, step = least
+    def lowered(shape: _Shape, names: Sequence[str]) -> tuple[int, Step]:
+        step = lower(work, _plan(work, shape, names), mode)
+        return peak_bytes(step), step
+
+    count = len(work.blocks)
+    uniform = [(*lowered(s, (c,) * count), s) for s in _shapes(mode) for c in ("none", "some", "least")]
+    peak, step, shape = min(uniform, key=lambda found: found[0])
+    for first, rest in _FAMILIES:  # blocks that differ may need less when they are treated differently
+        for n in range(1, count):
+            mixed = lowered(shape, (first,) * n + (rest,) * (count - n))
+            peak, step = min((peak, step), mixed, key=lambda found: found[0])
     return BudgetError(
         f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
         f"model and batch is {peak} bytes ({format_bytes(peak)}); {describe_peak(step, work)}. "

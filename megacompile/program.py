@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.assemble import GroupLayout
 from megacompile.batch import Batch, bucket_length, check_signature, pad_batch, read_batch
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
+from megacompile.fuse_report import Fusions
 from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
 from megacompile.runtime_cpu import (
@@ -30,6 +32,7 @@ from megacompile.runtime_cpu import (
 )
 from megacompile.schedule import Schedule
 from megacompile.state import HostState
+from megacompile.step import Step
 from megacompile.units import format_bytes
 
 _OWNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -122,9 +125,7 @@ class Program:
         """
         self._ready()
         if self._runtime is not None and self._runtime.has_gradients:
-            raise ProgramError(
-                "Gradients of forward_backward are waiting: call optimizer_step() first."
-            )
+            raise ProgramError("Gradients of forward_backward are waiting: call optimizer_step() first.")
         micro = self._micro_batches(batch)
         weights = self._weights(micro, weights)
         if len({m.key for m in micro}) > 1:
@@ -240,6 +241,11 @@ class Program:
         return Schedule(self._scheduled(), self._compiler.machine, self._compiler.budget_bytes)
 
     @property
+    def fusions(self) -> Fusions:
+        """Which fused kernels the program that ran last holds, where, and what was left alone and why."""
+        return self._scheduled().compiled.fusions
+
+    @property
     def source(self) -> str:
         """The emitted Python of the program that ran last."""
         return self._scheduled().source
@@ -335,7 +341,7 @@ class Program:
         scheduled = self._compiler.schedule(batch, mode)
         if first:
             self._prove_longest(batch, mode)
-            self._take_over(scheduled, mode)
+            self._take_over(scheduled)
         self._current = scheduled
         return scheduled
 
@@ -347,12 +353,12 @@ class Program:
             longest = read_batch(pad_batch(batch.kwargs, self._max_seq_len), self.model)
             self._compiler.schedule(longest, mode)
 
-    def _take_over(self, scheduled: Scheduled, mode: Mode) -> None:
+    def _take_over(self, scheduled: Scheduled) -> None:
         if is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
-        per_parameter = 12 + (4 if mode.keeps_gradients else 0)
-        need = sum(g.elements * (per_parameter if g.trainable else 4) for g in layouts)
+        need = sum(g.elements * (12 if g.trainable else 4) for g in layouts)
+        need += host_transient_bytes(scheduled.planned.step, layouts)
         if need > self._host_budget_bytes:
             raise BudgetError(
                 f"host_budget={format_bytes(self._host_budget_bytes)} is too small: masters, moments "
@@ -429,6 +435,13 @@ class Program:
             self._runtime.state.write(self._places[name], value)
         else:
             dict(self.model.named_parameters())[name].data.copy_(value)
+
+
+def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
+    """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
+    kept = {t[1] for op in step.ops for t in op.writes if t[0] == "hgrad"}
+    stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")
+    return sum(4 * layouts[g].elements for g in kept) + sum(step.ring) + stashes
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

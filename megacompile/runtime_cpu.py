@@ -56,9 +56,7 @@ class NonFiniteError(FloatingPointError):
 class CpuRuntime:
     """Device memory, streams and the operations of emitted steps, for one compiled program set."""
 
-    def __init__(
-        self, state: HostState, budget_bytes: int, host_threads: int | None = None
-    ) -> None:
+    def __init__(self, state: HostState, budget_bytes: int, host_threads: int | None = None) -> None:
         self.state = state
         self.budget_bytes = budget_bytes
         cores = torch.get_num_threads()
@@ -217,27 +215,19 @@ class CpuRuntime:
         self._free(free)
         self.streams.reached(("backward", block, micro))
 
-    def offload(
-        self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()
-    ) -> None:
+    def offload(self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()) -> None:
         tensors = [t for token in stash for t in _as_list(self._store[token])]
         home: Token = ("stash", block, micro)
         kept = self._stash.get(home)
-        if kept is None or [t.shape for t in kept] != [t.shape for t in tensors]:
+        if kept is None or [(t.shape, t.dtype) for t in kept] != [(t.shape, t.dtype) for t in tensors]:
             self._stash[home] = kept = [torch.empty_like(t) for t in tensors]
-        self.streams.submit(
-            "d2h", ("offload", block, micro), after, lambda: _copy_all(kept, tensors)
-        )
+        self.streams.submit("d2h", ("offload", block, micro), after, lambda: _copy_all(kept, tensors))
 
-    def reload(
-        self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()
-    ) -> None:
+    def reload(self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()) -> None:
         kept = self._stash["stash", block, micro]
         with self._meter:
             tensors = [torch.empty_like(t) for t in kept]
-        self.streams.submit(
-            "h2d", ("reload", block, micro), after, lambda: _copy_all(tensors, kept)
-        )
+        self.streams.submit("h2d", ("reload", block, micro), after, lambda: _copy_all(tensors, kept))
         rest = list(tensors)
         for token in stash:
             if token[0] == "saved":
