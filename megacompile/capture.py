@@ -12,6 +12,7 @@ import copy
 import inspect
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,11 +163,11 @@ def capture(
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
     try:
-        exported = torch.export.export(
-            _Loss(copied, loss_fn), (rng, args, kwargs), strict=False
-        )
-        _keep_gradient_barriers(exported.graph_module)
-        exported = exported.run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
+            exported = torch.export.export(_Loss(copied, loss_fn), (rng, args, kwargs), strict=False)
+            _keep_gradient_barriers(exported.graph_module)
+            exported = exported.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:

@@ -34,7 +34,6 @@ OPTIONS: tuple[OptionName, ...] = ("all", "some", "none", "least")
 the rest again; keep nothing and recompute the first set, or the second, before the backward."""
 
 
-
 @dataclass(frozen=True)
 class BlockFunction:
     """One generated function and what it costs.
@@ -168,9 +167,7 @@ class _Cutter:
         outs = len(template.out_grads)
         self.outs, self.grads = flat[:outs], flat[outs:]
         self.backward_nodes = self._depends_on(self.tangents)
-        weights = [
-            n for n, k in zip(self.inputs, template.kinds, strict=True) if k in ("weight", "buffer")
-        ]
+        weights = [n for n, k in zip(self.inputs, template.kinds, strict=True) if k in ("weight", "buffer")]
         moving = self._depends_on([n for n in self.inputs if n not in weights] + self.tangents)
         self.static = {n for n in self.graph.nodes if n not in moving and not is_heavy(n)}
         self.refs = self._reference_names()
@@ -243,9 +240,7 @@ class _Cutter:
                 need(grad)
         return [n for n in self.graph.nodes if n in saved]
 
-    def _option(
-        self, name: OptionName, prefix: str, saved: list[fx.Node], plain: BlockFunction
-    ) -> Option:
+    def _option(self, name: OptionName, prefix: str, saved: list[fx.Node], plain: BlockFunction) -> Option:
         results = self._out_list() + _saved_list(saved)
         forward = self._function(f"{prefix}_forward_save_{name}", results, ()) if saved else plain
         backward = self._backward(f"{prefix}_backward_from_{name}", saved)
@@ -287,9 +282,7 @@ class _Cutter:
             given.update({n: r for n, r in self.refs.items() if r[0] == "out"})
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
         graph, inputs = _extract(self.graph, [n for _, n in results], given)
-        source = function_source(
-            graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
-        )
+        source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
         counted = [n for n in graph.nodes if n.op == "call_function"]
         peak, end = self._measure(source, name, graph, inputs)
         return BlockFunction(
@@ -304,9 +297,7 @@ class _Cutter:
             moved_bytes=sum(map(_moved, counted)),
         )
 
-    def _measure(
-        self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]
-    ) -> tuple[int, int]:
+    def _measure(self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]) -> tuple[int, int]:
         """(highest, last) bytes beyond what is alive at entry, from a run on fake tensors."""
         function = load_functions(source, torch.device("cpu"))[name]
         values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
@@ -330,9 +321,7 @@ class _Cutter:
         return max(0, meter.peak - start), end - start
 
 
-def load_functions(
-    source: str, device: torch.device
-) -> dict[str, Callable[[list[Any]], list[Any]]]:
+def load_functions(source: str, device: torch.device) -> dict[str, Callable[[list[Any]], list[Any]]]:
     """Execute generated source; returns the functions it defines."""
     namespace: dict[str, Any] = {"torch": torch, "aten": aten, "operator": operator, DEVICE: device}
     exec(compile(source, "<megacompile blocks>", "exec"), namespace)
@@ -450,10 +439,19 @@ def _flops(node: fx.Node) -> int:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     formula = flop_registry.get(node.target._overloadpacket)
+    if node.target._overloadpacket is aten._grouped_mm:
+        return _grouped_flops(node)
     if formula is None:
         return 0
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+
+
+def _grouped_flops(node: fx.Node) -> int:
+    """Two per multiply-add of a product whose rows are split over experts; torch has no formula yet."""
+    first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+    rows, inner = first.shape[-2:]
+    return int(2 * rows * inner * second.shape[-1])
 
 
 def _moved(node: fx.Node) -> int:

@@ -12,7 +12,14 @@ class CaptureError(MegacompileError):
 
 
 class BudgetError(MegacompileError):
-    """A memory budget is malformed, above what exists, or below the least feasible one."""
+    """A memory budget is malformed, above what exists, or below the least feasible one.
+
+    ``least_bytes`` is the least feasible device budget where that is what was missed, else None.
+    """
+
+    def __init__(self, message: str, *, least_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 class BudgetExceededError(RuntimeError):

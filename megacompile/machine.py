@@ -28,6 +28,15 @@ class Machine:
     shared_cores: bool = False
 
 
+def nominal_cpu(dtype: torch.dtype) -> Machine:
+    """Round figures of a small server CPU: what plans for the CPU backend are scored on.
+
+    Only ratios matter for a choice, and the same model and budget must always give the same plan.
+    """
+    flops = 400e9 if dtype == torch.bfloat16 else 100e9
+    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, 50e-6, 20e-6, shared_cores=True)
+
+
 @cache
 def this_cpu(dtype: torch.dtype) -> Machine:
     """Rates of this CPU from half a second of measuring: products, elementwise operators, copies."""

@@ -46,8 +46,8 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
             )
     if optimizer.state:
         raise MegacompileError(
-            "The optimizer has already taken steps: give a fresh one, and load its state with "
-            "program.load_state_dict."
+            "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh "
+            "one."
         )
     held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
     if not held:

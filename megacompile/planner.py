@@ -42,12 +42,6 @@ def search(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> P
     best: Planned | None = None
     for shape in _shapes(mode):
         best = _faster(best, search.fill(shape))
-        if (
-            best is not None
-            and shape == _ROOMY
-            and best.plan == _plan(work, shape, ("all",) * len(work.blocks))
-        ):
-            break  # everything stays on the device: nothing is left to decide
     if best is None:
         raise _infeasible(work, mode, budget_bytes)
     best = search.hold(best)
@@ -70,9 +64,6 @@ class _Shape:
     lead: int
     grad_lag: int
     order: str
-
-
-_ROOMY = _Shape("device", "step", 2, 1, "depth")
 
 
 def _shapes(mode: Mode) -> Iterator[_Shape]:
@@ -119,8 +110,10 @@ class _Search:
         def mixed(first: str, rest: str, n: int) -> Planned | None:
             return self.attempt(_plan(self.work, shape, (first,) * n + (rest,) * (count - n)))
 
-        best = mixed("all", "all", count)
-        if best is not None or self.mode.kind in ("evaluate", "update"):
+        uniform = [mixed(name, name, count) for name in ("all", "some", "none", "least")]
+        best = functools.reduce(_faster, uniform)
+        fits_whole = uniform[0] is not None and shape.stash == "device"
+        if fits_whole or self.mode.kind in ("evaluate", "update"):
             return best
         for first, rest in _FAMILIES:
             if mixed(first, rest, count) is not None:
@@ -184,7 +177,8 @@ def _infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
     return BudgetError(
         f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
         f"model and batch is {peak} bytes ({format_bytes(peak)}); {describe_peak(step, work)}. "
-        "Raise the budget, or make the batch or the sequences smaller."
+        "Raise the budget, or make the batch or the sequences smaller.",
+        least_bytes=peak,
     )
 
 

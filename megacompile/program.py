@@ -66,8 +66,10 @@ class StepOutput:
 
     @property
     def loss(self) -> Tensor:
-        """The loss; of several micro-batches their weighted sum."""
+        """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
         losses = self._results.losses
+        if not losses:
+            raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):
             return losses[0]
         return torch.stack([w * x for w, x in zip(self._weights, losses, strict=True)]).sum()
@@ -80,7 +82,7 @@ class StepOutput:
         return self._results.grad_norm
 
     def __repr__(self) -> str:
-        return f"StepOutput(loss={float(self.loss):.4f})"
+        return f"StepOutput(loss={float(self.loss):.4f})" if self._results.losses else "StepOutput()"
 
 
 class Program:
@@ -113,6 +115,7 @@ class Program:
         self._last: StepResults | None = None
         self._torn = ""
         self._calls = 0
+        self._predicted_peak = 0
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -232,13 +235,13 @@ class Program:
 
     @property
     def plan(self) -> Plan:
-        """What was decided for the program that ran last."""
+        """What was decided for the training program that ran last."""
         return self._scheduled().planned.plan
 
     @property
     def schedule(self) -> Schedule:
-        """The scheduled step of the program that ran last: printable, and an fx graph."""
-        return Schedule(self._scheduled(), self._compiler.machine, self._compiler.budget_bytes)
+        """The scheduled step of the training program that ran last: printable, and an fx graph."""
+        return Schedule(self._scheduled(), self._compiler.measured_machine, self._compiler.budget_bytes)
 
     @property
     def fusions(self) -> Fusions:
@@ -247,18 +250,17 @@ class Program:
 
     @property
     def source(self) -> str:
-        """The emitted Python of the program that ran last."""
+        """The emitted Python of the training program that ran last."""
         return self._scheduled().source
 
     @property
     def memory(self) -> Memory:
-        """Measured and predicted bytes so far."""
-        scheduled = self._scheduled()
+        """Measured and predicted bytes over all programs that ran so far."""
         host = self._runtime.state.nbytes() | self._runtime.host_bytes() if self._runtime else {}
         return Memory(
             budget_bytes=self._compiler.budget_bytes,
             device_peak_bytes=self._runtime.peak_bytes if self._runtime else 0,
-            predicted_peak_bytes=scheduled.planned.peak_bytes,
+            predicted_peak_bytes=self._predicted_peak,
             host_bytes=host,
         )
 
@@ -335,14 +337,16 @@ class Program:
     def _schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         first = self._runtime is None
         known = self._compiler.knows(batch)
-        if not first and not known:
+        if not first and not known and mode.kind != "evaluate":
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
             warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
         scheduled = self._compiler.schedule(batch, mode)
         if first:
             self._prove_longest(batch, mode)
             self._take_over(scheduled)
-        self._current = scheduled
+        if mode.kind != "evaluate" or self._current is None:
+            self._current = scheduled
+        self._predicted_peak = max(self._predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
 
     def _prove_longest(self, batch: Batch, mode: Mode) -> None:

@@ -30,6 +30,7 @@ class Streams:
         self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in threads}
         self._events: dict[Event, threading.Event] = {}
         self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
         self.step = 0  # the number of the step to which tasks are submitted
         self._threads = [
             threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
@@ -48,9 +49,7 @@ class Streams:
         torch.set_num_threads(ours)  # also what threads that start later will take
         self.reached(("threads",))
 
-    def submit(
-        self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], None]
-    ) -> None:
+    def submit(self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], None]) -> None:
         """Queue ``run`` on a stream; ``event`` fires when it is over."""
         needed = tuple(self._events[e] for e in after if e in self._events)
         done = threading.Event()
@@ -71,6 +70,9 @@ class Streams:
 
     def drain(self) -> None:
         """Wait until every queued task is over, then raise what went wrong, if anything did."""
+        if self._closed:
+            self.raise_failure()
+            return
         marks = []
         for name in self._queues:
             mark = threading.Event()
@@ -88,6 +90,9 @@ class Streams:
 
     def close(self) -> None:
         """Let all threads finish their queues and end."""
+        if self._closed:
+            return
+        self._closed = True
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
