@@ -21,7 +21,7 @@ from megacompile.differentiate import DifferentiatedTemplate, differentiate
 from megacompile.dump import write_dump
 from megacompile.emit import emit_step
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.machine import Machine, this_cpu
+from megacompile.machine import Machine, nominal_cpu, this_cpu
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, partition
 from megacompile.plan import Mode
@@ -80,9 +80,13 @@ class Compiler:
 
     @property
     def machine(self) -> Machine:
-        if self._machine is None:
-            self._machine = this_cpu(self._compute_dtype)
-        return self._machine
+        """The machine that is planned for; a nominal CPU, so that plans do not change with its load."""
+        return self._machine or nominal_cpu(self._compute_dtype)
+
+    @property
+    def measured_machine(self) -> Machine:
+        """The machine that times are predicted for."""
+        return self._machine or this_cpu(self._compute_dtype)
 
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
