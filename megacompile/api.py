@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ def compile(
     max_seq_len: int | None = None,
     dump: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    kernels: Mapping[str, bool] | bool | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -51,6 +52,8 @@ def compile(
     max_seq_len: prove at the start that batches padded to this length fit.
     dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.
     seed: of dropout; the same seed gives bitwise the same training run on one machine.
+    kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
+        what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -87,6 +90,7 @@ def compile(
         budget_bytes=budget,
         loss_fn=loss_fn,
         dump=Path(folder) if folder else None,
+        kernels=kernels,
     )
     program = Program(
         model,

@@ -1,4 +1,4 @@
-"""The pipeline: capture -> partition -> differentiate -> plan -> passes -> verify -> emit.
+"""The pipeline: capture -> fuse -> partition -> differentiate -> plan -> passes -> verify -> emit.
 
 :class:`Compiler` runs the stages for one kind of batch at a time and keeps what does not change
 between kinds: the form of each parameter and the layout of the weight groups.
@@ -21,6 +21,8 @@ from megacompile.differentiate import DifferentiatedTemplate, differentiate
 from megacompile.dump import write_dump
 from megacompile.emit import emit_step
 from megacompile.errors import CaptureError, MegacompileError
+from megacompile.fuse import fuse, read_switches
+from megacompile.fuse_report import Fusions
 from megacompile.machine import Machine, nominal_cpu, this_cpu
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, partition
@@ -35,6 +37,8 @@ class Compiled:
     """One kind of batch, through all stages that do not depend on the plan."""
 
     captured: Captured
+    fused: Captured
+    fusions: Fusions
     part: Partition
     templates: tuple[DifferentiatedTemplate, ...]
     assembly: Assembly
@@ -64,6 +68,7 @@ class Compiler:
         loss_fn: LossFn | None = None,
         machine: Machine | None = None,
         dump: Path | None = None,
+        kernels: Mapping[str, bool] | bool | None = None,
     ) -> None:
         self.model = model
         self.budget_bytes = budget_bytes
@@ -74,6 +79,7 @@ class Compiler:
         self._loss_fn = loss_fn
         self._machine = machine
         self._dump = dump
+        self._kernels = read_switches(kernels)
         self._dumped = 0
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
@@ -105,9 +111,10 @@ class Compiler:
             loss_fn=self._loss_fn,
             evaluate=evaluate,
         )
+        fused, fusions = fuse(captured, self._kernels)
         try:
-            part = partition(captured)
-            templates = tuple(differentiate(t, captured.fake_mode) for t in part.templates)
+            part = partition(fused)
+            templates = tuple(differentiate(t, fused.fake_mode) for t in part.templates)
         except MegacompileError:
             raise
         except RuntimeError as error:  # what an operator says about its arguments
@@ -115,10 +122,10 @@ class Compiler:
             raise CaptureError(
                 f"{type(self.model).__name__} cannot run on this batch: {reason}"
             ) from error
-        constants = sum(b.nbytes for b in self.constants(captured).values())
+        constants = sum(b.nbytes for b in self.constants(fused).values())
         assembly = assemble(part, templates, self.parameters, constants, self.layouts)
         self._check_places(assembly, part)
-        compiled = Compiled(captured, part, templates, assembly)
+        compiled = Compiled(captured, fused, fusions, part, templates, assembly)
         self._compiled[batch.key] = compiled
         return compiled
 

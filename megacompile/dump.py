@@ -25,6 +25,7 @@ def write_dump(folder: Path, scheduled: Scheduled, machine: Machine, budget_byte
     compiled, planned = scheduled.compiled, scheduled.planned
     files = {
         "00_capture.py.txt": function_source(compiled.captured.graph, "forward", "The captured loss."),
+        "00_fuse.txt": _fusions(scheduled),
         "01_partition.txt": _partition(scheduled),
         "02_options.txt": _options(scheduled),
         "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
@@ -38,6 +39,11 @@ def write_dump(folder: Path, scheduled: Scheduled, machine: Machine, budget_byte
     files |= _passes(scheduled)
     for name, text in files.items():
         (folder / name).write_text(text)
+
+
+def _fusions(scheduled: Scheduled) -> str:
+    graph = scheduled.compiled.fused.graph
+    return f"{scheduled.compiled.fusions}\n\n" + function_source(graph, "forward", "The loss after fusion.")
 
 
 def _partition(scheduled: Scheduled) -> str:

@@ -1,0 +1,144 @@
+"""What the fuse stage's patterns are written in: matches, the emitter of new nodes, small predicates.
+
+A pattern is a function from a node that could be its anchor to a :class:`Match`, to None (this is
+something else), or to a :class:`NearMissError` (this is the thing, but a condition fails). It reads
+targets, constants, shapes and dtypes, never the name of a module's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+Build = Callable[["Emitter", Sequence[fx.Node]], fx.Node]
+
+
+class NearMissError(Exception):
+    """A subgraph that is nearly a pattern; the message is the reason why it is left alone."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One subgraph that a fused operator can replace.
+
+    ``nodes`` are in graph order and end with ``root``, whose value is replaced; they read nothing but
+    each other and ``inputs``. ``build`` writes the replacement from nodes that stand for the inputs.
+    ``fixed`` are positions of inputs for which the operator has no gradient. ``home`` names the place
+    in reports; ``views`` are nodes whose shape argument follows the number of rows.
+    """
+
+    pattern: str
+    root: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    build: Build
+    home: fx.Node
+    fixed: tuple[int, ...] = ()
+    views: tuple[fx.Node, ...] = ()
+
+
+class Emitter:
+    """Adds calls to a graph and computes each one's value as it goes, inside ``context``."""
+
+    def __init__(
+        self, graph: fx.Graph, like: fx.Node, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.graph = graph
+        self.like = like
+        self.context = context
+
+    def call(self, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        """A new node; ``like`` gives it its place in the module tree."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in (like or self.like).meta.items() if k != "val"}
+        given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.context():
+            node.meta["val"] = target(*given, **named)
+        return node
+
+
+def operands(node: Any) -> tuple[Any, ...]:
+    """A node's positional arguments, for patterns that check each one by what it calls."""
+    found: tuple[Any, ...] = node.args
+    return found
+
+
+def value(node: fx.Node) -> Tensor:
+    """The tensor that a node stands for."""
+    found: Tensor = node.meta["val"]
+    return found
+
+
+def is_call(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
+    """Whether a node calls one of the operators."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_tensor(node: Any) -> TypeGuard[fx.Node]:
+    """Whether a node stands for one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_cast(node: Any) -> TypeGuard[fx.Node]:
+    """Whether a node changes the dtype and nothing else."""
+    if not is_call(node, aten._to_copy.default, aten.type_as.default, aten.to.dtype):
+        return False
+    if node.target is aten._to_copy.default and set(node.kwargs) - {"dtype"}:
+        return False
+    return value(node).shape == value(operands(node)[0]).shape and value(node).is_floating_point()
+
+
+def source(node: fx.Node) -> fx.Node:
+    """What an identity (``aten.alias``) shows; the node itself where it is none."""
+    while is_call(node, aten.alias.default):
+        node = operands(node)[0]
+    return node
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The single node that reads this one."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].op == "call_function" else None
+
+
+def number(item: Any) -> float | None:
+    """A Python number among a node's arguments."""
+    return float(item) if isinstance(item, (int, float)) and not isinstance(item, bool) else None
+
+
+def other(node: fx.Node, one: fx.Node) -> Any:
+    """The second operand of a product or sum that reads ``one`` as the other."""
+    a, b = operands(node)[:2]
+    return b if a is one else a
+
+
+def scaled(node: Any, target: Any) -> tuple[fx.Node, float] | None:
+    """(tensor, number) of ``tensor * number``, ``number + tensor`` and the like."""
+    if not is_call(node, target) or len(operands(node)) < 2 or node.kwargs:
+        return None
+    a, b = operands(node)[:2]
+    if number(a) is not None and isinstance(b, fx.Node) and target is not aten.div.Tensor:
+        a, b = b, a
+    factor = number(b)
+    return (a, factor) if isinstance(a, fx.Node) and factor is not None else None
+
+
+def ordered(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes in the order of their graph."""
+    return tuple(sorted(nodes))
+
+
+def outside_user(match: Match) -> str | None:
+    """Why a value inside a match must stay: the name of what else reads it."""
+    inside = set(match.nodes)
+    for node in match.nodes[:-1]:
+        for user in node.users:
+            if user not in inside:
+                return f"{node.name}, which the fused operator would not compute, is also read by {user.name}"
+    return None
