@@ -104,12 +104,9 @@ def assemble(
     blocks = tuple(_block_work(b, templates[b.template], part, owner) for b in part.blocks)
     work = Workload(
         blocks=blocks,
-        values=tuple(
-            ValueWork(v.nbytes, v.requires_grad, v.id in part.batch_values) for v in part.values
-        ),
+        values=tuple(ValueWork(v.nbytes, v.requires_grad, v.id in part.batch_values) for v in part.values),
         groups=tuple(
-            GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable)
-            for g in groups
+            GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable) for g in groups
         ),
         loss=part.loss,
         constant_bytes=constant_bytes + SEED_BYTES,

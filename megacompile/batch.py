@@ -59,9 +59,7 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch
     for leaf in tensors:
         if leaf.numel() == 0:
             raise MegacompileError(f"The batch holds an empty tensor of shape {tuple(leaf.shape)}.")
-    shapes = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat
-    )
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat)
     modes = (False,) if evaluate else tuple(m.training for m in model.modules())
     return Batch(args, kwargs, flat, (str(spec), shapes, modes, evaluate))
 
@@ -96,8 +94,7 @@ def check_signature(model: nn.Module, batch: Batch) -> None:
         unknown = sorted(set(batch.kwargs) - set(parameters))
         if unknown:
             raise MegacompileError(
-                f"{type(model).__name__}.forward takes no {', '.join(unknown)}: remove it from the "
-                "batch."
+                f"{type(model).__name__}.forward takes no {', '.join(unknown)}: remove it from the batch."
             )
     given = set(list(parameters)[: len(batch.args)]) | set(batch.kwargs)
     missing = [

@@ -57,9 +57,7 @@ def _call(node: fx.Node) -> str:
         source, index = node.args
         return f"{_value(source)}[{index}]"
     arguments = [_value(a) for a in node.args]
-    arguments += [
-        f"{key}={_value(value)}" for key, value in node.kwargs.items() if key != "pin_memory"
-    ]
+    arguments += [f"{key}={_value(value)}" for key, value in node.kwargs.items() if key != "pin_memory"]
     return f"{target_name(node.target)}({', '.join(arguments)})"
 
 

@@ -86,12 +86,14 @@ def is_tensor(node: Any) -> TypeGuard[fx.Node]:
 
 
 def is_cast(node: Any) -> TypeGuard[fx.Node]:
-    """Whether a node changes the dtype and nothing else."""
+    """Whether a node changes one float dtype into another and does nothing else."""
     if not is_call(node, aten._to_copy.default, aten.type_as.default, aten.to.dtype):
         return False
     if node.target is aten._to_copy.default and set(node.kwargs) - {"dtype"}:
         return False
-    return value(node).shape == value(operands(node)[0]).shape and value(node).is_floating_point()
+    given = value(operands(node)[0])
+    floating = given.is_floating_point() and value(node).is_floating_point()
+    return floating and value(node).shape == given.shape
 
 
 def source(node: fx.Node) -> fx.Node:

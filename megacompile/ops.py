@@ -269,9 +269,7 @@ def _band(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
     return allowed & (distance < window) if causal and window > 0 else allowed
 
 
-def _flash_mask(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int
-) -> Tensor | None:
+def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int) -> Tensor | None:
     covers_all = window <= 0 or window >= k.shape[2]
     if bias is None and covers_all:
         return None

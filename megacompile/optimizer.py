@@ -41,13 +41,11 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
                 raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
         if any(id(p) not in owned for p in group["params"]):
             raise MegacompileError(
-                "The optimizer holds a parameter that is not the model's: build it from "
-                "model.parameters()."
+                "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
             )
     if optimizer.state:
         raise MegacompileError(
-            "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh "
-            "one."
+            "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
         )
     held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
     if not held:

@@ -130,7 +130,6 @@ def storage_nbytes(value: Tensor) -> int:
     return value.untyped_storage().nbytes() if value.layout == torch.strided else 0
 
 
-
 # ---- where to cut -------------------------------------------------------------------------------
 
 
@@ -341,9 +340,7 @@ class _Builder:
             for argument in node.all_input_nodes:
                 fetch(argument)
             arguments, keywords = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-            copy = graph.create_node(
-                node.op, node.target, arguments, keywords, name=_base_name(node)
-            )
+            copy = graph.create_node(node.op, node.target, arguments, keywords, name=_base_name(node))
             copy.meta = dict(node.meta)
             copies[node] = copy
             _relative_site(copy, site)

@@ -43,8 +43,7 @@ class EagerTrainer:
         self.max_grad_norm, self.loss_fn, self.seed = max_grad_norm, loss_fn, seed
         self.steps = 0
         self.moments = {
-            n: (torch.zeros(p.numel()), torch.zeros(p.numel()))
-            for n, p in model.named_parameters()
+            n: (torch.zeros(p.numel()), torch.zeros(p.numel())) for n, p in model.named_parameters()
         }
 
     def loss(self, batch: Any, micro: int = 0) -> Tensor:
@@ -66,9 +65,7 @@ class EagerTrainer:
     def train_step(self, batches: Sequence[Any], trace: Trace | None = None) -> float:
         loss = self.backward(batches, [1.0 / len(batches)] * len(batches))
         if trace is not None:
-            trace.grads = {
-                n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None
-            }
+            trace.grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         if self.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
             if trace is not None:

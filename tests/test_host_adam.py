@@ -237,8 +237,7 @@ def test_threads_and_cuts_change_nothing(any_backend: str, layout: str) -> None:
     for cuts in ([1], [63, 64, 65, 200_001], [100_000, 299_999]):
         edges = [0, *cuts, n]
         pieces = [
-            take(tuple(x[a:b] for x in state), hyper, layout=layout, threads=2)
-            for a, b in pairwise(edges)
+            take(tuple(x[a:b] for x in state), hyper, layout=layout, threads=2) for a, b in pairwise(edges)
         ]
         joined = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
         assert all(same(a, b) for a, b in zip(joined, expected, strict=True))
@@ -347,9 +346,7 @@ def needs_compiler() -> None:
         pytest.skip(host_adam._kernel()[1])
 
 
-def test_no_compiler_means_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None
-) -> None:
+def test_no_compiler_means_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     host_adam.set_backend("auto")
     assert host_adam.backend() == "torch"

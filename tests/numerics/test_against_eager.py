@@ -57,9 +57,7 @@ def test_five_clipped_steps_equal_eager(name: str, budget: str) -> None:
     steps = [batch_for(name, seed) for seed in range(STEPS)]
     model = build(name)
     eager_model = copy.deepcopy(model)
-    eager = train_eager(
-        EagerTrainer(eager_model, optimizer_for(eager_model), max_grad_norm=1.0), steps
-    )
+    eager = train_eager(EagerTrainer(eager_model, optimizer_for(eager_model), max_grad_norm=1.0), steps)
     if budget == "least":
         budget = f"{least_budget(name, steps[0], max_grad_norm=1.0)}B"
     compiled = train_compiled(model, steps, budget if budget != "plenty" else "1GB", max_grad_norm=1.0)
@@ -89,9 +87,7 @@ def test_micro_batches_equal_eager_accumulation(name: str) -> None:
     steps = [[batch_for(name, 10 * s + m) for m in range(3)] for s in range(3)]
     model = build(name)
     eager_model = copy.deepcopy(model)
-    eager = train_eager(
-        EagerTrainer(eager_model, optimizer_for(eager_model), max_grad_norm=1.0), steps
-    )
+    eager = train_eager(EagerTrainer(eager_model, optimizer_for(eager_model), max_grad_norm=1.0), steps)
     compiled = train_compiled(model, steps, "1GB", max_grad_norm=1.0)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-6)
     assert compiled.norms == pytest.approx(eager.norms, rel=1e-5)
