@@ -119,9 +119,7 @@ class Compiler:
             raise
         except RuntimeError as error:  # what an operator says about its arguments
             reason = str(error).strip().splitlines()[0]
-            raise CaptureError(
-                f"{type(self.model).__name__} cannot run on this batch: {reason}"
-            ) from error
+            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
         constants = sum(b.nbytes for b in self.constants(fused).values())
         assembly = assemble(part, templates, self.parameters, constants, self.layouts)
         self._check_places(assembly, part)
