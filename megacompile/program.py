@@ -443,7 +443,7 @@ class Program:
 
 def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
     """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
-    kept = {t[1] for op in step.ops for t in op.writes if t[0] == "hgrad"}
+    kept: set[int] = {t[1] for op in step.ops for t in op.writes if t[0] == "hgrad"}
     stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")
     return sum(4 * layouts[g].elements for g in kept) + sum(step.ring) + stashes
 
