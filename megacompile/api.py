@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +84,7 @@ def compile(
     else:
         host = parse_bytes(host_budget, what="host_budget", available=available)
     optimizer = adopt(optimizer, model)
+    _announce(compute_dtype)
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
     compiler = Compiler(
         model,
@@ -105,6 +108,19 @@ def compile(
     if example_batch is not None:
         program.prepare(example_batch)
     return program
+
+
+@functools.cache
+def _announce(compute_dtype: torch.dtype) -> None:
+    """Say once per process what the dtype means for precision."""
+    if compute_dtype == torch.float32:
+        text = "computing in float32: true full precision from end to end"
+    else:
+        text = (
+            "computing in bfloat16 over FP32 master weights and moments; "
+            "compute_dtype=torch.float32 gives full precision from end to end"
+        )
+    print(f"megacompile: {text}", file=sys.stderr)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
