@@ -117,5 +117,3 @@ def _timeline(step: Step, machine: Machine) -> str:
         for i, s in enumerate(STREAMS)
     ]
     return json.dumps({"traceEvents": names + events}, indent=0) + "\n"
-
-
