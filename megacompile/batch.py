@@ -40,8 +40,17 @@ class Batch:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
-def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch:
-    """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position."""
+def is_transformers(model: nn.Module) -> bool:
+    """Whether the model keeps transformers' conventions on masks, padding and labels."""
+    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    return not bases.isdisjoint({"transformers", "peft"})
+
+
+def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mask: bool = False) -> Batch:
+    """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position.
+
+    ``keep_mask`` keeps an attention mask of all ones, for a loss function that may read it.
+    """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if hasattr(batch, "items"):
@@ -50,7 +59,8 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch
         args = batch
     else:
         args = (batch,)
-    kwargs = _plain_mask(kwargs)
+    if is_transformers(model) and not keep_mask:
+        kwargs = _plain_mask(kwargs)
     args, kwargs = pytree.tree_map(_scalar_counts(kwargs), (args, kwargs))
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -65,7 +75,7 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False) -> Batch
 
 
 def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Drop a mask that hides nothing: the program without a mask is right and much faster."""
+    """Drop a mask that hides nothing, which transformers takes no mask to mean: much faster."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
         return {k: v for k, v in kwargs.items() if k != "attention_mask"}

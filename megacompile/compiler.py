@@ -94,6 +94,10 @@ class Compiler:
         """The machine that times are predicted for."""
         return self._machine or this_cpu(self._compute_dtype)
 
+    @property
+    def has_loss_fn(self) -> bool:
+        return self._loss_fn is not None
+
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
         return batch.key in self._compiled

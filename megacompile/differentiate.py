@@ -75,10 +75,6 @@ class Option:
     def saved_bytes(self) -> int:
         return sum(self.saved)
 
-    @property
-    def extra_flops(self) -> int:
-        return self.recompute.flops if self.recompute else 0
-
 
 @dataclass(frozen=True)
 class DifferentiatedTemplate:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.assemble import GroupLayout
-from megacompile.batch import Batch, bucket_length, check_signature, pad_batch, read_batch
+from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from megacompile.fuse_report import Fusions
@@ -77,7 +77,7 @@ class StepOutput:
     @property
     def grad_norm(self) -> Tensor | None:
         """The gradient's 2-norm before clipping; None where updates do not wait for it."""
-        if self._results.grad_norm is None:
+        if self._results.grad_norm is None and self._results.takes_norm:
             self._program.wait()
         return self._results.grad_norm
 
@@ -303,12 +303,14 @@ class Program:
         return [self._read(item, evaluate) for item in items]
 
     def _read(self, item: Any, evaluate: bool) -> Batch:
-        batch = read_batch(item, self.model, evaluate=evaluate)
-        if self._compiler.knows(batch) or self._current is None:
+        own_loss = self._compiler.has_loss_fn
+        batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
+        if self._compiler.knows(batch) or self._current is None or own_loss:
             check_signature(self.model, batch)
             return batch
-        ids = batch.kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2 and "labels" in batch.kwargs:
+        ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
+        per_token = isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape
+        if per_token and is_transformers(self.model) and ids.dim() == 2:  # type: ignore[union-attr]
             length = bucket_length(ids.shape[1], longest=self._max_seq_len)
             if length > ids.shape[1]:
                 batch = read_batch(pad_batch(item, length), self.model, evaluate=evaluate)
@@ -400,7 +402,8 @@ class Program:
         if bound is not self._previous:
             runtime.finish()
             self._previous = bound
-        self._last_batch = micro[0]
+        if mode.kind != "evaluate":
+            self._last_batch = micro[0]  # whose program an update by hand belongs to
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
             seeds=[step_seed(self._seed, self._calls, i) for i in range(len(micro))],

@@ -42,9 +42,10 @@ class StepInputs:
 
 @dataclass
 class StepResults:
-    """What a run gives: losses per micro-batch, and the norm once clip_scale has run."""
+    """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will."""
 
     losses: list[Tensor]
+    takes_norm: bool = False
     grad_norm: Tensor | None = None
     skipped: bool = False
 
@@ -88,7 +89,7 @@ class CpuRuntime:
         planned = sum(op.kind == "adam" for op in program.step.ops)
         self._updates = {k: v for k, v in self._updates.items() if v[2] < v[0]}
         self._updates[self.streams.step] = [planned, 0, 0]
-        self._results = StepResults(losses=[])
+        self._results = StepResults(losses=[], takes_norm="clip_scale" in program.kinds)
         self._meter.peak = self._meter.live
         try:
             program.function(self)
@@ -123,10 +124,6 @@ class CpuRuntime:
             "ring": sum(r.nbytes for r in self._ring),
             "stashes": sum(t.nbytes for s in self._stash.values() for t in s),
         }
-
-    def discard_gradients(self) -> None:
-        """Forget gradients that have landed and were not applied."""
-        self._landed.clear()
 
     @property
     def has_gradients(self) -> bool:

@@ -108,12 +108,15 @@ def test_accumulation_by_hand() -> None:
         batches = [batch_for("gpt2", 10 * step + i) for i in range(3)]
         for batch in batches:
             program.forward_backward(batch, weight=1 / 3)
+        program.evaluate(batches[0])  # must not touch the gradients that wait
         out = program.optimizer_step()
         trainer.backward(batches, [1 / 3] * 3)
         norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
         trainer.update()
         assert out.grad_norm is not None
         assert float(out.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+    for name, value in eager.named_parameters():
+        assert torch.allclose(program.state_dict()[name], value, atol=1e-5), name
     with pytest.raises(megacompile.ProgramError, match="No gradient"):
         program.optimizer_step()
     program.forward_backward(batch)
