@@ -309,8 +309,8 @@ class Program:
             check_signature(self.model, batch)
             return batch
         ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
-        per_token = isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape
-        if per_token and is_transformers(self.model) and ids.dim() == 2:  # type: ignore[union-attr]
+        tokens = isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(self.model)
+        if tokens and ids is not None and labels is not None and labels.shape == ids.shape and ids.dim() == 2:
             length = bucket_length(ids.shape[1], longest=self._max_seq_len)
             if length > ids.shape[1]:
                 batch = read_batch(pad_batch(item, length), self.model, evaluate=evaluate)
