@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,17 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """How long a weight group stays on the device, and how early it is fetched.
+    """How long a weight group stays on the device, how early it is fetched, and where its state lives.
 
     ``keep``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
     backward, "step" holds it for the whole step. ``lead`` counts compute operations between the
-    start of a prefetch and the first use.
+    start of a prefetch and the first use. ``state``: "host" holds masters and moments in RAM; "nvme"
+    leaves only the streamed weights there; "nvme-all" leaves nothing there.
     """
 
     keep: Literal["stream", "micro", "step"] = "stream"
     lead: int = 2
+    state: Literal["host", "nvme", "nvme-all"] = "host"
 
 
 @dataclass(frozen=True, slots=True)

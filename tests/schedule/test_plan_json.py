@@ -13,7 +13,7 @@ from megacompile.errors import MegacompileError
 from megacompile.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
 from tests.schedule.problems import plans, workloads
 
-PLAN = Plan((BlockPlan("none"), BlockPlan("all", "host")), (GroupPlan("micro", 3),), "breadth", 0, 4)
+PLAN = Plan((BlockPlan("none"), BlockPlan("all", "host")), (GroupPlan("micro", 3, "nvme"),), "breadth", 0, 4)
 
 
 @given(workloads(4).flatmap(plans))
@@ -27,7 +27,7 @@ def test_files_are_plain_json_with_a_version() -> None:
     fields = json.loads(PLAN.to_json())
     assert fields["version"] == PLAN_VERSION
     assert fields["blocks"][1] == {"choice": "all", "stash": "host"}
-    assert fields["groups"] == [{"keep": "micro", "lead": 3}]
+    assert fields["groups"] == [{"keep": "micro", "lead": 3, "state": "nvme"}]
     assert (fields["order"], fields["grad_lag"], fields["ring"]) == ("breadth", 0, 4)
 
 
@@ -70,6 +70,7 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
         ("groups[0]", "lead", -1),
         ("groups[0]", "lead", [2]),
         ("groups[0]", "keep", "forever"),
+        ("groups[0]", "state", "tape"),
         ("blocks[1]", "stash", "disk"),
         ("blocks[1]", "choice", 3),
     ],
