@@ -1,0 +1,95 @@
+"""The host arena: one mapping that holds every long-lived host buffer.
+
+In:  how many bytes the plan needs. Out: tensors that are pieces of one anonymous mapping, sized to the
+plan (no rounding to powers of two), zero until written, on huge pages where the system allows them and
+spread over all NUMA nodes where there are several. ``tensor`` and ``address`` give the whole mapping,
+so that a CUDA backend can register it in one call.
+
+Pieces start at multiples of 64 KiB: arrays that lie 2^k + 4096 bytes apart share cache sets, which
+cost host Adam 25 to 38 % of its speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import mmap
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import BudgetError
+from megacompile.units import format_bytes
+
+ALIGNMENT = 1 << 16
+_HUGE_PAGE = 2 << 20
+_NODES = Path("/sys/devices/system/node/online")
+
+
+class HostArena:
+    """One mapping of ``nbytes``, handed out front to back; pieces live as long as their tensors."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(ALIGNMENT, padded(nbytes))
+        self.used_bytes = 0
+        try:
+            # a huge page more of addresses, never touched, so that the arena starts on one
+            mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise BudgetError(
+                f"The system refuses to map {format_bytes(self.nbytes)} of host memory ({error}): "
+                "free some memory, or give a smaller host_budget."
+            ) from error
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self.tensor = whole[start : start + self.nbytes]
+        self.address = self.tensor.data_ptr()
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _advise(mapping)
+        _interleave(self.address, self.nbytes)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next piece as a zeroed tensor."""
+        elements = prod(shape)
+        start = self.used_bytes
+        stop = start + elements * dtype.itemsize
+        assert stop <= self.nbytes, f"the arena of {self.nbytes} bytes has no {stop - start} bytes left"
+        self.used_bytes = padded(stop)
+        return self.tensor[start:stop].view(dtype).view(*shape)
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a piece takes in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE
+
+
+def _advise(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _interleave(address: int, nbytes: int) -> None:
+    """Spread pages over all NUMA nodes, as both sockets' cores will read them."""
+    if not _NODES.exists() or _NODES.read_text().strip() in ("", "0"):
+        return
+    found = ctypes.util.find_library("numa")
+    if found is None:
+        return
+    library, every_node = _load_numa(found)
+    if library.numa_available() >= 0:
+        library.numa_interleave_memory(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), every_node)
+
+
+def _load_numa(name: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    library = ctypes.CDLL(name)
+    return library, ctypes.c_void_p.in_dll(library, "numa_all_nodes_ptr")

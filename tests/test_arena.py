@@ -1,0 +1,88 @@
+"""The host arena: one mapping, exactly sized, at addresses that suit the CPU."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacompile import arena
+from megacompile.arena import ALIGNMENT, HostArena, padded, resident_bytes
+from megacompile.errors import BudgetError
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 70_000), st.sampled_from([torch.bfloat16, torch.float32, torch.int16])),
+    max_size=8,
+)
+
+
+@given(pieces)
+def test_pieces_are_disjoint_aligned_and_zero_and_fill_what_was_asked_for(wanted: list) -> None:
+    whole = HostArena(sum(padded(n * t.itemsize) for n, t in wanted))
+    taken = [whole.take((n,), t) for n, t in wanted]
+    for i, piece in enumerate(taken):
+        assert piece.data_ptr() % ALIGNMENT == 0 or piece.numel() == 0
+        assert not piece.any()
+        piece.fill_(i + 1)
+    for i, piece in enumerate(taken):
+        assert bool((piece == i + 1).all())
+    assert whole.used_bytes == sum(padded(n * t.itemsize) for n, t in wanted) <= whole.nbytes
+    assert whole.address == whole.tensor.data_ptr()
+
+
+def test_the_arena_is_no_larger_than_asked_and_takes_ram_only_where_written() -> None:
+    asked = (300 << 20) + 1
+    before = resident_bytes()
+    whole = HostArena(asked)
+    assert whole.nbytes == padded(asked)
+    whole.take((8 << 20,), torch.float32).fill_(1.0)
+    grown = resident_bytes() - before
+    assert 32 << 20 <= grown + (1 << 20) < 64 << 20
+
+
+def test_a_piece_keeps_the_mapping_alive_and_the_last_one_gives_it_back() -> None:
+    whole = HostArena(128 << 20)
+    piece = whole.take((32 << 20,), torch.float32).fill_(2.0)
+    del whole
+    gc.collect()
+    assert float(piece[-1]) == 2.0
+    before = resident_bytes()
+    del piece
+    gc.collect()
+    assert resident_bytes() < before - (100 << 20)
+
+
+def test_more_than_the_arena_holds_is_our_own_mistake() -> None:
+    whole = HostArena(ALIGNMENT)
+    with pytest.raises(AssertionError, match="no 65540 bytes left"):
+        whole.take((ALIGNMENT // 4 + 1,), torch.float32)
+
+
+def test_a_mapping_that_the_system_refuses_is_said_in_a_sentence() -> None:
+    with pytest.raises(BudgetError, match=r"refuses to map .* TB of host memory"):
+        HostArena(1 << 60)
+
+
+def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, tmp_path) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def __init__(self, _: str) -> None:
+            self.numa_interleave_memory = lambda a, n, nodes: calls.append((a.value, n.value))
+
+        def numa_available(self) -> int:
+            return 0
+
+    nodes = tmp_path / "online"
+    monkeypatch.setattr(arena, "_NODES", nodes)
+    monkeypatch.setattr(arena.ctypes.util, "find_library", lambda _: "libnuma.so.1")
+    monkeypatch.setattr(arena, "_load_numa", lambda name: (Library(name), None))
+    nodes.write_text("0\n")
+    HostArena(ALIGNMENT)
+    assert not calls
+    nodes.write_text("0-1\n")
+    whole = HostArena(3 * ALIGNMENT)
+    assert calls == [(whole.address, 3 * ALIGNMENT)]
