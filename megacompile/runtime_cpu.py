@@ -8,6 +8,8 @@ nothing: what happens when is written in the emitted step.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +25,7 @@ from megacompile.meter import StorageMeter
 from megacompile.partition import Block, Partition
 from megacompile.state import HostState, slot_view
 from megacompile.step import Event, Step, Token
-from megacompile.workers import Streams
+from megacompile.workers import Streams, Trace
 
 Getter = Callable[[int], Any]
 
@@ -65,6 +67,7 @@ class CpuRuntime:
         self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores})
         self._adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self.peak_bytes = 0
+        self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)  # of the last two runs: what ran when
         self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._meter = StorageMeter()
@@ -86,6 +89,8 @@ class CpuRuntime:
         self._prepare(program.step)
         self._inputs = inputs
         self.streams.step += 1
+        self.streams.trace = []
+        self.traces.append((program.step, self.streams.trace))
         planned = sum(op.kind == "adam" for op in program.step.ops)
         self._updates = {k: v for k, v in self._updates.items() if v[2] < v[0]}
         self._updates[self.streams.step] = [planned, 0, 0]
@@ -188,29 +193,32 @@ class CpuRuntime:
         self, *, block: int, micro: int, keep: str, after: Sequence[Event] = (), free: Any = ()
     ) -> None:
         self.streams.wait(after)
-        call = self._bound.call(block, keep, "forward")
+        call, start = self._bound.call(block, keep, "forward"), time.perf_counter()
         self._store_results(call, micro, self._call(call, micro))
         if self._bound.loss_block == block:
             self._read_loss(micro)
         self._free(free)
         self.streams.reached(("forward", block, micro))
+        self.streams.note(("forward", block, micro), start)
 
     def recompute(
         self, *, block: int, micro: int, keep: str, after: Sequence[Event] = (), free: Any = ()
     ) -> None:
         self.streams.wait(after)
-        call = self._bound.call(block, keep, "recompute")
+        call, start = self._bound.call(block, keep, "recompute"), time.perf_counter()
         self._store_results(call, micro, self._call(call, micro))
         self._free(free)
+        self.streams.note(("recompute", block, micro), start)
 
     def backward(
         self, *, block: int, micro: int, keep: str, after: Sequence[Event] = (), free: Any = ()
     ) -> None:
         self.streams.wait(after)
-        call = self._bound.call(block, keep, "backward")
+        call, start = self._bound.call(block, keep, "backward"), time.perf_counter()
         self._store_gradients(call, micro, self._call(call, micro))
         self._free(free)
         self.streams.reached(("backward", block, micro))
+        self.streams.note(("backward", block, micro), start)
 
     def offload(self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()) -> None:
         tensors = [t for token in stash for t in _as_list(self._store[token])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
@@ -17,7 +18,10 @@ import torch
 
 from megacompile.step import Event
 
-Task = tuple[int, Callable[[], None], tuple[threading.Event, ...], threading.Event]
+Trace = list[tuple[Event, float, float]]
+"""What one step did: (event, start, end) of each operation, in seconds of ``time.perf_counter``."""
+
+Task = tuple[int, Callable[[], None], tuple[threading.Event, ...], threading.Event, Event, Trace]
 
 
 class Streams:
@@ -32,6 +36,7 @@ class Streams:
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
         self.step = 0  # the number of the step to which tasks are submitted
+        self.trace: Trace = []  # of that step; its tasks add to it even after the next one has begun
         self._threads = [
             threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
             for n, q in self._queues.items()
@@ -54,7 +59,7 @@ class Streams:
         needed = tuple(self._events[e] for e in after if e in self._events)
         done = threading.Event()
         self._events[event] = done
-        self._queues[stream].put((self.step, run, needed, done))
+        self._queues[stream].put((self.step, run, needed, done, event, self.trace))
 
     def wait(self, events: Iterable[Event]) -> None:
         """Block the caller until the latest records of ``events`` are over."""
@@ -68,6 +73,10 @@ class Streams:
         """The caller's own stream passed this point: earlier records no longer hold anyone back."""
         self._events.pop(event, None)
 
+    def note(self, event: Event, start: float) -> None:
+        """Put an operation of the caller's own stream, over now, into the step's trace."""
+        self.trace.append((event, start, time.perf_counter()))
+
     def drain(self) -> None:
         """Wait until every queued task is over, then raise what went wrong, if anything did."""
         if self._closed:
@@ -76,7 +85,7 @@ class Streams:
         marks = []
         for name in self._queues:
             mark = threading.Event()
-            self._queues[name].put((self.step, lambda: None, (), mark))
+            self._queues[name].put((self.step, lambda: None, (), mark, ("drain",), []))
             marks.append(mark)
         for mark in marks:
             mark.wait()
@@ -100,15 +109,17 @@ class Streams:
 
     def _work(self, queue: SimpleQueue[Task | None]) -> None:
         while (task := queue.get()) is not None:
-            step, run, needed, done = task
+            step, run, needed, done, name, trace = task
             for event in needed:
                 event.wait()
+            start = time.perf_counter()
             failure = self._failure
             if failure is None or step < failure[0]:
                 try:
                     run()
                 except BaseException as error:
                     self._failure = self._failure or (step, error)
+            trace.append((name, start, time.perf_counter()))
             del failure
             del task, run, needed  # drop what the task holds before anyone is told that it is over
             done.set()
