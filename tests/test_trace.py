@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -41,6 +42,6 @@ def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Prog
         lanes[streams[event]].append((start, end))
     assert set(lanes) == {"compute", "h2d", "d2h", "host"}
     for spans in lanes.values():
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "a stream runs in order"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "a stream runs in order"
     ends = {event: end for event, _, end in before}
     assert min(start for event, start, _ in trace if event[0] == "forward") > ends["backward", 0, 0]
