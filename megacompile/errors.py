@@ -32,3 +32,7 @@ class ScheduleError(MegacompileError):
 
 class ProgramError(RuntimeError):
     """A program is in a state in which the call cannot be served, and what to do about it."""
+
+
+class StorageError(RuntimeError):
+    """State on storage could not be read or written, or is not what was written."""
