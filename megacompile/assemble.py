@@ -64,18 +64,6 @@ class GroupLayout:
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(start, stop, optimizer param group) of runs of elements with the same hyper-parameters."""
-        spans: list[tuple[int, int, int]] = []
-        for slot in self.slots:
-            group = slot.parameter.param_group
-            stop = slot.offset + _padded(slot.parameter.numel)
-            if spans and spans[-1][2] == group:
-                spans[-1] = (spans[-1][0], stop, group)
-            else:
-                spans.append((slot.offset, stop, group))
-        return spans
-
 
 @dataclass(frozen=True)
 class Assembly:
@@ -144,13 +132,14 @@ def _layout(
     slots, offset = [], 0
     for parameter in sorted(members, key=lambda p: p.param_group):
         slots.append(Slot(parameter, offset))
-        offset += _padded(parameter.numel)
+        offset += padded_elements(parameter.numel)
     names = [part.blocks[b].name for b in users]
     name = names[0] if len(names) == 1 else f"{members[0].name.rsplit('.', 1)[0]} (×{len(names)})"
     return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), offset)
 
 
-def _padded(elements: int) -> int:
+def padded_elements(elements: int) -> int:
+    """Elements of a bucket that a parameter of so many takes."""
     return -(-elements // _ALIGN) * _ALIGN
 
 

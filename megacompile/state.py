@@ -1,8 +1,9 @@
-"""Host state: FP32 masters and Adam moments of all weight groups, 12 bytes per trained parameter.
+"""Host state: FP32 masters and Adam moments of all weight groups.
 
 A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that
 is streamed. A group that computes in fp32 streams its masters as they are. Either way the pair is
-exact: reading a parameter back gives its FP32 value bit for bit.
+exact: reading a parameter back gives its FP32 value bit for bit. Moments are kept in one of the
+formats of `formats.py`: 12, about 6 or about 5 bytes per trained parameter in all.
 """
 
 from __future__ import annotations
@@ -14,30 +15,29 @@ from torch import Tensor, nn
 
 from megacompile import host_adam
 from megacompile.assemble import GroupLayout, Slot
+from megacompile.formats import StateFormat, group_arrays, group_runs, state_bytes
 
 
 class HostState:
-    """Flat buckets on the host, one set per weight group, and views of single parameters in them."""
+    """Flat arrays on the host, one set per weight group, and views of single parameters in them.
 
-    def __init__(self, groups: Sequence[GroupLayout]) -> None:
+    ``arrays`` holds by group, by name, what :func:`~megacompile.formats.group_arrays` lists.
+    """
+
+    def __init__(self, groups: Sequence[GroupLayout], form: StateFormat = "fp32") -> None:
         self.groups = tuple(groups)
-        self.weights: list[Tensor] = []  # what is streamed: bf16 high halves or fp32 masters
-        self._low: list[Tensor | None] = []
-        self.exp_avg: list[Tensor | None] = []
-        self.exp_avg_sq: list[Tensor | None] = []
+        self.form = form
+        self.arrays: list[dict[str, Tensor]] = [
+            {a.name: torch.zeros(a.elements, dtype=a.dtype) for a in group_arrays(group, form)}
+            for group in self.groups
+        ]
+        self.weights = [arrays["weights"] for arrays in self.arrays]  # what is streamed
         self.steps = [0] * len(self.groups)
-        for group in self.groups:
-            split = group.dtype == torch.bfloat16
-            self.weights.append(torch.zeros(group.elements, dtype=group.dtype))
-            self._low.append(torch.zeros(group.elements, dtype=torch.int16) if split else None)
-            self.exp_avg.append(torch.zeros(group.elements) if group.trainable else None)
-            self.exp_avg_sq.append(torch.zeros(group.elements) if group.trainable else None)
+        self._runs = [group_runs(group, form) for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by kind: "masters" and "moments"."""
-        masters = sum(w.nbytes for w in self.weights) + sum(t.nbytes for t in self._low if t is not None)
-        moments = sum(t.nbytes for t in (*self.exp_avg, *self.exp_avg_sq) if t is not None)
-        return {"masters": masters, "moments": moments}
+        return state_bytes(self.groups, self.form)
 
     def take(self, model: nn.Module, places: Mapping[str, tuple[int, int]]) -> None:
         """Move each placed parameter's value here, one at a time, and leave NaN in its place.
@@ -54,36 +54,23 @@ class HostState:
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
         slot = self._find(place)
-        if self._low[place[0]] is None:
+        if self._low(place[0]) is None:
             slot_view(self.weights[place[0]], slot).copy_(value)
             return
         start, stop = slot.offset, slot.offset + slot.parameter.numel
         flat = torch.empty(stop - start)
         _strided(flat, 0, slot).copy_(value)
-        low = self._low[place[0]]
+        low = self._low(place[0])
         assert low is not None
         host_adam.split(flat, self.weights[place[0]][start:stop], low[start:stop])
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape."""
         slot = self._find(place)
-        return self._gather(slot, self.weights[place[0]], self._low[place[0]])
+        return self._gather(slot, self.weights[place[0]], self._low(place[0]))
 
-    def moments(self, place: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """(exp_avg, exp_avg_sq) of one parameter as new tensors, None for a frozen one."""
-        slot = self._find(place)
-        first, second = self.exp_avg[place[0]], self.exp_avg_sq[place[0]]
-        if first is None or second is None:
-            return None
-        return self._gather(slot, first, None), self._gather(slot, second, None)
-
-    def write_moments(self, place: tuple[int, int], exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Set one parameter's moments."""
-        slot = self._find(place)
-        first, second = self.exp_avg[place[0]], self.exp_avg_sq[place[0]]
-        assert first is not None and second is not None
-        slot_view(first, slot).copy_(exp_avg)
-        slot_view(second, slot).copy_(exp_avg_sq)
+    def _low(self, group: int) -> Tensor | None:
+        return self.arrays[group].get("low")
 
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
@@ -105,13 +92,14 @@ class HostState:
         threads: int | None,
     ) -> None:
         """One Adam step of a whole group; ``hypers`` are per optimizer param group."""
-        first, second, low = self.exp_avg[group], self.exp_avg_sq[group], self._low[group]
-        assert first is not None and second is not None
-        for start, stop, index in self.groups[group].spans():
-            part = slice(start, stop)
-            weights = self.weights[group][part]
-            master = weights if low is None else (weights, low[part])
-            host_adam.adamw_step(master, first[part], second[part], grad[part], hypers[index], threads)
+        arrays = self.arrays[group]
+        weights, low = self.weights[group], self._low(group)
+        for run in self._runs[group]:
+            part = slice(run.start, run.stop)
+            place = slice(run.offset, run.offset + run.stop - run.start)
+            master = weights[part] if low is None else (weights[part], low[part])
+            first, second = arrays["exp_avg"][place], arrays["exp_avg_sq"][place]
+            host_adam.adamw_step(master, first, second, grad[part], hypers[run.param_group], threads)
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
