@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.flop_counter import flop_registry
 
 from megacompile.codegen import DEVICE, function_source
-from megacompile.errors import CaptureError
+from megacompile.costs import flat, flops, is_heavy, moved
+from megacompile.joint import Ref, extract, trace_joint
 from megacompile.meter import StorageMeter
-from megacompile.partition import Template, is_view, storage_nbytes
+from megacompile.partition import Template
+from megacompile.views import is_view, storage_nbytes
 
 aten = torch.ops.aten
-RefKind = Literal["in", "out", "saved", "grad"]
-Ref = tuple[RefKind, int]
 OptionName = Literal["all", "some", "none", "least"]
 OPTIONS: tuple[OptionName, ...] = ("all", "some", "none", "least")
 """Keep every tensor that the backward reads; keep the results of products and attention and derive
@@ -101,67 +99,20 @@ def differentiate(template: Template, mode: FakeTensorMode) -> DifferentiatedTem
     return _Cutter(template, mode).run()
 
 
-def _trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
-    """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
-    module = fx.GraphModule({}, template.graph)
-
-    def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
-        outputs = fx.Interpreter(module).run(*inputs)
-        roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
-        leaves = [i for i in inputs if i.requires_grad]
-        found: Sequence[Tensor | None] = ()
-        if roots and leaves:
-            found = torch.autograd.grad(roots, leaves, grads, allow_unused=True)
-        return list(outputs), list(found)
-
-    with mode:
-        inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
-        results = module(*inputs)
-        grads = [
-            torch.empty_like(o, memory_format=torch.preserve_format).detach()
-            for o, g in zip(results, template.out_grads, strict=True)
-            if g
-        ]
-    traced = make_fx(joint)(inputs, grads)
-    if any(_is_mutable(n) for n in traced.graph.nodes):
-        # some gradient rules write in place; a second trace without autograd makes them functional
-        with mode:
-            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
-            traced.graph.eliminate_dead_code()
-    _check_functional(traced.graph, template)
-    return traced.graph
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _check_functional(graph: fx.Graph, template: Template) -> None:
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            raise CaptureError(f"{template.name or 'The model'} creates a constant tensor in its "
-                               "backward, which cannot be placed: report the operator it uses.")  # fmt: skip
-        if _is_mutable(node):
-            raise CaptureError(
-                f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
-                "place and cannot be recomputed: replace the operator that it differentiates."
-            )
-
-
 class _Cutter:
     """Cuts one joint graph at several saved sets."""
 
     def __init__(self, template: Template, mode: FakeTensorMode) -> None:
         self.template = template
         self.mode = mode
-        self.graph = _trace_joint(template, mode)
+        self.graph = trace_joint(template, mode)
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         count = len(template.examples)
         self.inputs, self.tangents = placeholders[:count], placeholders[count:]
         output = next(n for n in self.graph.nodes if n.op == "output")
-        flat = _flat(output.args[0])
+        results = flat(output.args[0])
         outs = len(template.out_grads)
-        self.outs, self.grads = flat[:outs], flat[outs:]
+        self.outs, self.grads = results[:outs], results[outs:]
         self.backward_nodes = self._depends_on(self.tangents)
         weights = [n for n, k in zip(self.inputs, template.kinds, strict=True) if k in ("weight", "buffer")]
         moving = self._depends_on([n for n in self.inputs if n not in weights] + self.tangents)
@@ -277,7 +228,7 @@ class _Cutter:
         if outputs_given:
             given.update({n: r for n, r in self.refs.items() if r[0] == "out"})
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
-        graph, inputs = _extract(self.graph, [n for _, n in results], given)
+        graph, inputs = extract(self.graph, [n for _, n in results], given)
         source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
         counted = [n for n in graph.nodes if n.op == "call_function"]
         peak, end = self._measure(source, name, graph, inputs)
@@ -289,8 +240,8 @@ class _Cutter:
             result_bytes=tuple(_nbytes(n) for _, n in results),
             peak_bytes=peak,
             end_bytes=end,
-            flops=sum(map(_flops, counted)),
-            moved_bytes=sum(map(_moved, counted)),
+            flops=sum(map(flops, counted)),
+            moved_bytes=sum(map(moved, counted)),
         )
 
     def _measure(self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]) -> tuple[int, int]:
@@ -324,83 +275,6 @@ def load_functions(source: str, device: torch.device) -> dict[str, Callable[[lis
     return {k: v for k, v in namespace.items() if callable(v) and hasattr(v, "__code__")}
 
 
-_HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
-                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
-
-
-def is_heavy(node: fx.Node) -> bool:
-    """Whether an operator is worth keeping the result of: products, attention, searches."""
-    if node.target is operator.getitem:
-        return is_heavy(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target._overloadpacket in flop_registry:
-        return True
-    name = node.target._schema.name.split("::")[1]
-    return any(part in name for part in _HEAVY_PARTS)
-
-
-def _extract(
-    joint: fx.Graph, results: list[fx.Node], given: dict[fx.Node, Ref]
-) -> tuple[fx.Graph, list[Ref]]:
-    """The subgraph from ``given`` to ``results``.
-
-    In a backward, forward parts that are computed again stand right before their first use, so that
-    they live as short as possible.
-    """
-    needed = _needed(results, given)
-    inputs = [n for n in joint.nodes if n in needed and n in given]
-    inputs.sort(key=lambda n: ("in", "out", "saved", "grad").index(given[n][0]))
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-
-    def put(node: fx.Node) -> None:
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            missing = [a for a in current.all_input_nodes if a not in copies]
-            if missing:
-                pending += reversed(missing)
-            else:
-                pending.pop()
-                if current not in copies:
-                    copies[current] = graph.node_copy(current, copies.__getitem__)
-
-    moved = {n for n in inputs if given[n][0] == "grad"}
-    backward = bool(moved)
-    for node in joint.nodes:
-        if node in needed and node not in given:
-            if any(a in moved for a in node.all_input_nodes):
-                moved.add(node)
-            if node in moved or not backward:
-                put(node)
-    for node in results:
-        put(node)
-    graph.output(tuple(copies[n] for n in results))
-    return graph, [given[n] for n in inputs]
-
-
-def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            if node not in given:
-                stack += node.all_input_nodes
-    return needed
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [item for part in value for item in _flat(part)]
-    return [value]
-
-
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (list, tuple))
 
@@ -424,35 +298,3 @@ def _signature(refs: Iterable[Ref]) -> str:
 def _identifier(name: str) -> str:
     text = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
     return f"block_{text}" if text[0].isdigit() else text
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [v for v in _flat(value) if isinstance(v, Tensor)]
-
-
-def _flops(node: fx.Node) -> int:
-    """Floating-point operations of the products and attention in one node."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return 0
-    formula = flop_registry.get(node.target._overloadpacket)
-    if node.target._overloadpacket is aten._grouped_mm:
-        return _grouped_flops(node)
-    if formula is None:
-        return 0
-    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
-
-
-def _grouped_flops(node: fx.Node) -> int:
-    """Two per multiply-add of a product whose rows are split over experts; torch has no formula yet."""
-    first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
-    rows, inner = first.shape[-2:]
-    return int(2 * rows * inner * second.shape[-1])
-
-
-def _moved(node: fx.Node) -> int:
-    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing."""
-    if is_view(node) or node.target is operator.getitem or _flops(node):
-        return 0
-    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
-    return sum(v.numel() * v.element_size() for v in values)

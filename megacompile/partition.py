@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from megacompile.capture import Captured, module_stack
+from megacompile.capture import Captured
+from megacompile.cut import cut
+from megacompile.views import is_view, storage_nbytes, view_base
 
 InputKind = Literal["weight", "buffer", "value", "rng"]
-_SMALL = 8  # a run of nodes with less than 1/8 of a layer's weights joins its neighbour
 _RANDOM = {"dropout": (1, 2), "attention": (5, 11)}  # our operators: positions of (rng, site)
 
 
@@ -99,138 +99,7 @@ class Partition:
 def partition(captured: Captured) -> Partition:
     """Cut the graph by its module structure and merge equal blocks into templates."""
     nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
-    cuts = _cut(nodes, captured)
-    return _Builder(captured, cuts).build()
-
-
-def is_view(node: Any) -> bool:
-    """Whether a node returns an alias of its first input (or picks one from a list of aliases)."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return is_view(node.args[0])
-    target = node.target
-    if target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default):
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    alias = target._schema.arguments and target._schema.arguments[0].alias_info
-    return bool(alias) and not target._schema.is_mutable
-
-
-def view_base(node: fx.Node) -> fx.Node:
-    """The node whose storage a view shows; the node itself where it is no view."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def storage_nbytes(value: Tensor) -> int:
-    """Bytes of a dense tensor's storage."""
-    return value.untyped_storage().nbytes() if value.layout == torch.strided else 0
-
-
-# ---- where to cut -------------------------------------------------------------------------------
-
-
-@dataclass
-class _Run:
-    """Consecutive nodes of one module call."""
-
-    key: str
-    name: str
-    nodes: list[fx.Node]
-    weights: set[fx.Node]
-    layer: bool
-
-    def absorb(self, other: _Run) -> None:
-        self.nodes += other.nodes
-        self.weights |= other.weights
-        if other.layer or _bytes(other.weights) > _bytes(self.weights - other.weights):
-            self.name = other.name
-        self.layer |= other.layer
-
-
-def _bytes(weights: set[fx.Node]) -> int:
-    return sum(storage_nbytes(w.meta["val"]) for w in weights)
-
-
-def _cut(nodes: list[fx.Node], captured: Captured) -> list[tuple[str, list[fx.Node]]]:
-    """Runs of one layer each; what stands between layers is merged into as few runs as possible."""
-    runs: list[_Run] = []
-    ancestors = _ancestors_of_layers(nodes)
-    for node in nodes:
-        key, name, layer = _unit(node, ancestors)
-        if not runs or (key and runs[-1].key != key):
-            runs.append(_Run(key, name, [], set(), layer))
-        runs[-1].nodes.append(node)
-        runs[-1].weights |= {view_base(a) for a in node.all_input_nodes if _is_weight(a, captured)}
-    layers = [_bytes(r.weights) for r in runs if r.layer]
-    limit = max(layers or [_bytes(r.weights) for r in runs] or [0])
-    return [(r.name, r.nodes) for r in _merge(runs, limit)]
-
-
-def _is_weight(node: fx.Node, captured: Captured) -> bool:
-    return view_base(node).name in captured.parameters
-
-
-def _merge(runs: list[_Run], limit: int) -> list[_Run]:
-    """Join what is small beside a layer to a neighbour that is no layer of full size itself."""
-    merged: list[_Run] = []
-    for run in runs:
-        full = run.layer and _bytes(run.weights) * _SMALL >= limit
-        last = merged[-1] if merged else None
-        last_full = last is not None and last.layer and _bytes(last.weights) * _SMALL >= limit
-        if last is None or full:
-            merged.append(run)
-            if last is not None and not last_full and not last.weights and len(merged) > 2:
-                merged.pop(-2)
-                merged[-2].absorb(last)  # no weights at all: joins the block before it
-        elif last_full:
-            merged.append(run)
-        elif _joins(last, run, limit):
-            last.absorb(run)
-        else:
-            merged.append(run)
-    if len(merged) > 1 and not merged[-1].weights:
-        last = merged.pop()
-        merged[-1].absorb(last)
-    return merged
-
-
-def _joins(last: _Run, run: _Run, limit: int) -> bool:
-    sizes = _bytes(last.weights), _bytes(run.weights)
-    return min(sizes) * _SMALL < limit or _bytes(last.weights | run.weights) <= limit
-
-
-_INDEXED = re.compile(r"(^|\.)\d+$")
-
-
-def _ancestors_of_layers(nodes: list[fx.Node]) -> set[str]:
-    """Paths of the modules that contain numbered children, outermost numbering only."""
-    ancestors = {""}
-    for node in nodes:
-        for _, path in module_stack(node):
-            if _INDEXED.search(path):
-                parts = path.split(".")
-                ancestors |= {".".join(parts[:i]) for i in range(len(parts))}
-                break
-    return ancestors
-
-
-def _unit(node: fx.Node, ancestors: set[str]) -> tuple[str, str, bool]:
-    """(key, name, is a layer) of the module call that a node is counted to."""
-    outside = ("", "", False)
-    for key, path in module_stack(node):
-        if _INDEXED.search(path):
-            return key, path, True
-        if path not in ancestors:
-            return key, path, False
-        outside = (key, path, False)
-    return outside
-
-
-# ---- blocks, values and templates ---------------------------------------------------------------
+    return _Builder(captured, cut(nodes, captured)).build()
 
 
 class _Builder:

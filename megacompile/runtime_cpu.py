@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble import Assembly
-from megacompile.differentiate import BlockFunction, DifferentiatedTemplate, Ref, load_functions
+from megacompile.differentiate import BlockFunction, DifferentiatedTemplate, load_functions
 from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host_adam import AdamHyper
+from megacompile.joint import Ref
 from megacompile.meter import StorageMeter
 from megacompile.partition import Block, Partition
 from megacompile.state import HostState, slot_view

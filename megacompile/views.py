@@ -1,0 +1,36 @@
+"""What nodes of a graph share storage: views, their bases, and bytes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node returns an alias of its first input (or picks one from a list of aliases)."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    target = node.target
+    if target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    alias = target._schema.arguments and target._schema.arguments[0].alias_info
+    return bool(alias) and not target._schema.is_mutable
+
+
+def view_base(node: fx.Node) -> fx.Node:
+    """The node whose storage a view shows; the node itself where it is no view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def storage_nbytes(value: Tensor) -> int:
+    """Bytes of a dense tensor's storage."""
+    return value.untyped_storage().nbytes() if value.layout == torch.strided else 0
