@@ -54,8 +54,22 @@ PASSES: tuple[Pass, ...] = (
 
 def lower(work: Workload, plan: Plan, mode: Mode) -> Step:
     """Run all passes in order: the scheduled step of one program."""
+    return finish(lower_memory(work, plan, mode), work, plan, mode)
+
+
+def lower_memory(work: Workload, plan: Plan, mode: Mode) -> Step:
+    """The step before its waits: all that its peak depends on, at half the cost of the whole."""
     step = Step((), {}, mode.micro_batches, constant_bytes=work.constant_bytes)
-    for item in PASSES:
+    return _run(PASSES[:-1], step, work, plan, mode)
+
+
+def finish(step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """What :func:`lower_memory` left, with its waits."""
+    return _run(PASSES[-1:], step, work, plan, mode)
+
+
+def _run(passes: tuple[Pass, ...], step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
+    for item in passes:
         missing = item.requires - step.done
         assert not missing, f"{item.name} runs before {sorted(missing)} are provided"
         step = item.run(step, work=work, plan=plan, mode=mode)

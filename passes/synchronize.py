@@ -15,24 +15,42 @@ from megacompile.plan import Mode, Plan
 from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
 from megacompile.workload import Workload
 
+_Place = tuple[int, int]  # first byte and end of a slot
 _STREAM = {stream: position for position, stream in enumerate(STREAMS)}
 
 
 def synchronize(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Add to ``waits`` the events of earlier operations that conflict with an operation."""
     walker = _Walker()
-    for op in step.ops:
-        walker.visit(op)
-    waits = [walker.visit(op) for op in step.ops]
+    items = [_Item(op) for op in step.ops]
+    for item in items:
+        walker.visit(item)
+    waits = [walker.visit(item) for item in items]
     ops = (op.with_(waits=w) if w else op for op, w in zip(step.ops, waits, strict=True))
     return step.with_(ops=tuple(ops))
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """An operation in one walk: the ``tick`` of its stream, and all that is over when it is over."""
+class _Item:
+    """An operation with what both walks need of it."""
 
-    op: Op
+    __slots__ = ("changed", "event", "op", "stream", "takes", "touched")
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.event = op.event
+        self.stream = _STREAM[op.stream]
+        self.changed: tuple[Token, ...] = op.writes
+        if op.donates or op.frees:
+            self.changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
+        self.touched = op.reads + self.changed
+        self.takes = op.stream != "compute" and any(t[0] in DEVICE_TOKENS for t in op.writes)
+
+
+@dataclass(slots=True)
+class _Visit:
+    """An item in one walk: the ``tick`` of its stream, and all that is over when it is over."""
+
+    item: _Item
     stream: int
     tick: int
     clock: tuple[int, ...]
@@ -45,60 +63,71 @@ class _Walker:
         self.clocks: list[tuple[int, ...]] = [(0,) * len(STREAMS) for _ in STREAMS]
         self.writer: dict[Token, _Visit] = {}
         self.readers: dict[Token, list[_Visit]] = defaultdict(list)
-        self.stays: dict[int, _Visit] = {}  # the last evict of each group; it implies those before
+        self.stays: dict[_Place, _Visit] = {}  # the last evict from each place in the slab
+        self.overlaps: dict[_Place, list[_Place]] = {}
         self.compute: _Visit | None = None
 
-    def visit(self, op: Op) -> tuple[Event, ...]:
+    def visit(self, item: _Item) -> tuple[Event, ...]:
         """Move past an operation; returns the events that it has to wait for."""
-        stream = _STREAM[op.stream]
+        stream = item.stream
         clock = self.clocks[stream]
-        changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
-        latest: dict[int, _Visit] = {}  # per stream the last conflict, which implies those before
-        for other in self._conflicts(op, changed):
-            there = other.stream
-            if (
-                there != stream
-                and clock[there] < other.tick
-                and (there not in latest or latest[there].tick < other.tick)
-            ):
-                latest[there] = other
         waits: list[Event] = []
-        for other in sorted(latest.values(), key=lambda v: (-sum(v.clock), v.stream)):
-            if clock[other.stream] < other.tick:
-                waits.append(other.op.event)
-                clock = tuple(map(max, clock, other.clock))
+        latest = self._conflicts(item, clock)
+        if latest:
+            for other in sorted(latest.values(), key=_most_implied_first):
+                if clock[other.stream] < other.tick:
+                    waits.append(other.item.event)
+                    clock = tuple(map(max, clock, other.clock))
         tick = clock[stream] + 1
         clock = (*clock[:stream], tick, *clock[stream + 1 :])
         self.clocks[stream] = clock
-        self._record(_Visit(op, stream, tick, clock), changed)
+        self._record(_Visit(item, stream, tick, clock))
         return tuple(waits)
 
-    def _conflicts(self, op: Op, changed: tuple[Token, ...]) -> Iterator[_Visit]:
-        """Earlier operations that must be over before ``op`` starts."""
-        for token in op.reads + changed:
-            if token in self.writer:
-                yield self.writer[token]
-        for token in changed:
-            yield from self.readers[token]
-        if op.kind == "prefetch":
-            end = op.offset + op.nbytes
-            for visit in self.stays.values():
-                if visit.op.offset < end and op.offset < visit.op.offset + visit.op.nbytes:
-                    yield visit
-        elif (
-            op.stream != "compute"
-            and self.compute is not None
-            and any(token[0] in DEVICE_TOKENS for token in op.writes)
-        ):
-            yield self.compute  # the memory it takes may have been given back just before
+    def _conflicts(self, item: _Item, clock: tuple[int, ...]) -> dict[int, _Visit]:
+        """Per other stream the last operation that must be over before this; it implies those before."""
+        writer, readers = self.writer, self.readers
+        found = [writer[token] for token in item.touched if token in writer]
+        for token in item.changed:
+            found += readers[token]
+        if item.op.kind == "prefetch":
+            found += self._earlier_stays(item.op)
+        elif item.takes and self.compute is not None:
+            found.append(self.compute)  # the memory it takes may have been given back just before
+        latest: dict[int, _Visit] = {}
+        for other in found:
+            there, tick = other.stream, other.tick
+            if there != item.stream and clock[there] < tick:
+                if there not in latest or latest[there].tick < tick:
+                    latest[there] = other
+        return latest
 
-    def _record(self, visit: _Visit, changed: tuple[Token, ...]) -> None:
-        for token in changed:
+    def _earlier_stays(self, op: Op) -> Iterator[_Visit]:
+        """The last evict from each place in the slab that overlaps the one that ``op`` fills."""
+        place = (op.offset, op.offset + op.nbytes)
+        if place not in self.overlaps:
+            self.overlaps[place] = [p for p in self.stays if p[0] < place[1] and place[0] < p[1]]
+        return (self.stays[p] for p in self.overlaps[place])
+
+    def _record(self, visit: _Visit) -> None:
+        op = visit.item.op
+        for token in visit.item.changed:
             self.writer[token] = visit
             self.readers[token] = []
-        for token in visit.op.reads:
+        for token in op.reads:
             self.readers[token].append(visit)
-        if visit.op.stream == "compute":
+        if op.stream == "compute":
             self.compute = visit
-            if visit.op.kind == "evict" and visit.op.group >= 0:
-                self.stays[visit.op.group] = visit
+            if op.kind == "evict" and op.group >= 0:
+                self._end_stay((op.offset, op.offset + op.nbytes), visit)
+
+    def _end_stay(self, place: _Place, visit: _Visit) -> None:
+        if place not in self.stays:
+            for other, known in self.overlaps.items():
+                if other[0] < place[1] and place[0] < other[1]:
+                    known.append(place)
+        self.stays[place] = visit
+
+
+def _most_implied_first(visit: _Visit) -> tuple[int, int]:
+    return -sum(visit.clock), visit.stream
