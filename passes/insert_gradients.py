@@ -1,7 +1,8 @@
 """Send gradients to the host and update the masters there.
 
 Immediate updates (one micro-batch, no clipping): adam follows the last contribution to its gradient,
-which streams through a small ring of host buffers where it is the only one. Deferred updates:
+which streams through a small ring of host buffers where it is the only one; where the plan says
+"late", it follows the backward, and the gradient is kept. Deferred updates:
 gradients are kept per group, norms are taken as they land, and adam runs after the backward in the
 order in which the next forward will want the groups. Either way adam follows the last prefetch of its
 group: a step computes with the weights that it began with.
@@ -43,9 +44,11 @@ class _Inserter:
                 self.fetched[op.group] = index
             elif op.kind == "backward":
                 last.update({g: index for g, _ in work.blocks[op.block].grad_groups})
+        self.kept: set[int] = set()  # groups whose adam waits for the end of the backward
         self.late: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
         if not mode.keeps_gradients:
-            self.late = {g for g, index in last.items() if self.fetched.get(g, -1) > index}
+            self.kept = {g for g in last if plan.groups[g].update == "late"}
+            self.late = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
 
     def pass_by(self, index: int, op: Op) -> None:
         self.ops.append(op)
@@ -76,12 +79,12 @@ class _Inserter:
             return
         if self.mode.kind == "train" and self.mode.keeps_gradients:
             self.ops.append(_norm(self.work, group))
-        elif not self.mode.keeps_gradients and group not in self.late:
+        elif not self.mode.keeps_gradients and group not in self.late | self.kept:
             self.ops.append(_adam(self.work, group, home))
 
     def _home(self, group: int) -> Token:
         shared = len(self.work.contributions[group]) > 1
-        if self.mode.keeps_gradients or shared or group in self.late:
+        if self.mode.keeps_gradients or shared or group in self.late | self.kept:
             return ("hgrad", group)
         return ("ring", self.pushes % self.plan.ring)
 
@@ -90,9 +93,10 @@ class _Inserter:
         groups = list(self.work.contributions)
         if self.mode.kind == "update":
             self.ops += [_norm(self.work, group) for group in reversed(groups)]
-        elif self.mode.kind != "train" or not self.mode.keeps_gradients:
-            return
-        self.ops += _updates(self.work, groups)
+        if self.mode.kind == "update" or (self.mode.kind == "train" and self.mode.keeps_gradients):
+            self.ops += _updates(self.work, groups)
+        else:
+            self.ops += [_adam(self.work, g, ("hgrad", g)) for g in groups if g in self.kept]
 
 
 def _norm(work: Workload, group: int) -> Op:

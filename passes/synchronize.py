@@ -97,9 +97,9 @@ class _Walker:
         latest: dict[int, _Visit] = {}
         for other in found:
             there, tick = other.stream, other.tick
-            if there != item.stream and clock[there] < tick:
-                if there not in latest or latest[there].tick < tick:
-                    latest[there] = other
+            known = latest[there].tick if there in latest else clock[there]
+            if there != item.stream and known < tick:
+                latest[there] = other
         return latest
 
     def _earlier_stays(self, op: Op) -> Iterator[_Visit]:

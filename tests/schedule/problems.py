@@ -203,6 +203,7 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
         GroupPlan,
         keep=st.sampled_from(["stream", "micro", "step"]),
         lead=st.integers(0, 4),
+        update=st.sampled_from(["early", "late"]),
     )
     return Plan(
         blocks=tuple(draw(block) for _ in work.blocks),

@@ -27,7 +27,7 @@ def test_files_are_plain_json_with_a_version() -> None:
     fields = json.loads(PLAN.to_json())
     assert fields["version"] == PLAN_VERSION
     assert fields["blocks"][1] == {"choice": "all", "stash": "host"}
-    assert fields["groups"] == [{"keep": "micro", "lead": 3, "state": "nvme"}]
+    assert fields["groups"] == [{"keep": "micro", "lead": 3, "state": "nvme", "update": "early"}]
     assert (fields["order"], fields["grad_lag"], fields["ring"]) == ("breadth", 0, 4)
 
 
