@@ -4,7 +4,7 @@ from megacompile.api import compile
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
 from megacompile.plan import Plan
 from megacompile.program import Program
-from megacompile.runtime_cpu import NonFiniteError
+from megacompile.step_io import NonFiniteError
 from megacompile.substitute import our_operators
 
 __version__ = "0.1.0"

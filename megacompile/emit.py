@@ -154,6 +154,8 @@ def statement(op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None) ->
         arguments += [f"group={op.group}", f"offset=OFFSETS[{prefetch}]"]
     elif op.kind == "evict" and op.group >= 0:
         arguments.append(f"group={op.group}")
+    elif op.kind == "evict" and op.block >= 0:
+        arguments += [f"block={op.block}", f"micro={op.micro}"]
     elif op.kind in ("forward", "recompute", "backward"):
         arguments += [f"block={op.block}", f"micro={op.micro}", f'keep="{op.choice}"']
     elif op.kind in ("offload", "reload"):

@@ -18,21 +18,18 @@ from torch import Tensor, nn
 
 from megacompile.assemble import GroupLayout
 from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
+from megacompile.bind import BoundStep
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from megacompile.fuse_report import Fusions
 from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
-from megacompile.runtime_cpu import (
-    BoundStep,
-    CpuRuntime,
-    NonFiniteError,
-    StepInputs,
-    StepResults,
-)
+from megacompile.runtime import Runtime
+from megacompile.runtime_cpu import CpuDevice
 from megacompile.schedule import Schedule
 from megacompile.state import HostState
 from megacompile.step import Step
+from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
 
 _OWNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -108,7 +105,7 @@ class Program:
         self._on_nonfinite = on_nonfinite
         self._seed = seed
         self._max_seq_len = max_seq_len
-        self._runtime: CpuRuntime | None = None
+        self._runtime: Runtime | None = None
         self._bound: dict[int, BoundStep] = {}
         self._current: Scheduled | None = None
         self._previous: BoundStep | None = None
@@ -375,7 +372,7 @@ class Program:
         state.take(self.model, scheduled.compiled.assembly.places)
         self._compiler.layouts = layouts
         self._places = scheduled.compiled.assembly.places
-        self._runtime = CpuRuntime(state, self._compiler.budget_bytes)
+        self._runtime = Runtime(state, CpuDevice(self._compiler.budget_bytes))
         _OWNED[self.model] = "taken"
         self.model.register_forward_pre_hook(_refuse_use)
 
@@ -391,6 +388,7 @@ class Program:
                 compiled.assembly,
                 self._compiler.constants(compiled.captured),
                 list(self._compiler.parameters),
+                torch.device("cpu"),
             )
             self._bound[id(scheduled)] = found
         return found

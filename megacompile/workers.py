@@ -21,7 +21,7 @@ from megacompile.step import Event
 Trace = list[tuple[Event, float, float]]
 """What one step did: (event, start, end) of each operation, in seconds of ``time.perf_counter``."""
 
-Task = tuple[int, Callable[[], None], tuple[threading.Event, ...], threading.Event, Event, Trace]
+Task = tuple[int, Callable[[], object], tuple[threading.Event, ...], threading.Event, Event, Trace]
 
 
 class Streams:
@@ -54,7 +54,7 @@ class Streams:
         torch.set_num_threads(ours)  # also what threads that start later will take
         self.reached(("threads",))
 
-    def submit(self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], None]) -> None:
+    def submit(self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], object]) -> None:
         """Queue ``run`` on a stream; ``event`` fires when it is over."""
         needed = tuple(self._events[e] for e in after if e in self._events)
         done = threading.Event()

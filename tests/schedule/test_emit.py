@@ -51,6 +51,8 @@ def meant(op: Op) -> Called:
         arguments = {"group": op.group, "offset": op.offset}
     elif kind == "evict" and op.group < 0:
         kind, arguments = "free", {"tokens": list(op.frees)}
+        if op.block >= 0:
+            arguments |= {"block": op.block, "micro": op.micro}
     elif kind in ("evict", "norm"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
