@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megacompile.backends import open_backend
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.optimizer import adopt
@@ -48,7 +49,8 @@ def compile(
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
     host_budget: as ``hbm_budget``, for host memory; None: what this process may use, less a reserve.
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself.
-    device: "cpu" (the only backend so far): the accelerator is emulated, budget and all.
+    device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is
+        one.
     on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.
     example_batch: compile for this batch now; otherwise the first batch is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
@@ -70,15 +72,14 @@ def compile(
         raise MegacompileError(
             f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
         )
-    if device is not None and torch.device(device).type != "cpu":
-        raise MegacompileError(f"device={device!r} is not supported yet: the CPU backend is.")
+    backend = open_backend(device, compute_dtype)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
     if on_nonfinite not in (None, "skip", "raise"):
         raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
     _refuse_hooks(model)
     available = host_available() + sum(p.nbytes for p in model.parameters())
-    budget = parse_bytes(hbm_budget, what="hbm_budget", available=available)
+    budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
     if host_budget is None:
         host = int(available * (1 - RESERVE))
     else:
@@ -90,7 +91,8 @@ def compile(
         model,
         optimizer=optimizer,
         compute_dtype=compute_dtype,
-        budget_bytes=budget,
+        budget_bytes=backend.plan_bytes(budget),
+        machine=backend.machine,
         loss_fn=loss_fn,
         dump=Path(folder) if folder else None,
         kernels=kernels,
@@ -99,6 +101,7 @@ def compile(
         model,
         optimizer,
         compiler,
+        open_device=lambda: backend.open(budget),
         host_budget_bytes=host,
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,

@@ -7,7 +7,7 @@ their latest records in program order. A backend decides nothing else about orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -62,8 +62,11 @@ class Device(Protocol):
         """End all threads."""
 
     # ---- memory
-    def prepare(self, step: Step, constants: Iterable[Tensor]) -> None:
-        """Make room for a step's slab; what its blocks may take is the budget less all that is fixed."""
+    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.
+
+        Returns the model's buffers and constants as they are on the device.
+        """
 
     def start(self, trace: Trace) -> AbstractContextManager[None]:
         """Run one step inside; what ran when goes into ``trace``, the highest bytes into ``peak_bytes``."""
@@ -74,8 +77,8 @@ class Device(Protocol):
     def slot(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the slab, as uint8."""
 
-    def constant(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model, or a seed, on the device; counted with the step's constants."""
+    def own(self, tensors: Iterable[Tensor]) -> None:
+        """Make transfers to and from these host tensors fast."""
 
     @property
     def peak_bytes(self) -> int:
@@ -87,6 +90,9 @@ class Device(Protocol):
     # ---- copies
     def load(self, leaf: Tensor) -> Tensor:
         """A leaf of the batch on the device, contiguous, issued on the compute stream."""
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A few host bytes on the device, not counted, issued on the compute stream."""
 
     def read(self, value: Tensor) -> Tensor:
         """A copy of a 0-d device tensor on the host, once :meth:`settle` has returned."""

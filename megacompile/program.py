@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from megacompile.assemble import GroupLayout
 from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
 from megacompile.bind import BoundStep
 from megacompile.compiler import Compiler, Scheduled
+from megacompile.device import Device
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from megacompile.fuse_report import Fusions
 from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
-from megacompile.runtime_cpu import CpuDevice
 from megacompile.schedule import Schedule
 from megacompile.state import HostState
 from megacompile.step import Step
@@ -65,6 +65,7 @@ class StepOutput:
     def loss(self) -> Tensor:
         """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
         losses = self._results.losses
+        self._program.settle()
         if not losses:
             raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):
@@ -91,6 +92,7 @@ class Program:
         optimizer: torch.optim.Optimizer,
         compiler: Compiler,
         *,
+        open_device: Callable[[], Device],
         host_budget_bytes: int,
         max_grad_norm: float | None,
         on_nonfinite: str | None,
@@ -100,6 +102,7 @@ class Program:
         self.model = model
         self.optimizer = optimizer
         self._compiler = compiler
+        self._open_device = open_device
         self._host_budget_bytes = host_budget_bytes
         self._max_grad_norm = max_grad_norm
         self._on_nonfinite = on_nonfinite
@@ -158,7 +161,14 @@ class Program:
         if self._runtime is None:
             self.prepare(batch)  # the state is laid out for training
         (micro,) = self._micro_batches(batch, evaluate=True)
-        return self._run([micro], Mode("evaluate"), [1.0]).losses[0]
+        results = self._run([micro], Mode("evaluate"), [1.0])
+        self.settle()
+        return results.losses[0]
+
+    def settle(self) -> None:
+        """Return when the losses of all steps so far can be read."""
+        if self._runtime is not None:
+            self._runtime.settle()
 
     def wait(self) -> None:
         """Return when every transfer and update that is under way is over."""
@@ -372,13 +382,14 @@ class Program:
         state.take(self.model, scheduled.compiled.assembly.places)
         self._compiler.layouts = layouts
         self._places = scheduled.compiled.assembly.places
-        self._runtime = Runtime(state, CpuDevice(self._compiler.budget_bytes))
+        self._runtime = Runtime(state, self._open_device())
         _OWNED[self.model] = "taken"
         self.model.register_forward_pre_hook(_refuse_use)
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))
         if found is None:
+            assert self._runtime is not None
             compiled = scheduled.compiled
             found = BoundStep(
                 scheduled.planned.step,
@@ -388,7 +399,7 @@ class Program:
                 compiled.assembly,
                 self._compiler.constants(compiled.captured),
                 list(self._compiler.parameters),
-                torch.device("cpu"),
+                self._runtime.device.torch_device,
             )
             self._bound[id(scheduled)] = found
         return found

@@ -33,6 +33,7 @@ class Runtime:
     def __init__(self, state: HostState, device: Device) -> None:
         self.state = state
         self.device = device
+        device.own(state.weights)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)  # of the last two runs: what ran when
         self._bound: BoundStep = None  # type: ignore[assignment]
         self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
@@ -75,6 +76,10 @@ class Runtime:
         """The most device bytes that any step so far held."""
         return self.device.peak_bytes
 
+    def settle(self) -> None:
+        """Return when the losses of all steps so far are there."""
+        self.device.settle()
+
     def finish(self) -> None:
         """Wait for all transfers and updates that are under way."""
         self.device.drain()
@@ -104,7 +109,7 @@ class Runtime:
         return bool(self._landed)
 
     def _prepare(self, step: Step) -> None:
-        self.device.prepare(step, self._bound.constants.values())
+        self._constants = self.device.prepare(step, self._bound.constants)
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
                 self.finish()
@@ -279,6 +284,11 @@ class Runtime:
                 return call.run(arguments)
         except BudgetExceededError:
             raise
+        except torch.OutOfMemoryError as error:
+            raise BudgetExceededError(
+                f"{call.function.name} of {call.block.name} asked for more than the budget leaves: please "
+                f"report this schedule. ({str(error).split('. ')[0]})"
+            ) from error
         except (RuntimeError, IndexError) as error:  # what an operator says of its arguments
             raise ProgramError(
                 f"{call.function.name} of {call.block.name} failed on this batch: {error}"
@@ -299,8 +309,8 @@ class Runtime:
             group, slot = self._bound.assembly.places[item.name]
             return self._resident[group][slot]
         if item.kind == "buffer":
-            return self.device.constant(self._bound.constants[item.name])
-        return self.device.constant(torch.tensor([self._inputs.seeds[micro], item.site]))
+            return self._constants[item.name]
+        return self.device.send(torch.tensor([self._inputs.seeds[micro], item.site]))
 
     def _tangent(self, value: int, micro: int) -> Tensor:
         info = self._bound.part.values[value]

@@ -8,7 +8,7 @@ refuses to exceed the budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -70,16 +70,17 @@ class CpuDevice:
 
     # ---- memory ----------------------------------------------------------------------------------
 
-    def prepare(self, step: Step, constants: Iterable[Tensor]) -> None:
+    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and step.slab_bytes:
             self.drain()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8)
             self._meter.ignore(self._slab)
-        for constant in constants:
+        for constant in constants.values():
             self._meter.ignore(constant)
         self._fixed = self._slab.nbytes + step.constant_bytes
         self._meter.limit = self.budget_bytes - step.slab_bytes - step.constant_bytes
+        return constants
 
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
@@ -95,9 +96,8 @@ class CpuDevice:
     def slot(self, offset: int, nbytes: int) -> Tensor:
         return self._slab[offset : offset + nbytes]
 
-    def constant(self, tensor: Tensor) -> Tensor:
-        self._meter.ignore(tensor)
-        return tensor
+    def own(self, tensors: Iterable[Tensor]) -> None:
+        pass  # any memory will do
 
     def host_empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -107,6 +107,10 @@ class CpuDevice:
     def load(self, leaf: Tensor) -> Tensor:
         with self._meter:
             return leaf.clone(memory_format=torch.contiguous_format)
+
+    def send(self, tensor: Tensor) -> Tensor:
+        self._meter.ignore(tensor)
+        return tensor
 
     def read(self, value: Tensor) -> Tensor:
         return value.clone()

@@ -1,0 +1,132 @@
+"""A GPU made of CPU tensors: copy streams are threads that lag at random, compute runs where it is issued.
+
+Waits and records mean what they mean in CUDA: a stream that waits for an event waits for the record
+that the event had when the wait was issued, and for nothing if it had none.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.over: threading.Event | None = None
+        self.seconds = 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        over = self.over = threading.Event()
+
+        def reach() -> None:
+            self.seconds = time.perf_counter()
+            over.set()
+
+        stream.enqueue(reach)
+
+    def synchronize(self) -> None:
+        if self.over is not None:
+            self.over.wait()
+
+    def query(self) -> bool:
+        return self.over is None or self.over.is_set()
+
+
+class FakeStream:
+    """Runs what it is given at once (``lag`` None), or in order on a thread, sometime later."""
+
+    def __init__(self, lag: random.Random | None) -> None:
+        self.lag = lag
+        self.queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        if lag is not None:
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def enqueue(self, run: Callable[[], object]) -> None:
+        if self.lag is None:
+            run()
+        else:
+            self.queue.put(run)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        over = event.over
+        if over is not None:
+            self.enqueue(lambda: over.wait())
+
+    def synchronize(self) -> None:
+        event = FakeEvent()
+        event.record(self)
+        event.synchronize()
+
+    def _work(self) -> None:
+        assert self.lag is not None
+        while True:
+            run = self.queue.get()
+            time.sleep(self.lag.choice((0.0, 0.0, 2e-4, 1e-3)))
+            run()
+
+
+class FakeCuda:
+    """:class:`~megacompile.runtime_cuda.CudaMemory` for tests; ``copies`` counts what crossed the link."""
+
+    def __init__(self, seed: int = 0, context_bytes: int = 1000) -> None:
+        self.device = torch.device("cpu")
+        self.seed = seed
+        self.copies = 0
+        self.registered = 0
+        self.limited = 0
+        self.reserved = 0
+        self._context = context_bytes
+        self._mine = threading.local()
+        self._default = FakeStream(None)
+
+    def stream(self, name: str) -> Any:
+        return FakeStream(None if name == "compute" else random.Random(f"{name} {self.seed}"))
+
+    def event(self) -> Any:
+        return FakeEvent()
+
+    def use(self, stream: Any) -> None:
+        self._mine.stream = stream
+
+    def current(self) -> Any:
+        return getattr(self._mine, "stream", self._default)
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(second.seconds - first.seconds)
+
+    def host_seconds(self, event: Any) -> float:
+        return float(event.seconds)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.dtype == source.dtype, "a copy over the link never casts"
+        assert target.stride() == source.stride() or target.numel() < 2, "nor changes the layout"
+        self.copies += 1
+        self.current().enqueue(lambda: target.copy_(source))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def register(self, tensor: Tensor) -> None:
+        self.registered += tensor.nbytes
+
+    def limit(self, nbytes: int) -> None:
+        self.limited = nbytes
+
+    def context_bytes(self) -> int:
+        return self._context
+
+    def reserved_bytes(self) -> int:
+        return self.reserved
+
+    def allocated_bytes(self) -> int:
+        return self.reserved
+
+    def reset(self) -> None:
+        pass

@@ -1,0 +1,164 @@
+"""Training on the CUDA device over a GPU made of CPU tensors: bitwise as on the CPU device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from megacompile import api as api_module
+from megacompile.backends import Backend, open_backend
+from megacompile.errors import BudgetExceededError
+from megacompile.runtime_cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
+from tests.cuda.fake import FakeCuda
+from tests.models import batch_for, build
+
+BUDGET = 10**9
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """compile(device="cuda") runs on this; plans are those of the CPU backend."""
+    fake = FakeCuda()
+    backend = Backend(None, None, lambda budget: budget, lambda budget: CudaDevice(fake, budget))
+
+    def choose(device: Any, dtype: torch.dtype) -> Backend:
+        return backend if device == "cuda" else open_backend(device, dtype)
+
+    monkeypatch.setattr(api_module, "open_backend", choose)
+    yield fake
+
+
+def program(model: nn.Module, device: str, budget: str = "3MB", **options: Any) -> megacompile.Program:
+    options.setdefault("compute_dtype", torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return megacompile.compile(model, budget, optimizer=optimizer, device=device, **options)
+
+
+def train(name: str, device: str, batches: list[Any], **options: Any) -> tuple[list[float], Any]:
+    trained = program(build(name), device, **options)
+    losses = [float(trained.train_step(batch).loss) for batch in batches]
+    state = trained.state_dict()
+    trained.close()
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"max_grad_norm": 0.5}),
+        ("gpt2-dropout", {"compute_dtype": torch.bfloat16}),
+        ("plain", {}),
+    ],
+)
+def test_training_is_bitwise_that_of_the_cpu_device(
+    gpu: FakeCuda, name: str, options: dict[str, Any]
+) -> None:
+    batches = [batch_for(name, i, size=4, length=64) for i in range(3)]
+    expected, state = train(name, "cpu", batches, **options)
+    losses, ours = train(name, "cuda", batches, **options)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+    assert gpu.copies > 0
+    assert gpu.registered > 0
+
+
+def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> None:
+    batches = [[batch_for("gpt2", 2 * i), batch_for("gpt2", 2 * i + 1)] for i in range(2)]
+    expected, state = train("gpt2", "cpu", batches, compute_dtype=torch.bfloat16)
+    losses, ours = train("gpt2", "cuda", batches, compute_dtype=torch.bfloat16)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+
+
+def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda", max_grad_norm=1.0)
+    for _ in range(3):
+        trained.train_step(batch_for("plain"))
+    trained.wait()
+    runtime = trained._runtime
+    assert runtime is not None
+    _, (step, trace) = runtime.traces
+    expected = Counter(op.event for op in step.ops if op.kind not in ("load", "evict"))
+    assert Counter(event for event, _, _ in trace) == expected
+    streams = {op.event: op.stream for op in step.ops}
+    for stream in ("compute", "h2d", "d2h", "host"):
+        spans = sorted((a, b) for event, a, b in trace if streams[event] == stream)
+        assert all(a <= b for a, b in spans)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+    trained.close()
+
+
+@pytest.mark.parametrize("where", ["copy", "update"])
+def test_a_fault_on_a_stream_reaches_the_caller(
+    gpu: FakeCuda, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = program(build("plain"), "cuda", budget="1GB", max_grad_norm=1.0)
+    batch = batch_for("plain")
+    trained.train_step(batch)
+    trained.wait()
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise OSError("planted fault")
+
+    with monkeypatch.context() as patch:
+        if where == "copy":
+            patch.setattr(CudaDevice, "copy", broken)
+        else:
+            patch.setattr(type(trained._runtime.state), "update", broken)  # type: ignore[union-attr]
+        with pytest.raises(OSError, match="planted fault"):
+            for _ in range(3):
+                trained.train_step(batch)
+    if where == "copy":
+        assert torch.isfinite(trained.train_step(batch).loss)
+    else:
+        with pytest.raises(megacompile.ProgramError, match="load_state_dict"):
+            trained.train_step(batch)
+    trained.close()
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda")
+    batch = batch_for("plain")
+    trained.train_step(batch)
+    before = trained.state_dict()
+    bad = {k: v * float("nan") if v.is_floating_point() else v for k, v in batch.items()}
+    with pytest.raises(megacompile.NonFiniteError):
+        trained.train_step(bad)
+    assert all(torch.equal(v, before[n]) for n, v in trained.state_dict().items())
+    assert torch.isfinite(trained.train_step(batch).loss)
+    trained.close()
+
+
+def test_holding_more_than_the_budget_is_an_error(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda", budget="1GB")
+    trained.train_step(batch_for("plain"))
+    assert gpu.limited == BUDGET
+    gpu.reserved = BUDGET + 1
+    with pytest.raises(BudgetExceededError, match="held 1000000001 bytes"):
+        trained.train_step(batch_for("plain"))
+    trained.close()
+
+
+def test_the_context_counts_against_the_budget() -> None:
+    fake = FakeCuda(context_bytes=600 << 20)
+    assert allowed_bytes(fake, 10**9) == 10**9 - (600 << 20)
+    with pytest.raises(megacompile.BudgetError, match="CUDA context"):
+        allowed_bytes(fake, (600 << 20) + WORKSPACE_BYTES)
+
+
+def test_buffers_of_the_model_follow_it(gpu: FakeCuda) -> None:
+    """A buffer that is loaded anew reaches the copy on the device."""
+    fake = CudaDevice(FakeCuda(), BUDGET)
+    source = torch.ones(3)
+    first = fake._constant(source)
+    source.fill_(2.0)
+    assert fake._constant(source) is first
+    assert torch.equal(first, source)
+    fake.close()
