@@ -122,7 +122,8 @@ class Stall:
     seconds: float
 
 
-_CAUSES = {"h2d": "copies to the device", "d2h": "copies to the host", "host": "host Adam and norms"}
+_CAUSES = {"h2d": "copies to the device", "d2h": "copies to the host", "host": "host Adam and norms",
+           "nvme_read": "reads from NVMe", "nvme_write": "writes to NVMe"}  # fmt: skip
 
 
 def stalls(planned: Planned) -> tuple[Stall, ...]:

@@ -36,6 +36,7 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
         f'"""{title}',
         "",
         "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
+        *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),
         "An operation starts when the named events before it (after=) are over.",
         "",
         *_legend(work),
@@ -124,11 +125,18 @@ def _body(step: Step) -> list[str]:
     statements = []
     prefetches = 0
     pushes: dict[int, int] = {}
+    reads: dict[tuple[str, int], int] = {}  # number of the latest read of a group into each window
+    counts = {"window": 0, "staged": 0}
     for op in step.ops:
         ring = next((t for t in op.writes if t[0] == "ring"), None)
         if ring is not None:
             pushes[op.group] = len(pushes)
-        text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)))
+        buffer = _buffer(op)
+        if op.kind == "read" and buffer is not None:
+            reads[buffer[0], op.group] = counts[buffer[0]]
+            counts[buffer[0]] += 1
+        number = reads.get((buffer[0], op.group), 0) if buffer is not None else 0
+        text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
         prefetches += op.kind == "prefetch"
         numbers = tuple(int(n) for n in _INTEGER.findall(text))
         statements.append(_Statement(_INTEGER.sub(_HOLE, text), numbers))
@@ -142,10 +150,21 @@ def _body(step: Step) -> list[str]:
     return lines or ["    pass"]
 
 
-def statement(op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None) -> str:
+def _buffer(op: Op) -> Token | None:
+    """The buffer of the host window that an operation touches."""
+    return next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
+
+
+def statement(
+    op: Op,
+    prefetch: int = 0,
+    ring: tuple[int, int] | None = None,
+    window: tuple[int, int] | None = None,
+) -> str:
     """The call on the runtime that runs one operation.
 
-    ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers).
+    ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers),
+    ``window`` (number of the read whose buffer is used, buffers).
     """
     arguments: list[str] = []
     if op.kind == "load":
@@ -166,8 +185,13 @@ def statement(op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None) ->
                       f"to={_home(op.writes[0], ring)}"]  # fmt: skip
     elif op.kind == "adam":
         arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
-    elif op.kind == "norm":
+    elif op.kind in ("norm", "write"):
         arguments.append(f"group={op.group}")
+    elif op.kind == "read":
+        arguments += [f"group={op.group}", f'part="{op.choice}"']
+    buffer = _buffer(op)
+    if buffer is not None:
+        arguments.append(f"slot={_slot(buffer, window)}")
     if op.waits:
         arguments.append(f"after={_tokens(op.waits)}")
     if op.frees and op.kind != "evict":
@@ -184,6 +208,15 @@ def _home(token: Token, ring: tuple[int, int] | None) -> str:
     number, buffers = ring
     assert token[1] == number % buffers
     return f'("ring", ({number}) % {buffers})'
+
+
+def _slot(buffer: Token, window: tuple[int, int] | None) -> str:
+    """A buffer of the host window: the buffers are filled in turn."""
+    if window is None:
+        return str(buffer[1])
+    number, buffers = window
+    assert buffer[1] == number % buffers
+    return f"({number}) % {buffers}"
 
 
 def _token(token: Token) -> str:

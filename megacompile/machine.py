@@ -14,7 +14,8 @@ class Machine:
     """Sustained rates; bytes and floating-point operations per second.
 
     ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
-    ``shared_cores`` says that transfers and updates take time from compute, as on a CPU.
+    ``shared_cores`` says that transfers and updates take time from compute, as on a CPU. The drive's
+    rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme`` measured one.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Machine:
     launch_seconds: float = 0.0
     copy_seconds: float = 0.0
     shared_cores: bool = False
+    nvme_read_bandwidth: float = 5e9
+    nvme_write_bandwidth: float = 2.5e9
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:

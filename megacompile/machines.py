@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,7 +224,7 @@ def _checked(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
             hint = f": did you mean {near[0]}?" if near else "."
             raise MegacompileError(f"{what} has a field {name!r} that no machine has{hint}")
     if kind is Machine:
-        required = [n for n in known if n not in _MAY_BE_ZERO | _FLAGS and n not in given]
+        required = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
         if required:
             raise MegacompileError(f"{what} lacks {', '.join(required)}.")
     return {name: _value(name, value, kind, what) for name, value in given.items()}

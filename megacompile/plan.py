@@ -44,7 +44,8 @@ class Plan:
 
     ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
     micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
-    take to leave the device, ``ring`` the host buffers through which streamed gradients pass.
+    take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
+    those through which state from NVMe passes, and as many for weights.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -52,6 +53,7 @@ class Plan:
     order: Literal["depth", "breadth"] = "depth"
     grad_lag: int = 1
     ring: int = 2
+    window: int = 2
 
     def to_json(self) -> str:
         return json.dumps({"version": PLAN_VERSION, **asdict(self)}, indent=1, allow_nan=False)
@@ -87,7 +89,7 @@ def _read(kind: type, fields: Any, where: str) -> Any:
     for name, hint in hints.items():
         value, options = fields[name], get_args(hint)
         if hint is int:
-            valid = type(value) is int and value >= (name == "ring")
+            valid = type(value) is int and value >= (name in ("ring", "window"))
         elif hint is str or get_origin(hint) is Literal:
             valid = isinstance(value, str) and (not options or value in options)
         else:

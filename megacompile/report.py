@@ -19,7 +19,8 @@ from megacompile.step import STREAMS
 from megacompile.units import format_bytes
 
 _STREAMS = {"compute": "compute", "h2d": "host to device", "d2h": "device to host",
-            "host": "host Adam and norms"}  # fmt: skip
+            "host": "host Adam and norms", "nvme_read": "reads from NVMe",
+            "nvme_write": "writes to NVMe"}  # fmt: skip
 
 
 @dataclass(frozen=True)

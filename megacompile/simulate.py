@@ -47,9 +47,9 @@ def simulate(step: Step, machine: Machine) -> Timeline:
     busy = {s: sum(t for op, t in zip(step.ops, seconds, strict=True) if op.stream == s) for s in STREAMS}
     period = clock["compute"] - begins[1]
     if machine.shared_cores:
-        period += sum(t for s, t in busy.items() if s != "compute")
-    else:
-        period = max(period, *busy.values())
+        drives = ("nvme_read", "nvme_write")  # which need next to no core
+        period += sum(t for s, t in busy.items() if s != "compute" and s not in drives)
+    period = max(period, *busy.values())
     return Timeline(tuple(starts), tuple(ends), period, busy)
 
 
@@ -64,4 +64,8 @@ def duration(op: Op, machine: Machine) -> float:
         return machine.copy_seconds + op.nbytes / machine.d2h_bandwidth
     if op.kind in ("adam", "norm"):
         return op.nbytes / machine.host_bandwidth
+    if op.kind == "read":
+        return op.nbytes / machine.nvme_read_bandwidth
+    if op.kind == "write":
+        return op.nbytes / machine.nvme_write_bandwidth
     return 0.0

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-Stream = Literal["compute", "h2d", "d2h", "host"]
-STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host")
+Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
+STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
 
 Kind = Literal[
     "load",  # a leaf of the batch to the device
@@ -29,13 +29,17 @@ Kind = Literal[
     "norm",  # squared norms of a group's landed gradient
     "clip_scale",  # the clipping coefficient from all norms
     "adam",  # update of a group's masters and moments
+    "read",  # a group's weights or its state: NVMe -> a buffer of the host window
+    "write",  # what adam left in a buffer of the host window -> NVMe
 ]
 
 Token = tuple[Any, ...]
 """A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved
 tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro) a block's gradient of a
 group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot),
-("stash", block, micro), ("norm", group), ("scale",)."""
+("stash", block, micro), ("norm", group), ("scale",), ("window", slot) a buffer that a group's state passes
+through, ("staged", slot) one that streamed weights pass through; ("disk", group, part) on NVMe, where part
+0 is the streamed weights and part 1 the rest."""
 
 Event = tuple[Any, ...]
 """The name of an operation's completion: its kind followed by numbers."""
@@ -50,6 +54,7 @@ class Op:
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
+    ``choice`` is what a block keeps, or whether a read is of "weights" or "state".
     """
 
     kind: Kind
@@ -75,6 +80,8 @@ class Op:
         """The name under which this operation's completion can be waited for."""
         if self.kind in ("forward", "recompute", "backward", "offload", "reload"):
             return (self.kind, self.block, self.micro)
+        if self.kind == "read":
+            return (f"read_{self.choice}", self.group)
         if self.kind == "push_grad":
             return (self.kind, self.group, self.block, self.micro)
         if self.kind == "evict" and self.group < 0:
@@ -97,8 +104,9 @@ _op_values = operator.attrgetter(*_OP_FIELDS)
 class Step:
     """Operations in program order, the bytes of device tokens, and what the passes established.
 
-    ``slab_bytes`` is the size of the region that weight slots live in, ``done`` the properties that
-    passes have provided so far.
+    ``slab_bytes`` is the size of the region that weight slots live in, ``ring`` the bytes of each host
+    buffer that gradients stream through, ``window`` how many buffers state and weights from NVMe each
+    pass through, ``done`` the properties that passes have provided so far.
     """
 
     ops: tuple[Op, ...]
@@ -107,6 +115,7 @@ class Step:
     slab_bytes: int = 0
     constant_bytes: int = 0
     ring: tuple[int, ...] = ()
+    window: int = 0
     done: frozenset[str] = frozenset()
 
     def on(self, stream: Stream) -> Iterator[Op]:

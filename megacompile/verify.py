@@ -17,7 +17,7 @@ from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token, mem
 from megacompile.workload import Workload
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
-_LASTING = ("master", "hgrad")  # what outlives the step
+_LASTING = ("master", "hgrad", "disk")  # what outlives the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
     accesses = _clocks(step)
     pairs = _check_tokens(accesses) + _check_slots(step, accesses)
     _check_updates(step, work, accesses)
+    _check_window(step)
     _check_device_memory(step, accesses)
     peak = peak_bytes(step)
     if budget_bytes is not None and peak > budget_bytes:
@@ -211,6 +212,35 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
                 updated.add(op.group)
         elif op.kind == "prefetch" and op.group in updated:
             raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
+
+
+def _check_window(step: Step) -> None:
+    """Buffers of the host window hold what is taken from them, and no update in one is lost.
+
+    In program order, which stands for every order since all accesses are known to be ordered.
+    """
+    held: dict[Token, Op] = {}  # what a buffer was last filled or changed by, in this step
+    written: set[int] = set()
+    for op in step.ops:
+        buffer = next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
+        if buffer is None:
+            continue
+        last = held.get(buffer)
+        if op.kind == "read":
+            if last is not None and last.kind == "adam":
+                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
+            if op.group in written:
+                raise ScheduleError(f"{name(op)} reads what this step has updated already.")
+        elif last is None or last.group != op.group or (op.kind == "write") != (last.kind == "adam"):
+            found = name(last) if last is not None else "nothing"
+            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
+        if op.kind in ("read", "adam", "write"):
+            held[buffer] = op
+        if op.kind == "adam":
+            written.add(op.group)
+    lost = next((op for op in held.values() if op.kind == "adam"), None)
+    if lost is not None:
+        raise ScheduleError(f"What {name(lost)} left in the window is never written: write is missing.")
 
 
 def _check_device_memory(step: Step, accesses: list[_Access]) -> None:

@@ -73,13 +73,15 @@ class GroupWork:
     """A weight group: parameters that travel together.
 
     ``nbytes`` on the device; ``elements`` counts parameters; a group that is not ``trainable`` has no
-    gradient and no optimizer state.
+    gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
+    beyond the weights that are streamed.
     """
 
     name: str
     nbytes: int
     elements: int
     trainable: bool = True
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megacompile.passes.insert_gradients import insert_gradients
 from megacompile.passes.insert_offload import insert_offload
 from megacompile.passes.insert_prefetch import insert_prefetch
 from megacompile.passes.insert_recompute import insert_recompute
+from megacompile.passes.insert_state_io import insert_state_io
 from megacompile.passes.synchronize import synchronize
 from megacompile.plan import Mode, Plan
 from megacompile.step import Step
@@ -46,9 +47,10 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_offload, "order recompute", "offload"),
     _pass(insert_prefetch, "order recompute", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
+    _pass(insert_state_io, "prefetch gradients", "state_io"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),
     _pass(assign_slots, "prefetch gradients", "slots"),
-    _pass(synchronize, "prefetch offload gradients frees slots", "waits"),
+    _pass(synchronize, "prefetch offload gradients state_io frees slots", "waits"),
 )
 
 

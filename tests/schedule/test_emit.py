@@ -53,7 +53,7 @@ def meant(op: Op) -> Called:
         kind, arguments = "free", {"tokens": list(op.frees)}
         if op.block >= 0:
             arguments |= {"block": op.block, "micro": op.micro}
-    elif kind in ("evict", "norm"):
+    elif kind in ("evict", "norm", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
         arguments = {"block": op.block, "micro": op.micro, "keep": op.choice}
@@ -64,6 +64,10 @@ def meant(op: Op) -> Called:
         arguments = {"group": op.group, "block": op.block, "micro": op.micro, "to": op.writes[0]}
     elif kind == "adam":
         arguments = {"group": op.group, "grad": op.reads[0]}
+    elif kind == "read":
+        arguments = {"group": op.group, "part": op.choice}
+    slots = {t[1] for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")}
+    arguments |= {"slot": slot for slot in slots}
     if op.waits:
         arguments["after"] = list(op.waits)
     if op.frees and op.kind != "evict":

@@ -13,7 +13,9 @@ from megacompile.errors import MegacompileError
 from megacompile.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
 from tests.schedule.problems import plans, workloads
 
-PLAN = Plan((BlockPlan("none"), BlockPlan("all", "host")), (GroupPlan("micro", 3, "nvme"),), "breadth", 0, 4)
+PLAN = Plan(
+    (BlockPlan("none"), BlockPlan("all", "host")), (GroupPlan("micro", 3, "nvme"),), "breadth", 0, 4, 3
+)
 
 
 @given(workloads(4).flatmap(plans))
@@ -28,7 +30,8 @@ def test_files_are_plain_json_with_a_version() -> None:
     assert fields["version"] == PLAN_VERSION
     assert fields["blocks"][1] == {"choice": "all", "stash": "host"}
     assert fields["groups"] == [{"keep": "micro", "lead": 3, "state": "nvme", "update": "early"}]
-    assert (fields["order"], fields["grad_lag"], fields["ring"]) == ("breadth", 0, 4)
+    whole = (fields["order"], fields["grad_lag"], fields["ring"], fields["window"])
+    assert whole == ("breadth", 0, 4, 3)
 
 
 @given(st.integers(0, len(PLAN.to_json()) - 1))
@@ -61,6 +64,7 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
     ("where", "name", "value"),
     [
         ("the plan", "ring", 0),
+        ("the plan", "window", 0),
         ("the plan", "ring", 2.0),
         ("the plan", "ring", True),
         ("the plan", "grad_lag", -1),
