@@ -237,4 +237,6 @@ def machines(draw: st.DrawFn, *, shared_cores: bool = False) -> Machine:
         launch_seconds=draw(st.sampled_from([0.0, 1.0])),
         copy_seconds=draw(st.sampled_from([0.0, 1.0])),
         shared_cores=shared_cores,
+        nvme_read_bandwidth=draw(rates),
+        nvme_write_bandwidth=draw(rates),
     )  # fmt: skip

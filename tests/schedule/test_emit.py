@@ -66,8 +66,9 @@ def meant(op: Op) -> Called:
         arguments = {"group": op.group, "grad": op.reads[0]}
     elif kind == "read":
         arguments = {"group": op.group, "part": op.choice}
-    slots = {t[1] for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")}
-    arguments |= {"slot": slot for slot in slots}
+    for token in (*op.reads, *op.writes):
+        if token[0] in ("window", "staged"):
+            arguments["slot"] = token[1]
     if op.waits:
         arguments["after"] = list(op.waits)
     if op.frees and op.kind != "evict":

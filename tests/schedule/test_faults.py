@@ -287,6 +287,61 @@ def _uses(call: Call | None, groups: tuple[int, ...]) -> Call | None:
     return call and replace(call, groups=groups)
 
 
+# ---- the window ---------------------------------------------------------------------------------
+
+STORED = lower(WORK, uniform(WORK, state="nvme-all", lead=0), Mode("train"))
+
+
+def test_the_schedule_over_nvme_is_good() -> None:
+    assert verify(STORED, WORK).operations == len(STORED.ops)
+
+
+def test_adam_before_its_state_was_read() -> None:
+    step = lower(WORK, uniform(WORK, state="nvme"), Mode("train"))
+    bad = without_wait(step, find(step, "adam", group=2), ("read_state", 2))
+    refuse(bad, WORK, "adam of group 2", "before read of group 2")
+
+
+def test_buffer_filled_again_before_it_was_written_back() -> None:
+    bad = without_wait(STORED, find(STORED, "read", group=2, choice="state"), ("write", 4))
+    refuse(bad, WORK, "read of group 2 (nvme_read)", "('window', 0) while adam of group 4")
+
+
+def test_read_that_overtakes_the_write_of_the_step_before() -> None:
+    index = find(STORED, "read", group=0, choice="weights")
+    bad = without_wait(STORED, index, ("write", 0))
+    refuse(bad, WORK, "read of group 0", "('disk', 0, 0) before write of group 0")
+
+
+def test_missing_write() -> None:
+    bad = waiting_again(with_op(STORED, find(STORED, "write", group=0)))
+    refuse(bad, WORK, "adam of group 0", "never written: write is missing")
+
+
+def test_missing_read() -> None:
+    bad = waiting_again(with_op(STORED, find(STORED, "read", group=2, choice="state")))
+    refuse(bad, WORK, "adam of group 2 (host) finds in ('window', 0) what write of group 4")
+
+
+def test_update_that_is_overwritten_in_the_window() -> None:
+    bad = moved(STORED, find(STORED, "write", group=4), find(STORED, "read", group=2, choice="state") + 1)
+    refuse(waiting_again(bad), WORK, "read of group 2", "overwrites what adam of group 4")
+
+
+def test_prefetch_out_of_a_buffer_that_holds_another_group() -> None:
+    index = find(STORED, "prefetch", group=3)
+    op = STORED.ops[index]
+    other = ("staged", 1 - op.reads[0][1])
+    bad = waiting_again(with_op(STORED, index, replace(op, reads=(other,))))
+    refuse(bad, WORK, "prefetch of group 3", "finds in", "what read of group")
+
+
+def test_weights_read_after_their_update() -> None:
+    again = STORED.ops[find(STORED, "read", group=0, choice="weights")]
+    bad = waiting_again(with_op(STORED, len(STORED.ops) - 1, STORED.ops[-1], again))
+    refuse(bad, WORK, "read of group 0", "this step has updated already")
+
+
 # ---- budget -------------------------------------------------------------------------------------
 
 

@@ -339,6 +339,59 @@ def test_gradients_may_take_longer_to_leave() -> None:
     assert lines.index('free([("wg", 2, 2, 0)])') == lines.index("backward(block=0)") + 1
 
 
+# ---- insert_state_io ----------------------------------------------------------------------------
+
+
+def test_insert_state_io_passes_state_through_two_buffers() -> None:
+    """A read starts when the buffer that it fills has been written back."""
+    plan = uniform(CHAIN, "all", state="nvme", lead=0)
+    step = run("compute_order insert_prefetch insert_gradients insert_state_io", CHAIN, plan)
+    start = shown(step).index("backward(block=2)")
+    assert [line for line in shown(step)[start - 2 :] if line.startswith(("read", "adam", "write"))] == [
+        'read(group=2, part="state", slot=0)',
+        'read(group=1, part="state", slot=1)',
+        'adam(group=2, grad=("ring", 0), slot=0)',
+        "write(group=2, slot=0)",
+        'read(group=0, part="state", slot=0)',
+        'adam(group=1, grad=("ring", 1), slot=1)',
+        "write(group=1, slot=1)",
+        'adam(group=0, grad=("ring", 0), slot=0)',
+        "write(group=0, slot=0)",
+    ]
+    assert {op.nbytes for op in step.ops if op.kind in ("read", "write")} == {2000}
+
+
+def test_insert_state_io_stages_weights_and_does_not_read_twice_what_is_still_there() -> None:
+    plan = uniform(CHAIN, "all", state="nvme-all", lead=0)
+    step = run("compute_order insert_prefetch insert_state_io", CHAIN, plan)
+    assert [line for line in shown(step) if line.startswith(("read", "prefetch"))] == [
+        'read(group=0, part="weights", slot=0)',
+        'read(group=1, part="weights", slot=1)',
+        "prefetch(group=0, slot=0)",
+        'read(group=2, part="weights", slot=0)',
+        "prefetch(group=1, slot=1)",
+        "prefetch(group=2, slot=0)",
+        "prefetch(group=1, slot=1)",  # on the way back, too
+        'read(group=0, part="weights", slot=1)',
+        "prefetch(group=0, slot=1)",
+    ]
+
+
+def test_insert_state_io_moves_weights_with_the_state_that_they_belong_to() -> None:
+    plan = uniform(CHAIN, "all", state="nvme-all")
+    step = lower(CHAIN, plan, TRAIN)
+    write = step.ops[find(step, "write", group=1)]
+    assert write.writes == (("disk", 1, 0), ("disk", 1, 1)) and write.nbytes == 3000
+    assert ("master", 1) not in {t for op in step.ops for t in (*op.reads, *op.writes)}
+
+
+def test_insert_state_io_leaves_frozen_groups_where_they_are_and_reads_their_weights() -> None:
+    work = chain(3, frozen=frozenset({1}))
+    step = lower(work, uniform(work, "all", state="nvme-all"), TRAIN)
+    assert {op.group for op in step.ops if op.kind == "write"} == {0, 2}
+    assert {op.group for op in step.ops if op.choice == "weights"} == {0, 1, 2}
+
+
 # ---- insert_frees -------------------------------------------------------------------------------
 
 

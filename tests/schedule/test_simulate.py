@@ -18,8 +18,9 @@ from megacompile.workload import Workload
 from tests.schedule.problems import chain, machines, scheduled, uniform
 
 Problem = tuple[Workload, Plan, Mode, Step]
-RATES = ["flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth"]
-FREE = Machine("free", math.inf, math.inf, math.inf, math.inf, math.inf)
+RATES = ["flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth",
+         "nvme_read_bandwidth", "nvme_write_bandwidth"]  # fmt: skip
+FREE = Machine("free", *[math.inf] * 5, nvme_read_bandwidth=math.inf, nvme_write_bandwidth=math.inf)
 UNIT = Machine("unit", 1000.0, math.inf, 1000.0, 1000.0, 7000.0)
 CLOSE = 1e-9  # relative, for sums of floats taken in different orders
 
@@ -47,7 +48,8 @@ def test_a_step_takes_at_least_what_each_stream_works(problem: Problem, machine:
         assert line.busy[stream] == pytest.approx(sum(duration(op, machine) for op in step.on(stream)))
         assert line.step_seconds >= line.busy[stream] * (1 - CLOSE)
     if machine.shared_cores:
-        assert line.step_seconds >= sum(line.busy.values()) * (1 - CLOSE)
+        on_cores = sum(t for s, t in line.busy.items() if not s.startswith("nvme"))
+        assert line.step_seconds >= on_cores * (1 - CLOSE)
 
 
 @settings(max_examples=100)
@@ -93,11 +95,14 @@ def test_a_link_that_is_the_roof() -> None:
 
 
 def test_durations_by_kind() -> None:
-    machine = Machine("m", 10.0, 20.0, 30.0, 40.0, 50.0, launch_seconds=1.0, copy_seconds=2.0)
+    machine = Machine("m", 10.0, 20.0, 30.0, 40.0, 50.0, launch_seconds=1.0, copy_seconds=2.0,
+                      nvme_read_bandwidth=60.0, nvme_write_bandwidth=70.0)  # fmt: skip
     assert duration(Op("forward", "compute", flops=20, moved_bytes=40), machine) == 1 + 2 + 2
     assert duration(Op("prefetch", "h2d", nbytes=60), machine) == 2 + 2
     assert duration(Op("reload", "h2d", nbytes=60), machine) == 2 + 2
     assert duration(Op("offload", "d2h", nbytes=80), machine) == 2 + 2
     assert duration(Op("push_grad", "d2h", nbytes=80), machine) == 2 + 2
     assert duration(Op("adam", "host", nbytes=100), machine) == 2
+    assert duration(Op("read", "nvme_read", nbytes=120), machine) == 2
+    assert duration(Op("write", "nvme_write", nbytes=140), machine) == 2
     assert duration(Op("evict", "compute", nbytes=100), machine) == 0
