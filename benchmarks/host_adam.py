@@ -171,7 +171,7 @@ def all_rows(s: State) -> list[Row]:
     state = s.master, s.exp_avg, s.exp_avg_sq
 
     def stream_copy(threads: int) -> int:
-        return host_adam._call("mc_stream_copy", 4 * s.spare.numel(), s.spare, s.grad32, threads)
+        return host_adam.call_kernel("mc_stream_copy", 4 * s.spare.numel(), s.spare, s.grad32, threads)
 
     bypassing = "non-temporal copy" if stream_copy(1) else "copy (no non-temporal stores here)"
     rows = [

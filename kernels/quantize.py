@@ -5,8 +5,8 @@ A block's elements are divided by its largest magnitude and take the nearest cod
 (``BOOKS``): ``dynamic8`` and ``dynamic8_unsigned``, the dynamic tree code of Dettmers et al. 2022
 (arXiv:2110.02861) for moments, seven decades with more fractions in the larger ones; ``nf4``, the
 quantiles of a normal distribution of Dettmers et al. 2023 (arXiv:2305.14314) for weights;
-``linear4_unsigned``, evenly spaced without zero, for second moments (Li et al. 2023,
-arXiv:2309.01507).
+``dynamic4``, the dynamic tree over three decades, for first moments, and ``linear4_unsigned``,
+evenly spaced without zero, for second moments (Li et al. 2023, arXiv:2309.01507).
 
 x: any shape and float type, taken in row-major order; the last block may be short. codes: uint8,
 one per element, or two in a byte (the even element in the low half) for 4 bits. scales: float32,
@@ -33,13 +33,13 @@ from megacompile.kernels._triton import (
 TILE = 2048
 
 
-def _dynamic(signed: bool) -> list[float]:
-    """Per decade 10**-6 ... 10**0 twice as many bins over [0.1, 1] as before, by their centres."""
+def _dynamic(signed: bool, decades: int = 7) -> list[float]:
+    """Per decade up to 10**0 twice as many bins over [0.1, 1] as before, by their centres."""
     codes = [0.0, 1.0]
-    for decade in range(7):
+    for decade in range(decades):
         bins = 2 ** (decade if signed else decade + 1)
         centres = [0.1 + 0.9 * (i + 0.5) / bins for i in range(bins)]
-        magnitudes = [10.0 ** (decade - 6) * c for c in centres]
+        magnitudes = [10.0 ** (decade + 1 - decades) * c for c in centres]
         codes += magnitudes + ([-m for m in magnitudes] if signed else [])
     return sorted(codes)
 
@@ -61,6 +61,7 @@ BOOKS = {
     "dynamic8": _dynamic(signed=True),
     "dynamic8_unsigned": _dynamic(signed=False),
     "nf4": _normal_float(),
+    "dynamic4": _dynamic(signed=True, decades=3),
     "linear4_unsigned": [(i + 1) / 16 for i in range(16)],
 }
 

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = [Path(__file__).with_name(f"host_adam{end}") for end in (".h", ".c", "_coded.c")]
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-march=native -fopenmp-simd", "")
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
@@ -71,9 +71,9 @@ def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     away from zero, and lo = bits - (hi << 16). Look for values that are not finite before: hi of
     the largest floats is infinite, of some NaNs -0.
     """
-    _check(master=master, hi=hi, lo=lo)
+    check(master=master, hi=hi, lo=lo)
     if backend() == "c":
-        _call("mc_split", master.numel(), master, hi, lo, torch.get_num_threads())
+        call_kernel("mc_split", master.numel(), master, hi, lo, torch.get_num_threads())
     else:
         bits = master.detach().view(torch.int32)
         lo.copy_(bits)
@@ -82,9 +82,9 @@ def split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 def join(hi: Tensor, lo: Tensor, out: Tensor) -> Tensor:
     """Write to fp32 `out` (n), and return, what `split` was given: all 2**32 bit patterns."""
-    _check(hi=hi, lo=lo, master=out)
+    check(hi=hi, lo=lo, master=out)
     if backend() == "c":
-        _call("mc_join", out.numel(), hi, lo, out, torch.get_num_threads())
+        call_kernel("mc_join", out.numel(), hi, lo, out, torch.get_num_threads())
     else:
         bits = out.detach().view(torch.int32)
         bits.copy_(hi.detach().view(torch.int16)).bitwise_left_shift_(16).add_(lo)
@@ -108,14 +108,15 @@ def adamw_step(
     hi, lo = (master, None) if isinstance(master, Tensor) else master
     state = {"master": hi} if lo is None else {"hi": hi, "lo": lo}
     state |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-    _check(**state)
+    check(**state)
     if threads is not None and threads < 1:
         raise ValueError(f"At least one thread is needed, not {threads}.")
     run = _c_step if backend() == "c" else _torch_step
     run([*state.values()], hyper, threads or torch.get_num_threads())
 
 
-def _check(**tensors: Tensor) -> None:
+def check(**tensors: Tensor) -> None:
+    """Refuse tensors that the kernels cannot take: wrong dtype, not flat, of different lengths."""
     first, numel = next((name, x.numel()) for name, x in tensors.items())
     for name, x in tensors.items():
         if x.dtype not in DTYPES[name]:
@@ -129,14 +130,18 @@ def _check(**tensors: Tensor) -> None:
 
 def _c_step(state: list[Tensor], h: AdamHyper, threads: int) -> None:
     weight, *low, m, v, grad = state
-    scalars = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.step, h.grad_scale)
-    hyper = (ctypes.c_double * len(scalars))(*scalars)
     flags = (grad.dtype == torch.bfloat16, h.decoupled, h.maximize)
     parts = (weight, low[0] if low else None, m, v, grad)
-    _call("mc_adam", m.numel(), *parts, hyper, *flags, threads)
+    call_kernel("mc_adam", m.numel(), *parts, scalars(h), *flags, threads)
 
 
-def _call(name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None) -> int:
+def scalars(h: AdamHyper) -> ctypes.Array[ctypes.c_double]:
+    """The kernels' ``Hyper``."""
+    values = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.step, h.grad_scale)
+    return (ctypes.c_double * len(values))(*values)
+
+
+def call_kernel(name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None) -> int:
     """Pass tensors as addresses and integers as 64 bits; ctypes releases the GIL."""
     values: list[object] = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     values = [ctypes.c_int64(x) if isinstance(x, int) else x for x in values]
@@ -162,7 +167,7 @@ def _kernel() -> tuple[ctypes.CDLL | None, str]:
 def _load(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """The library from `folder`, compiled where it is missing or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = "\n".join([SOURCE.read_text(), _cpu(), compiler, version, FLAGS, *TARGETS])
+    key = "\n".join([*(s.read_text() for s in SOURCES), _cpu(), compiler, version, FLAGS, *TARGETS])
     path = folder / f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:
         library = ctypes.CDLL(str(path))
@@ -188,7 +193,7 @@ def _compile(compiler: str, path: Path) -> None:
         for target in TARGETS:
             built = Path(folder, "host_adam.so")
             flags = [*FLAGS.split(), *target.split()]
-            command = [compiler, *flags, str(SOURCE), "-o", str(built), "-lm"]
+            command = [compiler, *flags, *map(str, SOURCES[1:]), "-o", str(built), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if result.returncode == 0:
                 built.replace(path)
