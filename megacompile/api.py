@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megacompile.backends import open_backend
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.formats import StateFormat, check_format
 from megacompile.optimizer import adopt
 from megacompile.program import Program, is_owned
 from megacompile.units import RESERVE, host_available, parse_bytes
@@ -36,6 +37,7 @@ def compile(
     dump: str | os.PathLike[str] | None = None,
     seed: int = 0,
     kernels: Mapping[str, bool] | bool | None = None,
+    optimizer_state: StateFormat = "fp32",
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -58,6 +60,8 @@ def compile(
     seed: of dropout; the same seed gives bitwise the same training run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
         what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
+    optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
+        "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -107,6 +111,7 @@ def compile(
         on_nonfinite=on_nonfinite,
         seed=seed,
         max_seq_len=max_seq_len,
+        optimizer_state=check_format(optimizer_state),
     )
     if example_batch is not None:
         program.prepare(example_batch)

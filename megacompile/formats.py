@@ -19,6 +19,7 @@ import torch
 
 from megacompile.assemble import GroupLayout, Slot, padded_elements
 from megacompile.errors import MegacompileError
+from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]
 SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
@@ -144,3 +145,11 @@ def state_bytes(groups: tuple[GroupLayout, ...], form: StateFormat) -> dict[str,
     """Host bytes of a model's state by kind: "masters" and "moments"."""
     arrays = [a for g in groups for a in group_arrays(g, form)]
     return {kind: sum(a.nbytes for a in arrays if a.kind == kind) for kind in ("masters", "moments")}
+
+
+def smaller_formats(groups: tuple[GroupLayout, ...], form: StateFormat) -> str:
+    """A clause for error messages: what the formats below ``form`` would save; "" where there is none."""
+    now = sum(state_bytes(groups, form).values())
+    saved = {f: now - sum(state_bytes(groups, f).values()) for f in get_args(StateFormat)}
+    clauses = [f'optimizer_state="{f}" saves {format_bytes(n)}' for f, n in saved.items() if n > 0]
+    return "; " + ", ".join(clauses) if clauses else ""

@@ -22,6 +22,7 @@ from megacompile.bind import BoundStep
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.device import Device
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
+from megacompile.formats import StateFormat, smaller_formats, state_bytes
 from megacompile.fuse_report import Fusions
 from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
@@ -98,6 +99,7 @@ class Program:
         on_nonfinite: str | None,
         seed: int,
         max_seq_len: int | None,
+        optimizer_state: StateFormat = "fp32",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -108,6 +110,7 @@ class Program:
         self._on_nonfinite = on_nonfinite
         self._seed = seed
         self._max_seq_len = max_seq_len
+        self._optimizer_state: StateFormat = optimizer_state
         self._runtime: Runtime | None = None
         self._bound: dict[int, BoundStep] = {}
         self._current: Scheduled | None = None
@@ -370,15 +373,17 @@ class Program:
         if is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
-        need = sum(g.elements * (12 if g.trainable else 4) for g in layouts)
-        need += host_transient_bytes(scheduled.planned.step, layouts)
+        transient = host_transient_bytes(scheduled.planned.step, layouts)
+        need = sum(state_bytes(layouts, self._optimizer_state).values()) + transient
         if need > self._host_budget_bytes:
             raise BudgetError(
                 f"host_budget={format_bytes(self._host_budget_bytes)} is too small: masters, moments "
                 f"and kept gradients of this model take {format_bytes(need)} on the host. Raise it, "
-                "train fewer parameters, or train without clipping and accumulation."
+                "train fewer parameters, or train without clipping and accumulation"
+                + smaller_formats(layouts, self._optimizer_state)
+                + "."
             )
-        state = HostState(layouts)
+        state = HostState(layouts, self._optimizer_state)
         state.take(self.model, scheduled.compiled.assembly.places)
         self._compiler.layouts = layouts
         self._places = scheduled.compiled.assembly.places

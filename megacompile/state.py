@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megacompile import host_adam
 from megacompile.assemble import GroupLayout, Slot
-from megacompile.formats import StateFormat, group_arrays, group_runs, state_bytes
+from megacompile.formats import CODINGS, Coding, Run, StateFormat, group_arrays, group_runs, state_bytes
+from megacompile.host_adam_coded import Coded, coded_adamw_step
 
 
 class HostState:
@@ -98,8 +99,22 @@ class HostState:
             part = slice(run.start, run.stop)
             place = slice(run.offset, run.offset + run.stop - run.start)
             master = weights[part] if low is None else (weights[part], low[part])
+            hyper = hypers[run.param_group]
+            if run.coded:
+                coding = CODINGS[self.form]
+                coded = [_coded(arrays, name, run, coding) for name in ("exp_avg", "exp_avg_sq")]
+                coded_adamw_step(master, *coded, grad[part], hyper, coding, threads)
+                continue
             first, second = arrays["exp_avg"][place], arrays["exp_avg_sq"][place]
-            host_adam.adamw_step(master, first, second, grad[part], hypers[run.param_group], threads)
+            host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
+
+
+def _coded(arrays: Mapping[str, Tensor], name: str, run: Run, coding: Coding) -> Coded:
+    """A run's part of a coded moment."""
+    elements = run.stop - run.start
+    start, stop = coding.code_bytes(run.offset), coding.code_bytes(run.offset + elements)
+    scales = slice(run.block, run.block + coding.blocks(elements))
+    return Coded(arrays[f"{name}_codes"][start:stop], arrays[f"{name}_scales"][scales])
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
