@@ -139,5 +139,5 @@ def test_unknown_format_and_a_host_budget_that_int8_would_meet() -> None:
     wide = Plain(width=128)
     batch = {"x": torch.randn(2, 16), "y": torch.randn(2, 3)}
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
-    with pytest.raises(megacompile.BudgetError, match='optimizer_state="int8" saves .*"int4" saves'):
+    with pytest.raises(megacompile.BudgetError, match=r'optimizer_state="int8" saves .*"int4" saves'):
         megacompile.compile(wide, "1GB", host_budget="1MB", optimizer=optimizer, example_batch=batch)
