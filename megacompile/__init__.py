@@ -3,6 +3,7 @@
 from megacompile.api import compile
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
 from megacompile.plan import Plan
+from megacompile.pretrained import from_pretrained
 from megacompile.program import Program
 from megacompile.step_io import NonFiniteError
 from megacompile.substitute import our_operators
@@ -17,5 +18,6 @@ __all__ = [
     "Program",
     "ProgramError",
     "compile",
+    "from_pretrained",
     "our_operators",
 ]

@@ -18,6 +18,7 @@ from megacompile.errors import BudgetError, MegacompileError
 from megacompile.formats import StateFormat, check_format
 from megacompile.optimizer import adopt
 from megacompile.program import Program, is_owned
+from megacompile.state import Weights
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 
@@ -38,6 +39,7 @@ def compile(
     seed: int = 0,
     kernels: Mapping[str, bool] | bool | None = None,
     optimizer_state: StateFormat = "fp32",
+    weights: Weights | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -62,6 +64,7 @@ def compile(
         what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
+    weights: gives the value of a parameter that is on the meta device, by its name.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -82,7 +85,14 @@ def compile(
     if on_nonfinite not in (None, "skip", "raise"):
         raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
     _refuse_hooks(model)
-    available = host_available() + sum(p.nbytes for p in model.parameters())
+    held = [p for p in model.parameters() if not p.is_meta]
+    if weights is None and len(held) < sum(1 for _ in model.parameters()):
+        name = next(n for n, p in model.named_parameters() if p.is_meta)
+        raise MegacompileError(
+            f"The parameter {name} is on the meta device and has no value: use megacompile.from_pretrained, "
+            "give weights=, or load the model first."
+        )
+    available = host_available() + sum(p.nbytes for p in held)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
     if host_budget is None:
         host = int(available * (1 - RESERVE))
@@ -112,6 +122,7 @@ def compile(
         seed=seed,
         max_seq_len=max_seq_len,
         optimizer_state=check_format(optimizer_state),
+        weights=weights,
     )
     if example_batch is not None:
         program.prepare(example_batch)

@@ -12,7 +12,7 @@ depend on its neighbours in the bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -64,19 +64,29 @@ class FlatArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A range of a bucket's elements that one Adam call updates: one param group, one kind of moments.
+class MomentPlace:
+    """Where moments lie: ``elements`` from ``offset`` on in the FP32 arrays, or, ``coded``, as codes.
 
-    ``offset`` is where the range begins in the arrays of its kind (FP32 moments, or codes), counted in
-    elements, ``block`` its first scale.
+    ``block`` is the first of their scales.
     """
 
-    start: int
-    stop: int
-    param_group: int
     coded: bool
+    elements: int
     offset: int
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A range of a bucket that one Adam call updates: one param group, one kind of moments."""
+
+    start: int
+    param_group: int
+    place: MomentPlace
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.place.elements
 
 
 def check_format(name: str) -> StateFormat:
@@ -96,44 +106,51 @@ def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]
     arrays += [FlatArray("low", "masters", torch.int16, group.elements)] if split else []
     if group.trainable:
         runs = group_runs(group, form)
-        plain = sum(r.stop - r.start for r in runs if not r.coded)
-        arrays += [FlatArray(name, "moments", torch.float32, plain) for name in ("exp_avg", "exp_avg_sq")]
+        plain = sum(r.place.elements for r in runs if not r.place.coded)
+        arrays += [FlatArray(name, "moments", torch.float32, plain) for name in moment_names(False)]
         arrays += _coded_arrays(runs, CODINGS[form]) if form in CODINGS else []
     return tuple(a for a in arrays if a.elements)
 
 
 def _coded_arrays(runs: tuple[Run, ...], coding: Coding) -> list[FlatArray]:
-    coded = [r.stop - r.start for r in runs if r.coded]
-    codes = coding.code_bytes(sum(coded))
-    scales = sum(coding.blocks(n) for n in coded)
-    return [
-        FlatArray(f"{moment}_{part}", "moments", dtype, elements)
-        for moment in ("exp_avg", "exp_avg_sq")
-        for part, dtype, elements in (("codes", torch.uint8, codes), ("scales", torch.float32, scales))
-    ]
+    coded = [r.place.elements for r in runs if r.place.coded]
+    codes = (torch.uint8, coding.code_bytes(sum(coded)))
+    scales = (torch.float32, sum(coding.blocks(n) for n in coded))
+    parts = (codes, scales, codes, scales)
+    return [FlatArray(n, "moments", *part) for n, part in zip(moment_names(True), parts, strict=True)]
+
+
+def moment_names(coded: bool) -> tuple[str, ...]:
+    """The arrays of both moments, in a fixed order."""
+    if coded:
+        return ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
+    return ("exp_avg", "exp_avg_sq")
+
+
+def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, ...]:
+    """Of each slot of a trainable group, where its moments begin in their arrays."""
+    places: list[MomentPlace] = []
+    offsets, block = {False: 0, True: 0}, 0
+    for slot in group.slots:
+        elements, coded = padded_elements(slot.parameter.numel), is_coded(slot, form)
+        places.append(MomentPlace(coded, elements, offsets[coded], block if coded else 0))
+        offsets[coded] += elements
+        block += CODINGS[form].blocks(elements) if coded else 0
+    return tuple(places)
 
 
 def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
     """Runs of a trainable group in the bucket's order, as few as param groups and blocks allow."""
     runs: list[Run] = []
-    offsets, block = {False: 0, True: 0}, 0
-    for slot in group.slots:
-        elements = padded_elements(slot.parameter.numel)
-        coded = is_coded(slot, form)
-        last = runs[-1] if runs else None
-        whole = last is not None and (not coded or (last.stop - last.start) % CODINGS[form].block == 0)
-        if last and whole and (last.param_group, last.coded) == (slot.parameter.param_group, coded):
-            runs[-1] = Run(last.start, slot.offset + elements, *_rest(last))
+    for slot, place in zip(group.slots, moment_places(group, form), strict=True):
+        last, owner = runs[-1] if runs else None, slot.parameter.param_group
+        alike = last is not None and (last.param_group, last.place.coded) == (owner, place.coded)
+        if last and alike and (not place.coded or last.place.elements % CODINGS[form].block == 0):
+            whole = replace(last.place, elements=last.place.elements + place.elements)
+            runs[-1] = Run(last.start, owner, whole)
         else:
-            start, owner = slot.offset, slot.parameter.param_group
-            runs.append(Run(start, start + elements, owner, coded, offsets[coded], block if coded else 0))
-        offsets[coded] += elements
-        block += CODINGS[form].blocks(elements) if coded else 0
+            runs.append(Run(slot.offset, owner, place))
     return tuple(runs)
-
-
-def _rest(run: Run) -> tuple[int, bool, int, int]:
-    return run.param_group, run.coded, run.offset, run.block
 
 
 def is_coded(slot: Slot, form: StateFormat) -> bool:

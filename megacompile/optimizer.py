@@ -61,6 +61,49 @@ def _refuse_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
     )
 
 
+def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Each param group's settings as plain JSON values, with its parameters by name."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {k: _plain(v) for k, v in group.items() if k != "params"}
+        groups.append(settings | {"parameters": [names[id(p)] for p in group["params"]]})
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's number, a tuple as a list; what is no plain value is left out, as None."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any) -> None:
+    """Refuse settings of param groups that are not this optimizer's, by name."""
+    ours = [g["parameters"] for g in settings_of(optimizer, model)]
+    if not isinstance(saved, list) or not all(isinstance(g, dict) for g in saved):
+        raise MegacompileError("The checkpoint's param groups are malformed.")
+    if len(saved) != len(ours):
+        raise MegacompileError(f"The checkpoint has {len(saved)} param groups, the optimizer {len(ours)}.")
+    for index, (group, names) in enumerate(zip(saved, ours, strict=True)):
+        if group.get("parameters") != names:
+            raise MegacompileError(f"Param group {index} holds other parameters than in the checkpoint.")
+        for key in ("lr", "eps", "weight_decay"):
+            if not isinstance(group.get(key), (int, float)):
+                raise MegacompileError(f"The checkpoint's param group {index} has no {key}.")
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Set each param group's settings to those that were saved, as ``load_state_dict`` would."""
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in settings.items():
+            if key == "parameters" or value is None:
+                continue
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Index of the optimizer's param group by ``id`` of the parameter."""
     return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}

@@ -7,10 +7,13 @@ that is under way.
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +22,18 @@ from torch import Tensor, nn
 from megacompile.assemble import GroupLayout
 from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
 from megacompile.bind import BoundStep
+from megacompile.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.device import Device
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
+from megacompile.export import export_model
 from megacompile.formats import StateFormat, smaller_formats, state_bytes
 from megacompile.fuse_report import Fusions
-from megacompile.optimizer import hypers
+from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
 from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
-from megacompile.state import HostState
+from megacompile.state import HostState, Weights
 from megacompile.step import Step
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
@@ -100,6 +105,7 @@ class Program:
         seed: int,
         max_seq_len: int | None,
         optimizer_state: StateFormat = "fp32",
+        weights: Weights | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -111,6 +117,8 @@ class Program:
         self._seed = seed
         self._max_seq_len = max_seq_len
         self._optimizer_state: StateFormat = optimizer_state
+        self._source = weights
+        self._closed = False
         self._runtime: Runtime | None = None
         self._bound: dict[int, BoundStep] = {}
         self._current: Scheduled | None = None
@@ -188,6 +196,7 @@ class Program:
         if self._runtime is not None:
             self._runtime.finish()
             self._runtime.close()
+        self._closed = True
         self._torn = self._torn or "The program was closed: compile the model again to train on."
 
     # ---- state -----------------------------------------------------------------------------------
@@ -195,11 +204,7 @@ class Program:
     def state_dict(self) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights once."""
         self.wait()
-        buffers = {
-            n: b.detach().clone()
-            for n, b in self.model.named_buffers()
-            if n in _persistent_buffers(self.model)
-        }
+        buffers = {n: b.detach().clone() for n, b in self._buffers().items()}
         return {n: self._value(n, p) for n, p in self.model.named_parameters()} | buffers
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -225,7 +230,48 @@ class Program:
                 buffers[name].copy_(value)
         if self._runtime is not None:
             self._runtime.forget_faults()
+        self._torn = self._torn if self._closed else ""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint from which :meth:`load` goes on bit for bit.
+
+        The state after every update so far: masters, moments in their format, step counts, buffers,
+        the optimizer's settings, the place in the sequence of seeds. A checkpoint of an earlier call
+        in the same folder stays until this one is whole on disk; deleting old folders is the caller's.
+        """
+        self.wait()
+        if self._torn:
+            raise ProgramError(self._torn)
+        settings = settings_of(self.optimizer, self.model)
+        progress = Progress(type(self.model).__name__, self._seed, self._calls, settings)
+        save_checkpoint(Path(folder), self._laid_out("save"), self._loose(), progress)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint of :meth:`save`, of the same model, compiled in the same way.
+
+        Takes no more memory than training does. What does not fit, or is damaged, is named.
+        """
+        if self._closed:
+            raise ProgramError(self._torn)
+        self.wait()
+        checkpoint = Checkpoint(Path(folder), self._laid_out("load"), self._loose())
+        progress = checkpoint.progress
+        check_settings(self.optimizer, self.model, progress.param_groups)
+        self._torn = "A checkpoint was read in part only: load a whole one."
+        checkpoint.read()
+        restore_settings(self.optimizer, progress.param_groups)
+        self._seed, self._calls = progress.seed, progress.calls
+        assert self._runtime is not None
+        self._runtime.forget_faults()
         self._torn = ""
+
+    def export(self, folder: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the trained values in ``dtype`` as a folder that ``transformers`` loads."""
+        self.wait()
+        if self._torn and not self._closed:
+            raise ProgramError(self._torn)
+        values = ((n, self._value(n, p)) for n, p in self.model.named_parameters())
+        export_model(Path(folder), self.model, itertools.chain(values, self._buffers().items()), dtype)
 
     def sync_to(self, model: nn.Module) -> None:
         """Copy the masters into a model of the same shape, which is then an ordinary model again."""
@@ -234,7 +280,7 @@ class Program:
         for name, parameter in self.model.named_parameters():
             value = self._value(name, parameter)
             target = targets[name]
-            if target is parameter and self._placed(name):
+            if target.is_meta or (target is parameter and self._placed(name)):
                 target.data = value.to(target.dtype)
             else:
                 target.data.copy_(value)
@@ -384,7 +430,8 @@ class Program:
                 + "."
             )
         state = HostState(layouts, self._optimizer_state)
-        state.take(self.model, scheduled.compiled.assembly.places)
+        state.take(self.model, scheduled.compiled.assembly.places, self._source)
+        self._source = None  # and with it what it may hold
         self._compiler.layouts = layouts
         self._places = scheduled.compiled.assembly.places
         self._runtime = Runtime(state, self._open_device())
@@ -442,20 +489,41 @@ class Program:
                 "updated and before others: load a saved state with load_state_dict."
             )
 
+    def _buffers(self) -> dict[str, Tensor]:
+        kept = _persistent_buffers(self.model)
+        return {n: b.detach() for n, b in self.model.named_buffers() if n in kept}
+
+    def _loose(self) -> dict[str, Tensor]:
+        """What a checkpoint holds besides the host state: buffers, parameters that no block uses."""
+        unused = {n: p.detach() for n, p in self.model.named_parameters() if not self._placed(n)}
+        return unused | self._buffers()
+
+    def _laid_out(self, what: str) -> HostState:
+        if self._runtime is None:
+            raise ProgramError(f"Nothing is laid out yet: compile with example_batch, then {what}.")
+        if self._runtime.has_gradients:
+            raise ProgramError(f"Gradients are waiting: call optimizer_step(), then {what}.")
+        return self._runtime.state
+
     def _placed(self, name: str) -> bool:
         return self._runtime is not None and name in self._places
 
     def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
         if self._runtime is not None and name in self._places:
             return self._runtime.state.read(self._places[name])
-        value = parameter.detach().clone()
+        empty = parameter.is_meta and self._source is not None
+        value = self._source(name) if empty else parameter.detach().clone()  # type: ignore[misc]
         return value.float() if value.is_floating_point() else value
 
     def _set(self, name: str, value: Tensor) -> None:
         if self._runtime is not None and name in self._places:
             self._runtime.state.write(self._places[name], value)
         else:
-            dict(self.model.named_parameters())[name].data.copy_(value)
+            parameter = dict(self.model.named_parameters())[name]
+            if parameter.is_meta:
+                parameter.data = value.to(parameter.dtype, copy=True)
+            else:
+                parameter.data.copy_(value)
 
 
 def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:

@@ -8,15 +8,28 @@ formats of `formats.py`: 12, about 6 or about 5 bytes per trained parameter in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megacompile import host_adam
 from megacompile.assemble import GroupLayout, Slot
-from megacompile.formats import CODINGS, Coding, Run, StateFormat, group_arrays, group_runs, state_bytes
+from megacompile.formats import (
+    CODINGS,
+    MomentPlace,
+    StateFormat,
+    group_arrays,
+    group_runs,
+    moment_names,
+    moment_places,
+    state_bytes,
+)
 from megacompile.host_adam_coded import Coded, coded_adamw_step
+
+CHUNK = 1 << 24  # elements
+Weights = Callable[[str], Tensor]
+"""The value of a parameter by its name."""
 
 
 class HostState:
@@ -40,30 +53,41 @@ class HostState:
         """Host bytes by kind: "masters" and "moments"."""
         return state_bytes(self.groups, self.form)
 
-    def take(self, model: nn.Module, places: Mapping[str, tuple[int, int]]) -> None:
+    def take(
+        self, model: nn.Module, places: Mapping[str, tuple[int, int]], weights: Weights | None = None
+    ) -> None:
         """Move each placed parameter's value here, one at a time, and leave NaN in its place.
 
         The model's storage is released parameter by parameter, so that no second copy of the model
-        ever exists on the host.
+        ever exists on the host. ``weights`` gives the value of a parameter on the meta device.
         """
         for name, parameter in model.named_parameters():
+            value = parameter.data
+            if parameter.is_meta:
+                assert weights is not None
+                value = weights(name)
             if name not in places:
+                parameter.data = value.to(parameter.dtype, copy=True) if parameter.is_meta else value
                 continue
-            self.write(places[name], parameter.data)
+            self.write(places[name], value)
+            del value
             parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
-        slot = self._find(place)
-        if self._low(place[0]) is None:
+        slot, low = self._find(place), self._low(place[0])
+        if low is None:
             slot_view(self.weights[place[0]], slot).copy_(value)
             return
-        start, stop = slot.offset, slot.offset + slot.parameter.numel
-        flat = torch.empty(stop - start)
-        _strided(flat, 0, slot).copy_(value)
-        low = self._low(place[0])
-        assert low is not None
-        host_adam.split(flat, self.weights[place[0]][start:stop], low[start:stop])
+        part = slice(slot.offset, slot.offset + slot.parameter.numel)
+        high, low = self.weights[place[0]][part], low[part]
+        if not value.is_contiguous() or value.stride() != slot.parameter.stride:
+            value = _strided(torch.empty(value.numel()), 0, slot).copy_(value)
+            value = value.as_strided((value.numel(),), (1,))
+        flat = value.view(-1)
+        for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
+            piece = slice(start, start + CHUNK)
+            host_adam.split(flat[piece].float(), high[piece], low[piece])
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape."""
@@ -96,25 +120,38 @@ class HostState:
         arrays = self.arrays[group]
         weights, low = self.weights[group], self._low(group)
         for run in self._runs[group]:
-            part = slice(run.start, run.stop)
-            place = slice(run.offset, run.offset + run.stop - run.start)
+            part, hyper = slice(run.start, run.stop), hypers[run.param_group]
             master = weights[part] if low is None else (weights[part], low[part])
-            hyper = hypers[run.param_group]
-            if run.coded:
+            found = _moments(arrays, run.place, self.form)
+            if run.place.coded:
                 coding = CODINGS[self.form]
-                coded = [_coded(arrays, name, run, coding) for name in ("exp_avg", "exp_avg_sq")]
-                coded_adamw_step(master, *coded, grad[part], hyper, coding, threads)
-                continue
-            first, second = arrays["exp_avg"][place], arrays["exp_avg_sq"][place]
-            host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
+                first, second = (Coded(*found[i : i + 2]) for i in (0, 2))
+                coded_adamw_step(master, first, second, grad[part], hyper, coding, threads)
+            else:
+                host_adam.adamw_step(master, *found, grad[part], hyper, threads)
+
+    def parts(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """By group and slot: a parameter's name and flat views of all that is kept of it, by array's name."""
+        for group, arrays in zip(self.groups, self.arrays, strict=True):
+            places = moment_places(group, self.form) if group.trainable else [None] * len(group.slots)
+            for slot, place in zip(group.slots, places, strict=True):
+                part = slice(slot.offset, slot.offset + slot.parameter.numel)
+                found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
+                names = moment_names(place.coded) if place else ()
+                moments = _moments(arrays, place, self.form) if place else []
+                yield slot.parameter.name, found | dict(zip(names, moments, strict=True))
 
 
-def _coded(arrays: Mapping[str, Tensor], name: str, run: Run, coding: Coding) -> Coded:
-    """A run's part of a coded moment."""
-    elements = run.stop - run.start
-    start, stop = coding.code_bytes(run.offset), coding.code_bytes(run.offset + elements)
-    scales = slice(run.block, run.block + coding.blocks(elements))
-    return Coded(arrays[f"{name}_codes"][start:stop], arrays[f"{name}_scales"][scales])
+def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:
+    """Views of a place's moments, in the order of :func:`~megacompile.formats.moment_names`."""
+    start, stop = place.offset, place.offset + place.elements
+    if not place.coded:
+        return [arrays[name][start:stop] for name in moment_names(False)]
+    coding = CODINGS[form]
+    codes = slice(coding.code_bytes(start), coding.code_bytes(stop))
+    scales = slice(place.block, place.block + coding.blocks(place.elements))
+    parts = (codes, scales, codes, scales)
+    return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:

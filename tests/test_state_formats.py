@@ -39,10 +39,11 @@ def test_runs_cover_the_bucket_and_fill_the_arrays(parts: list[tuple[int, int]],
     assert runs[-1].stop == group.elements
     filled = {True: (0, 0), False: (0, 0)}
     for run in runs:
-        elements, blocks = filled[run.coded]
-        assert (run.offset, run.block) == (elements, blocks)
-        size = run.stop - run.start
-        filled[run.coded] = (elements + size, blocks + (CODINGS[form].blocks(size) if run.coded else 0))
+        place = run.place
+        elements, blocks = filled[place.coded]
+        assert (place.offset, place.block) == (elements, blocks)
+        scales = CODINGS[form].blocks(place.elements) if place.coded else 0
+        filled[place.coded] = (elements + place.elements, blocks + scales)
     arrays = {a.name: a.elements for a in group_arrays(group, form)}
     assert arrays.get("exp_avg", 0) == filled[False][0]
     if form in CODINGS:
@@ -57,7 +58,7 @@ def test_blocks_begin_anew_at_every_parameter(sizes: list[int], form: StateForma
     group = layout(sizes, [0] * len(sizes))
     begins = {slot.offset for slot in group.slots if slot.parameter.numel > SMALL}
     edges = set(itertools.chain.from_iterable(
-        range(r.start, r.stop, CODINGS[form].block) for r in group_runs(group, form) if r.coded
+        range(r.start, r.stop, CODINGS[form].block) for r in group_runs(group, form) if r.place.coded
     ))  # fmt: skip
     assert begins <= edges
 

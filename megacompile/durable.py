@@ -1,0 +1,81 @@
+"""Folders that are written whole or not at all, whatever kills the process in between."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megacompile.errors import ProgramError
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its place when the block ends without an error.
+
+    Everything in it is on disk before it is renamed. What ``folder`` was before stays until then, as
+    ``.NAME.previous`` for the moment between two renames, from where :func:`recover` brings it back.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recover(folder)
+    fresh, previous = _beside(folder, "saving"), _beside(folder, "previous")
+    with _locked(fresh):
+        try:
+            yield fresh
+            for file in fresh.iterdir():
+                _sync(file)
+            _sync(fresh)
+            if folder.exists():
+                _remove(previous)
+                folder.rename(previous)
+            fresh.rename(folder)
+            _sync(folder.parent)
+            _remove(previous)
+        except BaseException:
+            _remove(fresh)
+            recover(folder)
+            raise
+
+
+def recover(folder: Path) -> None:
+    """Put back what a writer that was killed had moved aside and not yet replaced."""
+    previous = _beside(folder, "previous")
+    if previous.exists() and not folder.exists():
+        previous.rename(folder)
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+@contextlib.contextmanager
+def _locked(fresh: Path) -> Iterator[None]:
+    """An empty folder that this process alone writes; what a killed writer left in it is removed."""
+    fresh.mkdir(exist_ok=True)
+    handle = os.open(fresh, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ProgramError(f"Another process is writing {fresh}: save to different folders.") from error
+        for file in fresh.iterdir():
+            file.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

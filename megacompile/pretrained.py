@@ -1,0 +1,153 @@
+"""Pretrained models: weights go from safetensors files straight into the masters, one tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.api import compile
+from megacompile.checkpoint import open_shard
+from megacompile.errors import MegacompileError
+from megacompile.program import Program
+
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def from_pretrained(
+    path: str | Path, hbm_budget: float | str, *, optimizer: OptimizerOf | None = None, **options: Any
+) -> Program:
+    """Compile a transformers model from a folder with ``config.json`` and safetensors files.
+
+    The model is built without values; each parameter is read when its masters are laid out, so the
+    host never holds more than the state and one file. ``optimizer`` makes one from the parameters
+    (``lambda parameters: AdamW(parameters, lr=1e-5)``); the other options are those of
+    :func:`megacompile.compile`. The model is in train mode. Code in the folder is never run.
+
+    Raises :class:`MegacompileError` for a folder that does not hold such a model, by name.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise MegacompileError(
+            f"{folder} has no config.json: give a local folder (hf download NAME --local-dir FOLDER)."
+        )
+    model = build_empty(folder)
+    weights = Shards(folder)
+    weights.fit(model)
+    made = optimizer(model.parameters()) if optimizer is not None else None
+    return compile(model, hbm_budget, optimizer=made, weights=weights.read, **options)
+
+
+def build_empty(folder: Path) -> nn.Module:
+    """The model that ``config.json`` names, in train mode, its parameters on the meta device."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MegacompileError(
+            "from_pretrained needs transformers: pip install 'megacompile[transformers]'."
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise MegacompileError(f"{folder / 'config.json'} is no config of transformers: {error}") from error
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise MegacompileError(
+            f"{folder} is of {names or 'no architecture'}, which transformers does not have."
+        )
+    with parameters_on_meta():
+        model: nn.Module = kind._from_config(config, dtype=torch.float32)
+    return model.train()
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their values as modules are built; buffers keep theirs."""
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Shards:
+    """The tensors of a folder's safetensors files by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = {}
+        for file in sorted(_files(folder)):
+            with open_shard(folder / file) as handle:
+                self._files |= dict.fromkeys(handle.keys(), file)
+        self._keys: dict[str, str] = {}
+
+    def fit(self, model: nn.Module) -> None:
+        """Find every parameter and persistent buffer of the model; buffers are set here."""
+        prefix = getattr(model, "base_model_prefix", "") + "."
+        state = model.state_dict(keep_vars=True)
+        tied = {id(p): name for name, p in state.items() if self._find(name, prefix)}
+        for name, parameter in model.named_parameters():
+            found = self._find(name, prefix) or self._find(tied.get(id(parameter), ""), prefix)
+            if found is None:
+                raise MegacompileError(
+                    f"{self._folder} has no {name}, or under another name: load it with transformers' "
+                    "from_pretrained and give the model to megacompile.compile."
+                )
+            self._keys[name] = found
+            with open_shard(self._folder / self._files[found]) as handle:
+                shape = tuple(handle.get_slice(found).get_shape())
+            if shape != tuple(parameter.shape):
+                raise MegacompileError(
+                    f"{self._folder} has {name} in the shape {shape}; the model has {tuple(parameter.shape)}."
+                )
+        for name, buffer in model.named_buffers():
+            if name in state and (found := self._find(name, prefix)):
+                buffer.copy_(self._tensor(found))
+        known = {found for name in state if (found := self._find(name, prefix))}
+        extra = sorted(set(self._files) - known)
+        if extra:
+            text = f"{self._folder} holds {extra[0]} and {len(extra) - 1} more that the model has not."
+            warnings.warn(text, stacklevel=3)
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's value, mapped from its file."""
+        return self._tensor(self._keys[name])
+
+    def _find(self, name: str, prefix: str) -> str | None:
+        """The name in the files: as it is, or without the head's name for its base model."""
+        return next((n for n in (name, name.removeprefix(prefix)) if n in self._files), None)
+
+    def _tensor(self, key: str) -> Tensor:
+        with open_shard(self._folder / self._files[key]) as handle:
+            tensor: Tensor = handle.get_tensor(key)
+        return tensor
+
+
+def _files(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return {"model.safetensors"}
+    if not index.is_file():
+        raise MegacompileError(f"{folder} has no model.safetensors and no {index.name}.")
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise MegacompileError(f"{index} is malformed: {error}.") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
+            raise MegacompileError(f"{index} names {file!r}, which is no file in {folder}.")
+    return files
