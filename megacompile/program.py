@@ -33,7 +33,7 @@ from megacompile.optimizer import check_settings, hypers, restore_settings, sett
 from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
-from megacompile.state import HostState, Weights
+from megacompile.state import HostState, Weights, set_value
 from megacompile.step import Step
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
@@ -281,7 +281,7 @@ class Program:
             value = self._value(name, parameter)
             target = targets[name]
             if target.is_meta or (target is parameter and self._placed(name)):
-                target.data = value.to(target.dtype)
+                set_value(target, value)
             else:
                 target.data.copy_(value)
         if model is self.model:
@@ -521,7 +521,7 @@ class Program:
         else:
             parameter = dict(self.model.named_parameters())[name]
             if parameter.is_meta:
-                parameter.data = value.to(parameter.dtype, copy=True)
+                set_value(parameter, value.clone())
             else:
                 parameter.data.copy_(value)
 

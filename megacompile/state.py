@@ -66,12 +66,12 @@ class HostState:
             if parameter.is_meta:
                 assert weights is not None
                 value = weights(name)
-            if name not in places:
-                parameter.data = value.to(parameter.dtype, copy=True) if parameter.is_meta else value
-                continue
-            self.write(places[name], value)
-            del value
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            if name in places:
+                self.write(places[name], value)
+                value = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            elif parameter.is_meta:
+                value = value.clone()  # its file may change
+            set_value(parameter, value)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
@@ -152,6 +152,15 @@ def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat
     scales = slice(place.block, place.block + coding.blocks(place.elements))
     parts = (codes, scales, codes, scales)
     return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
+
+
+def set_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Make a parameter, which may be on the meta device, hold ``value`` in its own dtype."""
+    if not parameter.is_meta:
+        parameter.data = value.to(parameter.dtype)
+        return
+    fresh = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, fresh)  # .data cannot change the device type; identity stays
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,17 @@ def plain(width: int = 80, **options: Any) -> megacompile.Program:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "saved"
+def trained() -> Iterator[megacompile.Program]:
     program = plain()
     program.train_step({"x": torch.ones(2, 16), "y": torch.ones(2, 3)})
-    program.save(folder)
+    yield program
     program.close()
+
+
+@pytest.fixture(scope="module")
+def saved(trained: megacompile.Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "saved"
+    trained.save(folder)
     return folder
 
 
@@ -191,20 +197,20 @@ def damage(folder: Path, what: str) -> None:
         ("swapped", "only the model has the parameter first.weight"),
     ],
 )
-def test_damage_is_named_and_the_program_recovers(saved: Path, tmp_path: Path, what: str, says: str) -> None:
+def test_damage_is_named_and_the_program_recovers(
+    trained: megacompile.Program, saved: Path, tmp_path: Path, what: str, says: str
+) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(saved, folder)
     damage(folder, what)
-    program = plain()
     with pytest.raises(megacompile.MegacompileError, match=says):
-        program.load(folder)
+        trained.load(folder)
     batch = {"x": torch.ones(2, 16), "y": torch.ones(2, 3)}
     if what == "bit":  # found while the state is overwritten: training on a mixture is refused
         with pytest.raises(megacompile.ProgramError, match="read in part only"):
-            program.train_step(batch)
-    program.load(saved)
-    program.train_step(batch)
-    program.close()
+            trained.train_step(batch)
+    trained.load(saved)
+    trained.train_step(batch)
 
 
 def test_when_saving_and_loading_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -232,7 +238,7 @@ def test_when_saving_and_loading_are_refused(saved: Path, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: megacompile.Program, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
@@ -242,14 +248,12 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
         path.write_bytes(b"the beginning")
         raise OSError(28, "No space left on device")
 
-    program = plain()
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(megacompile.ProgramError, match="No space left"):
-        program.save(folder)
+        trained.save(folder)
     assert (folder / "checkpoint.json").read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
-    program.load(folder)
-    program.close()
+    trained.load(folder)
 
 
 # ---- kill -9 ----
@@ -283,7 +287,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> No
     state = HostState([GroupLayout(0, "g", torch.float32, True, (slot,), n)])
     folder, chance = tmp_path / "run", random.Random(0)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    for _ in range(6):
+    for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
         )
