@@ -16,7 +16,7 @@ from torch import Tensor
 from megacompile.assemble import Assembly
 from megacompile.differentiate import BlockFunction, DifferentiatedTemplate, load_functions
 from megacompile.partition import Block, Partition
-from megacompile.step import Step
+from megacompile.step import Step, kept_gradients
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class BoundStep:
         self.constants = constants
         self.parameter_order = tuple(parameter_order)
         self.kinds = frozenset(op.kind for op in step.ops)
+        self.kept = kept_gradients(step)
         self.updates = sum(op.kind == "adam" for op in step.ops)
         self.loss_block = part.values[part.loss].producer
         self._templates = templates

@@ -34,7 +34,7 @@ from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
 from megacompile.state import HostState, Weights, set_value
-from megacompile.step import Step
+from megacompile.step import Step, kept_gradients
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
 
@@ -528,9 +528,12 @@ class Program:
 
 def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
     """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
-    kept: set[int] = {t[1] for op in step.ops for t in op.writes if t[0] == "hgrad"}
+    kept = sum(
+        (layouts[g].dtype.itemsize if own else 4) * layouts[g].elements
+        for g, own in kept_gradients(step).items()
+    )
     stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")
-    return sum(4 * layouts[g].elements for g in kept) + sum(step.ring) + stashes
+    return kept + sum(step.ring) + stashes
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

@@ -223,7 +223,8 @@ class Runtime:
         self.device.submit("d2h", ("push_grad", group, block, micro), after, push)
 
     def norm(self, *, group: int, after: Sequence[Event] = ()) -> None:
-        grad, layout, norms = self._grads[group], self._bound.assembly.groups[group], self._norms
+        layout, norms = self._bound.assembly.groups[group], self._norms
+        grad = self._gradient(group, ("hgrad", group))
 
         def measure() -> None:
             for slot in layout.slots:
@@ -384,9 +385,11 @@ class Runtime:
         layout = self._bound.assembly.groups[group]
         if home[0] == "ring":
             return self._ring[home[1]][: layout.nbytes].view(layout.dtype)
-        if group not in self._grads:
-            self._grads[group] = self.device.host_empty(4 * layout.elements).view(torch.float32)
-        return self._grads[group]
+        dtype = layout.dtype if self._bound.kept.get(group) else torch.float32
+        nbytes = dtype.itemsize * layout.elements
+        if group not in self._grads or self._grads[group].nbytes < nbytes:
+            self._grads[group] = self.device.host_empty(nbytes)
+        return self._grads[group][:nbytes].view(dtype)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor of the same shape and, where it is dense, strides."""

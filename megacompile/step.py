@@ -9,6 +9,7 @@ operation that writes it and given back by the one that lists it in ``frees``.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -123,6 +124,18 @@ class Step:
 
     def with_(self, **changes: object) -> Step:
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def kept_gradients(step: Step) -> dict[int, bool]:
+    """Groups whose gradient waits in a host buffer of its own: whether it does so in its own dtype.
+
+    It can where it arrives in one piece and is used up in the same step; sums are made in FP32.
+    """
+    pushes = [op for op in step.ops if op.kind == "push_grad"]
+    updated = {op.group for op in step.ops if op.kind == "adam"}
+    count = Counter(op.group for op in pushes)
+    kept = {t[1] for op in pushes for t in op.writes if t[0] == "hgrad"}
+    return {group: count[group] == 1 and group in updated for group in sorted(kept)}
 
 
 def memory_curve(step: Step) -> list[tuple[int, int]]:

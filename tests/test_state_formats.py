@@ -142,3 +142,31 @@ def test_unknown_format_and_a_host_budget_that_int8_would_meet() -> None:
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
     with pytest.raises(megacompile.BudgetError, match=r'optimizer_state="int8" saves .*"int4" saves'):
         megacompile.compile(wide, "1GB", host_budget="1MB", optimizer=optimizer, example_batch=batch)
+
+
+def train_bf16(micro: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Three clipped steps; the trained state and the bytes of kept gradients per parameter."""
+    torch.manual_seed(0)
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, max_grad_norm=0.1)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        batches = [
+            {k: torch.randn(4, n, generator=generator).bfloat16() for k, n in (("x", 16), ("y", 3))}
+            for _ in range(micro)
+        ]
+        program.train_step(batches)
+    state, nbytes = program.state_dict(), program.memory.host_bytes["gradients"]
+    program.close()
+    return state, nbytes // sum(padded_elements(p.numel()) for p in model.parameters())
+
+
+def test_kept_gradients_wait_in_bf16_where_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped, per_parameter = train_bf16(1)
+    assert per_parameter == 2
+    assert train_bf16(2)[1] == 4
+    monkeypatch.setattr("megacompile.bind.kept_gradients", lambda step: {})  # FP32 for all
+    wide, per_parameter = train_bf16(1)
+    assert per_parameter == 4
+    assert all(torch.equal(v, wide[n]) for n, v in clipped.items())
