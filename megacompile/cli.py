@@ -1,4 +1,4 @@
-"""The ``megacompile`` command: plan, models, machines, doctor.
+"""The ``megacompile`` command: plan, inspect, diff, models, machines, doctor.
 
 A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
 """
@@ -19,12 +19,44 @@ from megacompile.errors import MegacompileError
 
 _EXAMPLES = """examples:
   megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --hbm-budget 80 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile doctor
+
+`megacompile COMMAND --help` says more. Exit code: 0 yes, 1 no (it does not fit, the plans differ),
+2 the question is wrong. No weights, no GPU and no triton are needed."""
+_PLAN_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
   megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\
       --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
   megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
+  megacompile plan --model qwen2.5-7b --machine a6000 --explain layers.7 --html schedule.html
 
 Budgets are GB (10^9 bytes) or text such as 24GiB, 90%, auto. Exit code: 0 it fits, 1 it does not,
 2 the question is wrong. No weights, no GPU and no triton are needed."""
+_INSPECT_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile inspect out/train/plan.json --trace trace.json    # after editing the plan
+
+A dump is what --dump, compile(dump=…) or MEGACOMPILE_DUMP wrote. The page needs no network; the trace
+opens at ui.perfetto.dev. Nothing in a dump is executed."""
+_DIFF_EXAMPLES = """examples:
+  megacompile diff out-24GB out-48GB
+  megacompile diff a/plan.json b/plan.json
+
+Exit code: 0 the plans are equal, 1 they differ, 2 they cannot be compared."""
+_MODELS_EXAMPLES = """example:
+  megacompile models
+
+Any path to a config.json and any hub id works as well; of these only the geometry is read."""
+_MACHINES_EXAMPLES = """example:
+  megacompile machines
+
+Each figure stands with its source; what no datasheet says is marked as assumed. A machine.json
+replaces a built-in machine."""
+_DOCTOR_EXAMPLES = """example:
+  megacompile doctor"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,23 +95,46 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def _build() -> tuple[_Parser, _Parser]:
+def _build() -> tuple[_Parser, dict[str, _Parser]]:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="megacompile", description="Plan the training of models larger than device memory.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=_EXAMPLES, formatter_class=raw, allow_abbrev=False,
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan", help="will it fit and how fast, before you rent the machine", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        description="Plan a training step and predict its time and memory.",
-    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    found: dict[str, _Parser] = {}
+
+    def add(name: str, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+        found[name] = commands.add_parser(
+            name, help=help, description=description, epilog=examples, formatter_class=raw, allow_abbrev=False
+        )
+        return found[name]
+
+    plan = add("plan", "will it fit and how fast, before you rent the machine",
+               "Plan a training step and predict its time and memory.", _PLAN_EXAMPLES)  # fmt: skip
     _plan_arguments(plan)
     _speed_arguments(plan)
-    commands.add_parser("models", help="built-in models and their sizes", allow_abbrev=False)
-    commands.add_parser("machines", help="built-in machines, their rates and sources", allow_abbrev=False)
-    commands.add_parser("doctor", help="what this machine would limit", allow_abbrev=False)
-    return parser, plan
+    _inspect_arguments(add(
+        "inspect", "look at a dumped schedule: a page of timeline, memory and code",
+        "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
+        _INSPECT_EXAMPLES,
+    ))  # fmt: skip
+    diff = add("diff", "what changed between two plans",
+               "Compare two dumps or two plans, equal layers folded.", _DIFF_EXAMPLES)  # fmt: skip
+    diff.add_argument("first", help="a dump's folder, its schedule.json or a plan.json")
+    diff.add_argument("second", help="the same for the other")
+    add("models", "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES)
+    add("machines", "built-in machines, their rates and sources",
+        "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES)  # fmt: skip
+    add("doctor", "what this machine would limit",
+        "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
+    return parser, found
+
+
+def _inspect_arguments(inspect: argparse.ArgumentParser) -> None:
+    inspect.add_argument("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
+    inspect.add_argument("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
+    inspect.add_argument("--trace", metavar="JSON", help="also write a trace for Perfetto")
 
 
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -110,17 +165,19 @@ def _speed_arguments(plan: argparse.ArgumentParser) -> None:
     add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
     add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
     add("--json", action="store_true", help="print JSON")
+    add("--explain", metavar="LAYER", help="why this layer is planned so, and what other choices cost")
+    add("--html", metavar="FILE", help="write the schedule as a page: timeline, memory, code")
     add("--dump", metavar="DIR", help="write the schedule and every stage's output there")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 2 for a user's mistake."""
     warnings.simplefilter("ignore")
-    parser, plan = _build()
+    parser, commands = _build()
     try:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
-            (plan if options.command == "plan" else parser).check_unknown(unknown)
+            commands.get(options.command, parser).check_unknown(unknown)
         if options.command is None:
             parser.print_help()
             return 2
@@ -165,7 +222,20 @@ def _run_doctor(_: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"plan": _run_plan, "models": _run_models, "machines": _run_machines, "doctor": _run_doctor}
+def _run_inspect(options: argparse.Namespace) -> int:
+    from megacompile.cli_inspect import run_inspect
+
+    return run_inspect(options)
+
+
+def _run_diff(options: argparse.Namespace) -> int:
+    from megacompile.cli_inspect import run_diff
+
+    return run_diff(options)
+
+
+_COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
+             "machines": _run_machines, "doctor": _run_doctor}  # fmt: skip
 
 
 def write_json(value: object) -> None:

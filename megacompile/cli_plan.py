@@ -20,7 +20,6 @@ from megacompile.batch import read_batch
 from megacompile.cli_figures import Bound, Host, Stall, compute_parts, host_bytes, lower_bound, stalls
 from megacompile.compiler import Compiled, Compiler, Scheduled
 from megacompile.dump import write_dump
-from megacompile.emit import emit_step
 from megacompile.errors import BudgetError
 from megacompile.machine import Machine
 from megacompile.machines import Dtype, MachineProfile
@@ -28,6 +27,7 @@ from megacompile.passes import lower
 from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.planner import Planned, search
 from megacompile.presets import Model
+from megacompile.schedule import Schedule
 from megacompile.simulate import simulate
 from megacompile.step import Step, peak_bytes
 from megacompile.verify import verify
@@ -250,13 +250,22 @@ def without_stash(work: Workload, planned: Planned, mode: Mode, question: Questi
     return best
 
 
+def schedule_of(answer: Answer, clip: bool) -> Schedule | None:
+    """The planned step as something to look at; None where nothing was planned."""
+    prediction, q = answer.prediction(clip), answer.question
+    if prediction is None:
+        return None
+    title = f"train step of {answer.model.name}."
+    mode, plan = prediction.mode, prediction.planned.plan
+    return Schedule(title, answer.work, plan, mode, q.machine, q.hbm_budget, tokens=q.tokens)
+
+
 def dump(answer: Answer, folder: Path, clip: bool) -> None:
     """Prove the planned step safe in every order, and write every stage's output to ``folder``."""
-    prediction = answer.prediction(clip)
-    if prediction is None:
+    prediction, schedule = answer.prediction(clip), schedule_of(answer, clip)
+    if prediction is None or schedule is None:
         return
-    budget = answer.question.hbm_budget
-    proof = verify(prediction.planned.step, answer.work, budget_bytes=budget)
-    source = emit_step(prediction.planned.step, answer.work, title=f"train step of {answer.model.name}.")
-    scheduled = Scheduled(answer.compiled, prediction.mode, prediction.planned, proof, source)
-    write_dump(folder / "train", scheduled, answer.question.machine, budget)
+    proof = verify(schedule.step, answer.work, budget_bytes=schedule.budget_bytes)
+    source, planned = schedule.source, prediction.planned
+    scheduled = Scheduled(answer.compiled, prediction.mode, planned, proof, schedule.title, source)
+    write_dump(folder / "train", scheduled, schedule)

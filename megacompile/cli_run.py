@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megacompile.cli import folder_of, write_json
 from megacompile.cli_json import as_json
-from megacompile.cli_plan import Answer, Question, Study, dump
+from megacompile.cli_plan import Answer, Question, Study, dump, schedule_of
 from megacompile.cli_ways import Point, largest, sweep, ways_out
 from megacompile.errors import MegacompileError
 from megacompile.machines import MachineProfile, load_machine, override
 from megacompile.presets import load_model
 from megacompile.report import Extras, render, sweep_table
+from megacompile.schedule import Schedule
 from megacompile.units import parse_bytes
 
 _ANY = 1 << 60
@@ -55,11 +56,24 @@ def run_plan(options: argparse.Namespace) -> int:
             dump(answer, folder, clip)
     finally:
         progress.clear()
+    schedule = schedule_of(answer, clip)
     if options.json:
         write_json(as_json(answer, extras))
+    elif options.explain and schedule is not None:
+        print(schedule.explain(options.explain))
     else:
         print(render(answer, extras), end="")
+    if options.html and schedule is not None:
+        _write_page(schedule, options.html)
     return 0 if answer.fits(clip) else 1
+
+
+def _write_page(schedule: Schedule, path: str) -> None:
+    try:
+        written = schedule.to_html(path)
+    except OSError as error:
+        raise MegacompileError(f"--html {path}: {error.strerror or error}.") from error
+    print(f"The page is {written}: open it in a browser.", file=sys.stderr)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -67,8 +81,14 @@ def _check(options: argparse.Namespace) -> None:
         raise MegacompileError("--price needs --tokens: how many tokens are to be trained on?")
     if options.sweep is None and (options.values or options.plot):
         raise MegacompileError("--values and --plot belong to a --sweep.")
-    if options.sweep and (options.dump or options.largest):
-        raise MegacompileError("--sweep goes with neither --dump nor --largest.")
+    if options.sweep:
+        for name in ("dump", "largest", "explain", "html"):
+            if getattr(options, name):
+                raise MegacompileError(
+                    f"--sweep makes many plans, --{name} is about one: give one of the two."
+                )
+    if options.explain and options.json:
+        raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
 
 
 def _question(options: argparse.Namespace) -> Question:

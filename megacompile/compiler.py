@@ -24,10 +24,12 @@ from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse import fuse, read_switches
 from megacompile.fuse_report import Fusions
 from megacompile.machine import Machine, nominal_cpu, this_cpu
+from megacompile.measured import Measured
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, partition
 from megacompile.plan import Mode
 from megacompile.planner import Planned, search
+from megacompile.schedule import Schedule
 from megacompile.units import format_bytes
 from megacompile.verify import Proof, verify
 
@@ -52,6 +54,7 @@ class Scheduled:
     mode: Mode
     planned: Planned
     proof: Proof
+    title: str
     source: str
 
 
@@ -145,13 +148,24 @@ class Compiler:
             f"{mode.kind} step of {type(self.model).__name__}: {work.parameters / 1e6:.1f} M parameters, "
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}."
         )
-        scheduled = Scheduled(compiled, mode, planned, proof, emit_step(planned.step, work, title=title))
+        scheduled = Scheduled(
+            compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title)
+        )
         self._scheduled[key] = scheduled
         if self._dump is not None:
             name = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
             self._dumped += 1
-            write_dump(self._dump / name, scheduled, self.machine, self.budget_bytes)
+            write_dump(self._dump / name, scheduled, self.schedule_of(scheduled, self.machine))
         return scheduled
+
+    def schedule_of(
+        self, scheduled: Scheduled, machine: Machine, measured: Measured | None = None
+    ) -> Schedule:
+        """A program as something to look at, with times predicted for ``machine``."""
+        return Schedule(
+            scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
+            machine, self.budget_bytes, measured=measured,
+        )  # fmt: skip
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""

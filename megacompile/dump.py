@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from megacompile.codegen import function_source
 from megacompile.emit import statement
-from megacompile.machine import Machine
 from megacompile.passes import PASSES
-from megacompile.schedule import plan_table
-from megacompile.simulate import simulate
-from megacompile.step import STREAMS, Step, memory_curve
+from megacompile.plan_text import plan_table
+from megacompile.step import Step, memory_curve
+from megacompile.trace import chrome_trace
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
     from megacompile.compiler import Scheduled
+    from megacompile.schedule import Schedule
 
 
-def write_dump(folder: Path, scheduled: Scheduled, machine: Machine, budget_bytes: int) -> None:
+def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
     """Write the files of one program into ``folder``, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     compiled, planned = scheduled.compiled, scheduled.planned
@@ -29,12 +29,13 @@ def write_dump(folder: Path, scheduled: Scheduled, machine: Machine, budget_byte
         "01_partition.txt": _partition(scheduled),
         "02_options.txt": _options(scheduled),
         "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
-        "04_plan.txt": plan_table(planned.plan, compiled.assembly.work) + "\n",
+        "04_plan.txt": plan_table(planned.plan, schedule.work) + "\n",
         "plan.json": planned.plan.to_json() + "\n",
         "08_verify.txt": f"{scheduled.proof}\n",
         "09_step.py": scheduled.source,
-        "memory.txt": _memory(planned.step, budget_bytes),
-        "timeline.json": _timeline(planned.step, machine),
+        "memory.txt": _memory(planned.step, schedule.budget_bytes),
+        "schedule.json": schedule.to_json() + "\n",
+        "timeline.json": json.dumps(chrome_trace(schedule), indent=0, allow_nan=False) + "\n",
     }
     files |= _passes(scheduled)
     for name, text in files.items():
@@ -101,19 +102,3 @@ def _memory(step: Step, budget_bytes: int) -> str:
     ]
     lines += [f"{total:>15,}  {statement(step.ops[i])}" for i, total in memory_curve(step)]
     return "\n".join(lines) + "\n"
-
-
-def _timeline(step: Step, machine: Machine) -> str:
-    """Predicted times of one step, in the trace event format that Perfetto opens."""
-    timeline = simulate(step, machine)
-    events = [
-        {"name": " ".join(map(str, op.event)), "ph": "X", "pid": 0, "tid": STREAMS.index(op.stream),
-         "ts": round(start * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
-        for op, start, end in zip(step.ops, timeline.starts, timeline.ends, strict=True)
-        if end > start
-    ]  # fmt: skip
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": s}}
-        for i, s in enumerate(STREAMS)
-    ]
-    return json.dumps({"traceEvents": names + events}, indent=0) + "\n"

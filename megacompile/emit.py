@@ -121,7 +121,7 @@ def _wrapped(text: str, width: int = 100) -> list[str]:
 # ---- statements ---------------------------------------------------------------------------------
 
 
-def _body(step: Step) -> list[str]:
+def _statements(step: Step) -> list[_Statement]:
     statements = []
     prefetches = 0
     pushes: dict[int, int] = {}
@@ -140,7 +140,11 @@ def _body(step: Step) -> list[str]:
         prefetches += op.kind == "prefetch"
         numbers = tuple(int(n) for n in _INTEGER.findall(text))
         statements.append(_Statement(_INTEGER.sub(_HOLE, text), numbers))
-    lines = []
+    return statements
+
+
+def _body(step: Step) -> list[str]:
+    statements, lines = _statements(step), []
     for start, period, count in _loops(statements):
         body = statements[start : start + period]
         if count == 1:
@@ -148,6 +152,21 @@ def _body(step: Step) -> list[str]:
         else:
             lines += _loop(body, statements[start + period : start + 2 * period], count)
     return lines or ["    pass"]
+
+
+def line_of_each(step: Step) -> list[tuple[int, int | None]]:
+    """Of each operation the line of the emitted function's body, from 0, and the loop variable there."""
+    statements, line = _statements(step), 0
+    places: list[tuple[int, int | None]] = []
+    for start, period, count in _loops(statements):
+        body, following = (statements[start + i * period : start + (i + 1) * period] for i in (0, 1))
+        if count == 1:
+            places += [(line + j, None) for j in range(period)]
+        else:
+            origin, stride = _variable(body, following)
+            places += [(line + 1 + j, origin + n * stride) for n in range(count) for j in range(period)]
+        line += period + (count > 1)
+    return places
 
 
 def _buffer(op: Op) -> Token | None:
@@ -280,13 +299,7 @@ def _move(first: _Statement, second: _Statement) -> tuple[int, ...] | None:
 
 
 def _loop(body: list[_Statement], following: list[_Statement], count: int) -> list[str]:
-    """A loop whose variable is the first number that moves by one."""
-    moves = [
-        (a, b - a)
-        for s, t in zip(body, following, strict=True)
-        for a, b in zip(s.numbers, t.numbers, strict=True)
-    ]
-    origin, stride = next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
+    origin, stride = _variable(body, following)
     stop = origin + count * stride
     steps = f"{origin}, {stop}" if stride == 1 else f"{origin}, {stop}, {stride}"
     lines = [f"    for i in range({steps}):"]
@@ -296,6 +309,16 @@ def _loop(body: list[_Statement], following: list[_Statement], count: int) -> li
         ]
         lines.append(f"        {s.text(expressions)}")
     return lines
+
+
+def _variable(body: list[_Statement], following: list[_Statement]) -> tuple[int, int]:
+    """(first value, step) of a loop's variable: the first number that moves by one."""
+    moves = [
+        (a, b - a)
+        for s, t in zip(body, following, strict=True)
+        for a, b in zip(s.numbers, t.numbers, strict=True)
+    ]
+    return next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
 
 
 def _expression(value: int, slope: int, origin: int) -> str:

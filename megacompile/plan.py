@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megacompile.codec import parse_json
 from megacompile.errors import MegacompileError
+from megacompile.plan_text import plan_lines
 
 PLAN_VERSION = 2
 
@@ -55,16 +57,22 @@ class Plan:
     ring: int = 2
     window: int = 2
 
+    names: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        """The plan in words, equal layers folded; by number where the names are not known."""
+        blocks = self.names[0] or [f"block {i}" for i in range(len(self.blocks))]
+        groups = self.names[1] or [f"group {i}" for i in range(len(self.groups))]
+        return "\n".join(plan_lines(self, blocks, groups))
+
     def to_json(self) -> str:
-        return json.dumps({"version": PLAN_VERSION, **asdict(self)}, indent=1, allow_nan=False)
+        fields = {name: value for name, value in asdict(self).items() if name != "names"}
+        return json.dumps({"version": PLAN_VERSION, **fields}, indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
-        try:
-            fields = json.loads(text, parse_constant=_refuse_constant)
-        except json.JSONDecodeError as error:
-            raise MegacompileError(f"This is no plan file: {error}.") from error
+        fields = parse_json(text, "The plan file")
         if not isinstance(fields, dict) or "version" not in fields:
             raise MegacompileError("This is no plan file: it has no version.")
         version = fields.pop("version")
@@ -83,7 +91,7 @@ class Plan:
 
 def _read(kind: type, fields: Any, where: str) -> Any:
     """An instance of a plan's dataclass, if ``fields`` are exactly its fields with values it allows."""
-    hints = get_type_hints(kind)
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "names"}
     if not isinstance(fields, dict) or set(fields) != set(hints):
         raise MegacompileError(f"The plan file is wrong at {where}: it needs {sorted(hints)}.")
     for name, hint in hints.items():
@@ -97,10 +105,6 @@ def _read(kind: type, fields: Any, where: str) -> Any:
         if not valid:
             raise MegacompileError(f"The plan file is wrong at {where}: {name} is {value!r}.")
     return kind(**fields)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise MegacompileError(f"The plan file contains {name}, which is no number of bytes or steps.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,17 +77,23 @@ def loss_curve(
     return _save(figure, path)
 
 
+def kept_before(step: Step) -> list[int]:
+    """Device bytes that lie between operations when each operation starts: slots, constants, tokens."""
+    kept, alive = step.slab_bytes + step.constant_bytes, dict[Token, int]()
+    before = []
+    for op in step.ops:
+        before.append(kept + sum(alive.values()))
+        alive |= {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
+        for token in (*op.donates, *op.frees):
+            alive.pop(token, None)
+    return before
+
+
 def _layers(step: Step) -> tuple[list[Op], dict[str, list[int]]]:
     """Operations that take memory, and by what holds it the tops of the stacked bytes at each."""
     fixed = step.slab_bytes + step.constant_bytes
     constants = " and constants" if step.constant_bytes > fixed / 100 else ""
-    alive: dict[Token, int] = {}
-    before = []
-    for op in step.ops:
-        before.append(fixed + sum(alive.values()))
-        alive |= {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
-        for token in (*op.donates, *op.frees):
-            alive.pop(token, None)
+    before = kept_before(step)
     curve = [(i, total) for i, total in memory_curve(step) if step.ops[i].kind in _PHASES]
     copies = ("load", "reload")  # what they bring is kept; they have no temporaries
     return [step.ops[i] for i, _ in curve], {

@@ -10,7 +10,6 @@ or FLOPs (token ids, rotary base, dropout of zero) is left at the class's defaul
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile.codec import parse_json
 from megacompile.errors import MegacompileError
 
 
@@ -239,11 +239,9 @@ def _config_file(path: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        fields = json.loads(path.read_text(), parse_constant=_refuse_constant)
+        fields = parse_json(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise MegacompileError(f"{path} cannot be read: {error}.") from error
-    except json.JSONDecodeError as error:
-        raise MegacompileError(f"{path} is no JSON: {error}.") from error
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(kind, str):
         raise MegacompileError(f"{path} is no config of a model: it has no model_type.")
@@ -255,10 +253,6 @@ def _config_file(path: Path) -> Any:
         return CONFIG_MAPPING[kind].from_dict(fields)
     except Exception as error:
         raise MegacompileError(f"{path} is no valid {kind} config: {error}".splitlines()[0]) from error
-
-
-def _refuse_constant(name: str) -> Any:
-    raise MegacompileError(f"The config contains {name}, which is no size.")
 
 
 def _need_transformers() -> None:

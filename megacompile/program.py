@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from megacompile.export import export_model
 from megacompile.formats import StateFormat, smaller_formats, state_bytes
 from megacompile.fuse_report import Fusions
+from megacompile.measured import align
 from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
+from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
@@ -292,12 +294,20 @@ class Program:
     @property
     def plan(self) -> Plan:
         """What was decided for the training program that ran last."""
-        return self._scheduled().planned.plan
+        planned, work = self._scheduled().planned, self._scheduled().compiled.assembly.work
+        names = tuple(b.name for b in work.blocks), tuple(g.name for g in work.groups)
+        return replace(planned.plan, names=names)
 
     @property
     def schedule(self) -> Schedule:
-        """The scheduled step of the training program that ran last: printable, and an fx graph."""
-        return Schedule(self._scheduled(), self._compiler.measured_machine, self._compiler.budget_bytes)
+        """The scheduled step of the training program that ran last, with its times if it was the last to run.
+
+        Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
+        """
+        scheduled = self._scheduled()
+        step, trace = self._runtime.traces[-1] if self._runtime and self._runtime.traces else (None, [])
+        ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
+        return self._compiler.schedule_of(scheduled, self._compiler.measured_machine, ran)
 
     @property
     def fusions(self) -> Fusions:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from megacompile.cli_figures import Host, alive_at_peak
 from megacompile.cli_plan import Answer, Prediction
 from megacompile.cli_ways import Largest, Point, WayOut
+from megacompile.plan_text import plan_table
 from megacompile.planner import describe_peak
-from megacompile.schedule import plan_table
 from megacompile.step import STREAMS
 from megacompile.units import format_bytes
 

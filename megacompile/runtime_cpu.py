@@ -86,6 +86,7 @@ class CpuDevice:
     def start(self, trace: Trace) -> Iterator[None]:
         self.streams.step += 1
         self.streams.trace = trace
+        self.streams.note(("run",), time.perf_counter())
         self._meter.peak = self._meter.live
         yield
         self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)

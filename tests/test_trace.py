@@ -31,9 +31,10 @@ def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Prog
     runtime = program._runtime
     assert runtime is not None
     (earlier, before), (step, trace) = runtime.traces
-    assert step is earlier is program.schedule.step
+    assert step is earlier and step == program.schedule.step
     untimed = ("load", "evict")  # they take no time: names are dropped, tensors handed over
     expected = Counter(op.event for op in step.ops if op.kind not in untimed)
+    assert trace.pop(0)[0] == ("run",)
     assert Counter(event for event, _, _ in trace) == expected
     streams = {op.event: op.stream for op in step.ops}
     lanes: dict[Stream, list[tuple[float, float]]] = defaultdict(list)
