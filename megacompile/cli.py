@@ -160,7 +160,7 @@ def _speed_arguments(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("what to answer").add_argument
     add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
     add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
-    add("--largest", action="store_true", help="also find the largest batch and context (minutes)")
+    add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
     add("--sweep", choices=("hbm-budget", "batch", "seq", "machine"), help="a table and a PNG along an axis")
     add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
     add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")

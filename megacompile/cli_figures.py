@@ -13,7 +13,7 @@ from megacompile.assemble import Assembly
 from megacompile.machine import Machine
 from megacompile.plan import Mode
 from megacompile.planner import Planned, alive_before
-from megacompile.step import STREAMS, Step, memory_curve
+from megacompile.step import STREAMS, Step, Stream, memory_curve
 from megacompile.workload import Workload
 
 ADAM_BYTES = 28  # read and written per parameter: 12 of state twice, and a 4-byte gradient
@@ -122,8 +122,9 @@ class Stall:
     seconds: float
 
 
-_CAUSES = {"h2d": "copies to the device", "d2h": "copies to the host", "host": "host Adam and norms",
-           "nvme_read": "reads from NVMe", "nvme_write": "writes to NVMe"}  # fmt: skip
+_CAUSES = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
+           "host": "host Adam and norms", "nvme_read": "reads from NVMe",
+           "nvme_write": "writes to NVMe"}  # fmt: skip
 
 
 def stalls(planned: Planned) -> tuple[Stall, ...]:
@@ -144,6 +145,37 @@ def stalls(planned: Planned) -> tuple[Stall, ...]:
         seconds[max(others, key=lambda s: timeline.busy[s])] += rest
     found = [Stall(_CAUSES[s], t) for s, t in seconds.items() if t > 1e-4 * timeline.step_seconds]
     return tuple(sorted(found, key=lambda s: -s.seconds))
+
+
+def idle_causes(planned: Planned) -> dict[Stream, dict[str, float]]:
+    """Idle seconds of each other stream in one step, by the stream that it waits for.
+
+    A gap before an operation is charged to what that operation waits for and ends last; a gap without
+    one, and what is left of the step, is time in which there is nothing to do.
+    """
+    step, timeline = planned.step, planned.timeline
+    period = timeline.step_seconds
+    latest = {op.event: (timeline.ends[i] - period, op.stream) for i, op in enumerate(step.ops)}
+    ready = {op.stream: timeline.ends[i] - period for i, op in enumerate(step.ops)}
+    found: dict[Stream, dict[str, float]] = {s: defaultdict(float) for s in ready}
+    for index, op in enumerate(step.ops):
+        start, end = timeline.starts[index], timeline.ends[index]
+        when, cause = max((latest[e] for e in op.waits if e in latest), default=(ready[op.stream], op.stream))
+        gap = start - ready[op.stream]
+        if gap > 1e-9 and end > start:
+            waited = min(gap, max(0.0, when - ready[op.stream])) if cause != op.stream else 0.0
+            found[op.stream][_CAUSES.get(cause, cause)] += waited
+        if end > start:
+            ready[op.stream] = end
+        latest[op.event] = (end, op.stream)
+    for stream, causes in found.items():
+        rest = period - timeline.busy[stream] - sum(causes.values())
+        causes["nothing to do"] = max(0.0, rest)
+    return {
+        stream: {name: t for name, t in causes.items() if t > 1e-3 * period}
+        for stream, causes in found.items()
+        if stream != "compute"
+    }
 
 
 class _Chain:

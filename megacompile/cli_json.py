@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from megacompile.cli_figures import alive_at_peak
+from megacompile.cli_figures import alive_at_peak, idle_causes
 from megacompile.cli_plan import Answer, Prediction
 from megacompile.report import Extras, hosts
 
@@ -47,6 +47,7 @@ def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | N
         "lower_bound": asdict(p.bound),
         "busy_seconds": p.planned.timeline.busy,
         "compute_seconds": p.compute,
+        "stream_waits": idle_causes(p.planned),
         "compute_waits": {s.cause: s.seconds for s in p.stalls},
         "peak_bytes": p.planned.peak_bytes,
         "alive_at_peak": alive_at_peak(p.planned.step),

@@ -10,7 +10,7 @@ from pathlib import Path
 from megacompile.cli import folder_of, write_json
 from megacompile.cli_json import as_json
 from megacompile.cli_plan import Answer, Question, Study, dump, schedule_of
-from megacompile.cli_ways import Point, largest, sweep, ways_out
+from megacompile.cli_ways import Point, estimate_largest, largest, sweep, ways_out
 from megacompile.errors import MegacompileError
 from megacompile.machines import MachineProfile, load_machine, override
 from megacompile.presets import load_model
@@ -132,7 +132,7 @@ def _size(text: str) -> float | str:
 
 def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: bool) -> Extras:
     ways = () if answer.fits(clip) else tuple(ways_out(study, answer, clip))
-    most = largest(study, answer.question) if options.largest else None
+    most = largest(study, answer.question) if options.largest else estimate_largest(answer)
     price = answer.question.profile.price_per_hour
     return Extras(clip, options.tokens, price, ways, most)
 

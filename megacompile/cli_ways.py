@@ -12,6 +12,7 @@ from megacompile.cli_plan import Answer, Question, Study, find_least
 from megacompile.errors import MegacompileError
 from megacompile.machines import PROFILES
 from megacompile.units import format_bytes, parse_bytes
+from megacompile.workload import Call, Choice, Workload
 
 SWEEPS = ("hbm-budget", "batch", "seq", "machine")
 _ANY = 1 << 60  # no machine has more
@@ -19,46 +20,59 @@ _ANY = 1 << 60  # no machine has more
 
 @dataclass(frozen=True)
 class WayOut:
-    """A change, the bytes it saves on the tier that is short, and whether it is enough by itself."""
+    """A change, the bytes it saves on the tier that is short, and whether it is enough by itself.
+
+    ``tokens_per_second`` is predicted where the change is enough, as the price of the way.
+    """
 
     change: str
     saves: int
     enough: bool
-    cost: str = ""
+    note: str = ""
+    tokens_per_second: float | None = None
 
 
 def ways_out(study: Study, answer: Answer, clip: bool) -> list[WayOut]:
-    """What to change so that the step fits, most bytes saved first among those that are enough."""
+    """What to change so that the step fits, the fastest first among those that are enough."""
     ways: list[WayOut] = []
     if not answer.fits_device():
-        ways += _for_device(study, answer)
+        for way, question in _for_device(study, answer):
+            if way.enough and question is not None:
+                found = study.answer(question, both=False, clip=clip).prediction(clip)
+                way = replace(way, tokens_per_second=found.tokens_per_second if found else None)
+            ways.append(way)
     if not answer.fits_host(clip):
         ways += _for_host(answer, clip)
-    return sorted(ways, key=lambda w: (not w.enough, -w.saves))
+    return sorted(ways, key=lambda w: (not w.enough, -(w.tokens_per_second or 0), -w.saves))
 
 
-def _for_device(study: Study, answer: Answer) -> Iterator[WayOut]:
+def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question | None]]:
     q, need = answer.question, answer.least.device_bytes
     if need <= (q.profile.device_bytes or 0):
-        yield WayOut(f"--hbm-budget {_round_up(need)}", need - q.hbm_budget, True, "the card has it")
+        way = WayOut(f"--hbm-budget {_round_up(need)}", need - q.hbm_budget, True, "the card has it")
+        yield way, replace(q, hbm_budget=-(-need // 10**8) * 10**8)
     else:
         sizes = {name: p.device_bytes or 0 for name, p in PROFILES.items()}
         large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
         if large is not None:
-            yield WayOut(f"--machine {large}", need - q.hbm_budget, True, f"{sizes[large] / 1e9:g} GB")
+            way = WayOut(f"--machine {large}", need - q.hbm_budget, True, f"{sizes[large] / 1e9:g} GB")
+            yield way, replace(q, profile=PROFILES[large], hbm_budget=sizes[large])
     if q.batch > 1:
         batch, size = _fitting(lambda n: _least(study, replace(q, batch=n)), 1, q.batch, need, q.hbm_budget)
         count = -(-q.batch * q.micro_batches // batch)
-        yield WayOut(f"--batch {batch} --micro-batches {count}", need - size, size <= q.hbm_budget,
-                     "same tokens per step, weights travel more often")  # fmt: skip
+        way = WayOut(f"--batch {batch} --micro-batches {count}", need - size, size <= q.hbm_budget,
+                     "about the same tokens per step, weights travel more often")  # fmt: skip
+        yield way, replace(q, batch=batch, micro_batches=count)
     unit = 1024 if q.seq >= 2048 else 64
     if q.seq >= 2 * unit:
         seq, size = _fitting(
             lambda n: _least(study, replace(q, seq=n * unit)), 1, q.seq // unit, need, q.hbm_budget
         )
-        yield WayOut(f"--seq {seq * unit}", need - size, size <= q.hbm_budget, "shorter context")
+        way = WayOut(f"--seq {seq * unit}", need - size, size <= q.hbm_budget, "shorter context")
+        yield way, replace(q, seq=seq * unit)
     if q.dtype == "fp32":
-        yield WayOut("--dtype bf16", need // 2, need // 2 <= q.hbm_budget, "about half; FP32 masters stay")
+        half = WayOut("--dtype bf16", need // 2, need // 2 <= q.hbm_budget, "about half; FP32 masters stay")
+        yield half, None  # another capture: the question must be asked anew
 
 
 def _least(study: Study, question: Question) -> int:
@@ -85,11 +99,16 @@ def _fitting(
 def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
     q, need = answer.question, answer.host_need(clip)
     assert q.host_budget is not None
-    yield WayOut(f"--host-budget {_round_up(need)}", need - q.host_budget, True, "a machine with more memory")
+    here, other = answer.prediction(clip), answer.streamed
+    yield WayOut(
+        f"--host-budget {_round_up(need)}", need - q.host_budget, True, "a machine with more memory",
+        here.tokens_per_second if here else None,
+    )  # fmt: skip
     if clip and q.micro_batches == 1:
         less = answer.host_need(False)
         if less < need:
-            yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept")
+            speed = other.tokens_per_second if other else None
+            yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept", speed)
     planned = answer.prediction(clip)
     if planned is not None and planned.host.stash:
         stash = planned.host.stash
@@ -103,12 +122,55 @@ def _round_up(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch at the asked length and the longest sequence at the asked batch; 0: none."""
+    """The largest batch at the asked length and the longest sequence at the asked batch; 0: none.
+
+    Not ``exact``: from the bytes of the asked batch, as if all activations grew with its tokens.
+    """
 
     batch: int
     seq: int
     seq_step: int
     seq_limit: int | None
+    exact: bool = True
+
+
+def estimate_largest(answer: Answer) -> Largest:
+    """About the largest that fits, at no further capture: two points of bytes over tokens, and a line."""
+    q = answer.question
+    twice = find_least(answer.compiled, enlarged(answer.work, 2), q.micro_batches).device_bytes
+    here = answer.least.device_bytes
+    grown = max(0.0, 1 + (q.hbm_budget - here) / max(1, twice - here))
+    limit = getattr(answer.model.config, "max_position_embeddings", None)
+    limit, step = (limit if isinstance(limit, int) else None), (1024 if q.seq >= 1024 else 64)
+    seq = int(q.seq * grown) // step * step
+    return Largest(int(q.batch * grown), min(seq, limit or seq), step, limit, exact=False)
+
+
+def enlarged(work: Workload, factor: int) -> Workload:
+    """The workload with ``factor`` times the tokens; weights and their gradients stay as they are."""
+
+    def call(given: Call | None, fixed: int) -> Call | None:
+        return given and replace(
+            given,
+            peak_bytes=fixed + (given.peak_bytes - fixed) * factor,
+            end_bytes=fixed + (given.end_bytes - fixed) * factor,
+        )
+
+    def choice(given: Choice, weights: int) -> Choice:
+        return replace(
+            given,
+            forward=call(given.forward, 0) or given.forward,
+            recompute=call(given.recompute, 0),
+            backward=call(given.backward, weights),
+            saved_bytes=given.saved_bytes * factor,
+        )
+
+    blocks = tuple(
+        replace(b, choices=tuple(choice(c, sum(n for _, n in b.grad_groups)) for c in b.choices))
+        for b in work.blocks
+    )
+    values = tuple(replace(v, nbytes=v.nbytes * factor) for v in work.values)
+    return replace(work, blocks=blocks, values=values)
 
 
 def largest(study: Study, question: Question) -> Largest:

@@ -7,6 +7,7 @@ appear; what alternates is folded too (``layers 0, 2, 4–9 (×8)``).
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from megacompile.plan import BlockPlan, GroupPlan, Plan
     from megacompile.workload import Workload
 
+_WIDTH = 106  # of a printed line
 _CHOICES = {
     "all": "keep everything",
     "some": "recompute norms and activations",
@@ -81,7 +83,11 @@ def plan_lines(
     """The plan as text: its rows as a table, and the choices of the whole step."""
     rows = plan_rows(plan, blocks, groups, sizes)
     width = min(34, max((len(row.title) for row in rows), default=0))
-    return [*(f"{row.title:<{width}}  {row.text}" for row in rows), whole_step(plan)]
+    lines = []
+    for row in rows:
+        first, *rest = textwrap.wrap(row.text, _WIDTH - width - 2, break_long_words=False)
+        lines += [f"{row.title:<{width}}  {first}", *(f"{'':<{width}}    {text}" for text in rest)]
+    return [*lines, *textwrap.wrap(whole_step(plan), _WIDTH)]
 
 
 def plan_table(plan: Plan, work: Workload) -> str:

@@ -7,10 +7,10 @@ Every figure stands with and without clipping; the details follow the mode that 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacompile.cli_figures import Host, alive_at_peak
+from megacompile.cli_figures import Host, alive_at_peak, idle_causes
 from megacompile.cli_plan import Answer, Prediction
 from megacompile.cli_ways import Largest, Point, WayOut
 from megacompile.plan_text import plan_table
@@ -84,9 +84,10 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         capped = (
             " (the model's own limit)" if big.seq_limit and big.seq + big.seq_step > big.seq_limit else ""
         )
+        about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
         lines.append(
-            f"  largest that fits the device: batch {big.batch} at {q.seq:,} tokens; "
-            f"{big.seq:,} tokens at batch {q.batch}{capped}"
+            f"  largest that fits the device: {about}batch {big.batch} at {q.seq:,} tokens, "
+            f"{about}{big.seq:,} tokens at batch {q.batch}{capped}{sure}"
         )
     if not answer.fits_device():
         lines.append(textwrap.fill(describe_peak(answer.least.step, answer.work), 98, initial_indent="  ",
@@ -98,8 +99,11 @@ def _ways(ways: Sequence[WayOut]) -> str:
     lines = ["Ways out, each by itself"]
     width = max(len(w.change) for w in ways)
     for way in ways:
-        enough = "enough" if way.enough else "not enough alone"
-        lines.append(f"  {way.change:<{width}}  saves {format_bytes(way.saves):>7}, {enough}; {way.cost}")
+        enough = "not enough alone"
+        if way.enough:
+            speed = way.tokens_per_second
+            enough = f"enough, {speed:,.0f} tokens/s" if speed else "enough"
+        lines.append(f"  {way.change:<{width}}  saves {format_bytes(way.saves):>7}, {enough}; {way.note}")
     return "\n".join(lines)
 
 
@@ -154,18 +158,28 @@ def _bound(shown: Prediction) -> str:
 
 
 def _streams(shown: Prediction) -> str:
-    timeline = shown.planned.timeline
+    timeline, idle = shown.planned.timeline, idle_causes(shown.planned)
+    parts = [f"{name} {_seconds(t)}" for name, t in shown.compute.items() if t > 0.005 * shown.seconds]
+    waits = {s.cause: s.seconds for s in shown.stalls}
     lines = ["Streams"]
     for stream in STREAMS:
         busy = timeline.busy[stream]
+        if not busy:
+            continue
+        share = f"busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
         lines.append(
-            f"  {_STREAMS[stream]:<20} busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
+            f"  {_STREAMS[stream]:<20} {share}" + (f"; {', '.join(parts)}" if stream == "compute" else "")
         )
-    parts = [f"{name} {_seconds(t)}" for name, t in shown.compute.items() if t > 0.005 * shown.seconds]
-    lines.insert(2, f"    {'; '.join(parts)}")
-    waits = [f"{s.cause} {_seconds(s.seconds)}" for s in shown.stalls]
-    lines.append(f"  compute waits for {'; '.join(waits)}" if waits else "  compute never waits")
+        lines.append(f"{'':<23}{_idle(waits if stream == 'compute' else idle.get(stream, {}))}")
     return "\n".join(lines)
+
+
+def _idle(causes: Mapping[str, float]) -> str:
+    """``waits for compute 6.1 s, host Adam 2.3 s; nothing to do 1 s``."""
+    rest = causes.get("nothing to do")
+    found = sorted(((t, name) for name, t in causes.items() if name != "nothing to do"), reverse=True)
+    parts = [f"waits for {', '.join(f'{name} {_seconds(t)}' for t, name in found)}"] if found else []
+    return "; ".join([*parts, *([f"nothing to do {_seconds(rest)}"] if rest else [])]) or "never waits"
 
 
 def _device(answer: Answer, shown: Prediction) -> str:

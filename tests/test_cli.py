@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ import torch
 
 from megacompile import cli_run
 from megacompile.cli import main
-from megacompile.cli_figures import alive_at_peak, lower_bound
+from megacompile.cli_figures import alive_at_peak, idle_causes, lower_bound
 from megacompile.cli_plan import Question, Study, complete_flops
-from megacompile.cli_ways import _most
+from megacompile.cli_ways import _most, estimate_largest, largest
 from megacompile.machine import Machine
 from megacompile.machines import load_machine
 from megacompile.plan import Mode
@@ -75,6 +76,26 @@ def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> N
         waits = sum(s.seconds for s in p.stalls)
         assert waits + p.planned.timeline.busy["compute"] == pytest.approx(p.seconds, rel=0.01)
         assert sum(p.compute.values()) == pytest.approx(p.planned.timeline.busy["compute"])
+
+
+def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
+    answer = study.answer(_question(2 * 10**6))
+    for p in (answer.clipped, answer.streamed):
+        assert p is not None
+        for stream, causes in idle_causes(p.planned).items():
+            assert sum(causes.values()) + p.planned.timeline.busy[stream] == pytest.approx(
+                p.seconds, rel=0.01
+            )
+            assert all(t > 0 for t in causes.values())
+    assert answer.clipped and "compute" in idle_causes(answer.clipped.planned)["d2h"]
+
+
+def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
+    answer = study.answer(_question(4 * 10**6))
+    exact, about = largest(study, answer.question), estimate_largest(answer)
+    assert not about.exact and exact.exact and exact.batch > 2
+    assert about.batch == pytest.approx(exact.batch, rel=0.25)
+    assert about.seq_limit == exact.seq_limit and about.seq == pytest.approx(exact.seq, abs=about.seq_step)
 
 
 def test_host_bytes_are_twelve_per_parameter_and_four_for_kept_gradients(study: Study) -> None:
@@ -146,8 +167,8 @@ def test_the_largest_that_fits_is_found_in_few_steps(most: int, start: int) -> N
 def test_it_fits(plan: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = plan("--hbm-budget", "3MB", "--tokens", "1e9", "--price", "2")
     assert code == 0
-    for text in ("FITS, with clipping", "lower bound of a step", "compute waits", "Host memory",
-                 "accumulated", "layers.0-3", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
+    for text in ("FITS, with clipping", "lower bound of a step", "waits for", "Host memory",
+                 "accumulated", "(×4)", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
         assert text in out
     assert max(map(len, out.splitlines())) <= 110
     assert "building" in err and "Traceback" not in err
@@ -158,7 +179,7 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
     assert code == 1
     assert "DOES NOT FIT" in out and "Ways out" in out
     assert "--batch 1 --micro-batches 2" in out and "--seq 64" in out and "--hbm-budget" in out
-    assert "enough" in out
+    assert re.search(r"enough, [\d,]+ tokens/s", out)
 
 
 def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
@@ -167,6 +188,17 @@ def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, st
     code, out, _ = plan("--hbm-budget", "3MB", "--host-budget", "4100kB")
     assert code == 0, "activations need not wait on the host"
     assert "waiting activations" not in out or "FITS" in out
+
+
+def test_a_layer_is_explained_and_the_page_written(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = plan("--hbm-budget", "2MB", "--explain", "layers.2", "--html", str(page))
+    assert code == 0 and out.startswith("model.layers.2: ") and "as planned" in out
+    assert "<canvas" in page.read_text() and str(page) in err
+    code, _, err = plan("--hbm-budget", "2MB", "--explain", "layers.7")
+    assert code == 2 and "layers." in err
 
 
 def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -216,6 +248,13 @@ def test_a_sweep_prints_a_table_and_draws(
         (["plan", "--model", "x", "--machine", "h200", "--host-budget", "90%"], "of what"),
         (["plan", "--model", "x", "--machine", "h200", "--price", "2"], "--tokens"),
         (["plan", "--model", "x", "--machine", "h200", "--plot", "a.png"], "--sweep"),
+        (["plan", "--model", "x", "--machine", "h200", "--sweep", "batch", "--html", "a"], "one of the two"),
+        (["plan", "--model", "x", "--machine", "h200", "--explain", "a", "--json"], "one of the two"),
+        (["inspct"], "did you mean inspect"),
+        (["inspect"], "dump"),
+        (["inspect", "nowhere"], "cannot be read"),
+        (["inspect", "a", "--trce", "b"], "--trace"),
+        (["diff", "a"], "second"),
         (["plan", "--model", "x", "--machine", "h200", "--no-clip", "--max-grad-norm", "1"], "not allowed"),
     ],
 )
@@ -246,13 +285,15 @@ def test_lists_and_doctor(command: str, words: list[str], capsys: pytest.Capture
     assert all(w in out for w in words)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
-def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["", "plan", "inspect", "diff", "models", "machines", "doctor"])
+def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*name.split(), "--help"]
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "examples:" in out and "Exit code" in out and "%%" not in out
+    assert "example" in out and f"megacompile {name}".strip() in out and "%%" not in out
+    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_planning_needs_no_triton(tmp_path: Path) -> None:
