@@ -31,7 +31,6 @@ from megacompile.formats import StateFormat, smaller_formats, state_bytes
 from megacompile.fuse_report import Fusions
 from megacompile.measured import align
 from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
-from megacompile.optimizer import hypers
 from megacompile.plan import Mode, Plan
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule

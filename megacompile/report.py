@@ -167,9 +167,9 @@ def _streams(shown: Prediction) -> str:
         if not busy:
             continue
         share = f"busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
-        lines.append(
-            f"  {_STREAMS[stream]:<20} {share}" + (f"; {', '.join(parts)}" if stream == "compute" else "")
-        )
+        lines.append(f"  {_STREAMS[stream]:<20} {share}")
+        if stream == "compute":
+            lines.append(f"{'':<23}{'; '.join(parts)}")
         lines.append(f"{'':<23}{_idle(waits if stream == 'compute' else idle.get(stream, {}))}")
     return "\n".join(lines)
 
