@@ -12,6 +12,7 @@ and no pickle is involved.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import zlib
@@ -83,34 +84,33 @@ def _layout(state: HostState) -> dict[str, Any]:
 
 def _write_shards(folder: Path, tensors: Named) -> Iterator[tuple[str, dict[str, Any]]]:
     """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    def write(shard: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
-        nonlocal count
-        count += 1
-        path = folder / f"state-{count:05d}.safetensors"
-        try:
-            save_file(shard, path)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
-        sums = {name: checksum(tensor) for name, tensor in shard.items()}
-        return path.name, {"bytes": path.stat().st_size, "checksums": sums}
-
     shard: dict[str, Tensor] = {}
-    count = 0
+    names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
     for name, tensor in tensors:
         shard[name] = tensor.detach()
         if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
-            yield write(shard)
+            yield _write(folder / next(names), shard)
             shard = {}
     if shard:
-        yield write(shard)
+        yield _write(folder / next(names), shard)
+
+
+def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(shard, path)
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
+    sums = {name: checksum(tensor) for name, tensor in shard.items()}
+    return path.name, {"bytes": path.stat().st_size, "checksums": sums}
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
     """CRC-32 of a flat tensor's bytes, continued from those ``before``."""
-    return zlib.crc32(memoryview(tensor.view(torch.uint8).numpy()), before)
+    content: Any = tensor.view(torch.uint8).numpy()
+    return zlib.crc32(content, before)
 
 
 class Checkpoint:

@@ -72,7 +72,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     if len(shards) == 1:
         (folder / "1").rename(folder / "model.safetensors")
         return
-    places = {}
+    places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{number}").rename(folder / file)

@@ -62,8 +62,9 @@ def build_empty(folder: Path) -> nn.Module:
         raise MegacompileError(
             f"{folder} is of {names or 'no architecture'}, which transformers does not have."
         )
+    made: Callable[..., nn.Module] = kind._from_config  # type: ignore[attr-defined]
     with parameters_on_meta():
-        model: nn.Module = kind._from_config(config, dtype=torch.float32)
+        model: nn.Module = made(config, dtype=torch.float32)
     return model.train()
 
 
@@ -72,10 +73,10 @@ def parameters_on_meta() -> Iterator[None]:
     """Parameters lose their values as modules are built; buffers keep theirs."""
     register = nn.Module.register_parameter
 
-    def register_empty(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(self, name, parameter)
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
@@ -89,7 +90,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = {}
+        self._files: dict[str, str] = {}
         for file in sorted(_files(folder)):
             with open_shard(folder / file) as handle:
                 self._files |= dict.fromkeys(handle.keys(), file)

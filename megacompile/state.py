@@ -125,10 +125,11 @@ class HostState:
             found = _moments(arrays, run.place, self.form)
             if run.place.coded:
                 coding = CODINGS[self.form]
-                first, second = (Coded(*found[i : i + 2]) for i in (0, 2))
-                coded_adamw_step(master, first, second, grad[part], hyper, coding, threads)
+                moments = Coded(*found[:2]), Coded(*found[2:])
+                coded_adamw_step(master, *moments, grad[part], hyper, coding, threads)
             else:
-                host_adam.adamw_step(master, *found, grad[part], hyper, threads)
+                first, second = found
+                host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
 
     def parts(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """By group and slot: a parameter's name and flat views of all that is kept of it, by array's name."""
@@ -160,7 +161,8 @@ def set_value(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.data = value.to(parameter.dtype)
         return
     fresh = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, fresh)  # .data cannot change the device type; identity stays
+    # .data cannot change the device type; the parameter stays the same object
+    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
