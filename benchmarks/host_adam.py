@@ -4,10 +4,11 @@ In:  a number of elements, thread counts.
 Out: a Markdown table per thread count: G parameters per second, GB/s of memory traffic (bytes per
      parameter stated), and the fraction of a non-temporal copy's bandwidth in the same run.
 
-Every row is one AdamW step on the same flat state. The rows are interleaved, repeated, and their
-medians compared. "Bytes" counts what the job must read and write in memory, nothing a method adds
-by itself: a row that makes temporary copies shows it as lost speed. A copy counts 2 x 4 bytes; an
-ordinary one also reads the lines that it is about to overwrite, which is why it is slower.
+Every row is one AdamW step on the same flat state (coded moments: on the same values). The rows are
+interleaved, repeated, and their medians compared. "Bytes" counts what the job must read and write in
+memory, nothing a method adds by itself: a row that makes temporary copies shows it as lost speed. A
+copy counts 2 x 4 bytes; an ordinary one also reads the lines that it is about to overwrite, which is
+why it is slower.
 
 The default length is no power of two: malloc would then place the arrays 2**k + 4096 bytes apart,
 which alone costs every row up to 35 % on a Zen 4 (other distances that were tried cost nothing).
@@ -24,12 +25,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile import host_adam
+from megacompile.formats import CODINGS
 from megacompile.host_adam import AdamHyper, adamw_step, torch_fused
+from megacompile.host_adam_coded import Coded, coded_adamw_step, encode
 
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.01, step=10)
 TILE = 1 << 19
@@ -166,6 +170,25 @@ def our_rows(s: State) -> list[Row]:
     ]
 
 
+def coded_rows(s: State) -> list[Row]:
+    """The same step on moments in 8 and 4 bits, by the kernel and by its fallback."""
+    rows = []
+    for form, coding in CODINGS.items():
+        n = s.master.numel()
+        codes = [torch.zeros(coding.code_bytes(n), dtype=torch.uint8) for _ in range(2)]
+        first, second = (Coded(c, torch.zeros(coding.blocks(n))) for c in codes)
+        encode(s.exp_avg, first, coding, coding.first_book)
+        encode(s.exp_avg_sq, second, coding, coding.second_book)
+        arguments = (s.hi, s.lo), first, second, s.grad16, HYPER, coding
+
+        def step(threads: int, arguments: Any = arguments) -> None:
+            coded_adamw_step(*arguments, threads)
+
+        traffic = 10 + 4 * coding.bits // 8  # and the scales
+        rows.append(Row(f"**ours, {form} moments, split, bf16 gradient**", traffic, step))
+    return rows
+
+
 def all_rows(s: State) -> list[Row]:
     """The copies first (the non-temporal one is the yardstick), then the steps."""
     state = s.master, s.exp_avg, s.exp_avg_sq
@@ -184,7 +207,7 @@ def all_rows(s: State) -> list[Row]:
         *inductor_rows(s),
         *filter(None, [deepspeed_row(s)]),
     ]
-    return rows + our_rows(s)
+    return rows + our_rows(s) + coded_rows(s)
 
 
 def measure(rows: list[Row], threads: int, repeats: int) -> list[float]:

@@ -24,8 +24,9 @@ typedef struct {
     int decades, zero;       /* zero: the code of 0 */
     float gap, top;          /* see rank_of; above top comes the code of 1 */
 #if defined(__AVX512F__)
-    float near[4][16]; /* by a magnitude's exponent / 2: the one or two lines that can be the least */
-    float parts[4][16]; /* by a rank's exponent: value = fine of both lines, exact after rounding */
+    float near[4][16];   /* by a magnitude's exponent / 2: one or two lines that can be the least */
+    float parts[4][16];  /* by a rank's exponent: a decade's values as a line in two precisions */
+    float levels[4][16]; /* of 16 codes: the midpoints that a bisection compares with, by level */
 #endif
 } Dynamic;
 
@@ -44,14 +45,21 @@ typedef struct {
 } Job;
 
 #if defined(__AVX512F__)
-/* The lines that are least somewhere in [4**j / 2, 4**j * 2): two at most, as edges are 10 apart. */
-static void tabulate_lines(Dynamic *d) {
+/* The lines that are least somewhere in [4**j / 2, 4**j * 2): two at most, as edges are 10 apart.
+ * Where zero meets the first code, at `half`, a line that has the gap of all other decades there. */
+static void tabulate_lines(Dynamic *d, float half, float rank) {
     for (int j = 0; j < 16; j++) {
         const float low = ldexpf(0.5f, 2 * (j - 15)), high = 4 * low;
         int near = 0, far = 0;
         for (int k = 1; k < d->decades; k++) {
             if (d->slope[k] * low + d->base[k] < d->slope[near] * low + d->base[near]) near = k;
             if (d->slope[k] * high + d->base[k] < d->slope[far] * high + d->base[far]) far = k;
+        }
+        if (low <= half && half < high) {
+            const float edge = (rank + 1 - d->base[0]) / d->slope[0], slope = 0.8f / (edge - half);
+            d->near[0][j] = d->near[2][j] = slope;
+            d->near[1][j] = d->near[3][j] = rank + 1 - slope * edge;
+            continue;
         }
         d->near[0][j] = d->slope[near], d->near[1][j] = d->base[near];
         d->near[2][j] = d->slope[far], d->near[3][j] = d->base[far];
@@ -60,7 +68,7 @@ static void tabulate_lines(Dynamic *d) {
 
 /* value = (slope + slope_rest) * rank + base + base_rest, the first product and sum exact. */
 static void tabulate_parts(Dynamic *d, const double *book, int is_signed) {
-    const int size = d->decades == 7 ? 256 : 16, origin = is_signed ? d->zero : -1;
+    const int size = 256, origin = is_signed ? d->zero : -1;
     for (int e = 0; e < 9; e++) {
         const int first = 1 << e, last = 2 * first - 1;
         if (origin + first >= size) break;
@@ -77,6 +85,15 @@ static void tabulate_parts(Dynamic *d, const double *book, int is_signed) {
         d->parts[3][at] = single ? 0 : (float)(base - coarse_base);
     }
 }
+
+/* At level l the code so far is a multiple of 16 >> l, and the next bit is set above the midpoint. */
+static void tabulate_levels(Dynamic *d, const double *book) {
+    for (int l = 0; l < 4; l++)
+        for (int code = 0; code < 16; code += 16 >> l) {
+            const int above = code + (8 >> l);
+            d->levels[l][code] = (float)((book[above - 1] + book[above]) / 2);
+        }
+}
 #endif
 
 static Dynamic dynamic_of(const double *book, int size, int is_signed) {
@@ -92,8 +109,8 @@ static Dynamic dynamic_of(const double *book, int size, int is_signed) {
     d.gap = (float)((first / 2 * d.slope[0] + d.base[0] - rank) / rank);
     d.top = (float)((book[size - 1] + book[size - 2]) / 2);
 #if defined(__AVX512F__)
-    tabulate_lines(&d);
-    tabulate_parts(&d, book, is_signed);
+    if (size == 16) tabulate_levels(&d, book);
+    else tabulate_lines(&d, (float)(first / 2), (float)rank), tabulate_parts(&d, book, is_signed);
 #endif
     return d;
 }
@@ -170,9 +187,9 @@ INLINE float rank_of(float magnitude, const Dynamic *d, int decades) {
 }
 
 #if defined(__AVX512F__)
-INLINE __m512i ranks_of(__m512 magnitude, const Dynamic *d) {
+INLINE __m512i ranks_of(__m512 x, const Dynamic *d) {
     const __m512 least = _mm512_set1_ps(0x1p-31f);
-    magnitude = _mm512_max_ps(magnitude, least);
+    const __m512 magnitude = _mm512_max_ps(_mm512_abs_ps(x), least);
     const __m512i e = _mm512_srli_epi32(_mm512_castps_si512(magnitude), 24);
 #define NEAR(i) _mm512_permutexvar_ps(e, _mm512_loadu_ps(d->near[i]))
     __m512 q = _mm512_min_ps(_mm512_fmadd_ps(magnitude, NEAR(0), NEAR(1)),
@@ -180,9 +197,29 @@ INLINE __m512i ranks_of(__m512 magnitude, const Dynamic *d) {
 #undef NEAR
     const __m512i exponent = _mm512_and_epi32(_mm512_castps_si512(q), _mm512_set1_epi32(0x7f800000));
     const __m512 power = _mm512_castsi512_ps(exponent);
-    const __m512 gap = _mm512_min_ps(_mm512_set1_ps(0.2f), _mm512_mul_ps(power, _mm512_set1_ps(d->gap)));
+    const __m512 gap = _mm512_set1_ps(0.2f);
     const __mmask16 below = _mm512_cmp_ps_mask(_mm512_sub_ps(q, power), gap, _CMP_LE_OQ);
     return _mm512_cvttps_epi32(_mm512_mask_sub_ps(q, below, q, _mm512_set1_ps(1)));
+}
+#endif
+
+#if defined(__AVX512F__)
+/* The codes of whole vectors of the 16-code book; returns how many. */
+INLINE int bisect4(const float *x, float inverse, const Dynamic *d, int n, uint8_t *codes) {
+    const __m512 middle = _mm512_set1_ps(d->levels[0][0]);
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(inverse));
+        __mmask16 above = _mm512_cmp_ps_mask(y, middle, _CMP_GT_OQ);
+        __m512i code = _mm512_maskz_set1_epi32(above, 8);
+        for (int l = 1; l < 4; l++) {
+            const __m512 at = _mm512_permutexvar_ps(code, _mm512_loadu_ps(d->levels[l]));
+            above = _mm512_cmp_ps_mask(y, at, _CMP_GT_OQ);
+            code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(8 >> l));
+        }
+        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(code));
+    }
+    return i;
 }
 #endif
 
@@ -190,10 +227,11 @@ INLINE void encode_dynamic(const float *x, float inverse, const Dynamic *d, int 
                            int decades, int is_signed) {
     int i = 0;
 #if defined(__AVX512F__)
+    if (decades == 3) i = bisect4(x, inverse, d, n, codes);
     const __m512i zero = _mm512_set1_epi32(is_signed ? d->zero : -1);
     for (; i + 16 <= n; i += 16) {
         const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(inverse));
-        __m512i rank = ranks_of(is_signed ? _mm512_abs_ps(y) : y, d);
+        __m512i rank = ranks_of(y, d);
         const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(y));
         if (is_signed) rank = _mm512_mask_sub_epi32(rank, negative, _mm512_setzero_si512(), rank);
         const __mmask16 one = _mm512_cmp_ps_mask(y, _mm512_set1_ps(d->top), _CMP_GT_OQ);
