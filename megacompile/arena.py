@@ -5,8 +5,8 @@ plan (no rounding to powers of two), zero until written, on huge pages where the
 spread over all NUMA nodes where there are several. ``tensor`` and ``address`` give the whole mapping,
 so that a CUDA backend can register it in one call.
 
-Pieces start at multiples of 64 KiB: arrays that lie 2^k + 4096 bytes apart share cache sets, which
-cost host Adam 25 to 38 % of its speed.
+Large pieces take multiples of 64 KiB: arrays that lie 2^k + 4096 bytes apart share cache sets, which
+cost host Adam 25 to 38 % of its speed. Small ones take whole pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 from megacompile.errors import BudgetError
 from megacompile.units import format_bytes
 
-ALIGNMENT = 1 << 16
+ALIGNMENT = 1 << 16  # of pieces of at least LARGE bytes
+LARGE = 1 << 20
 _HUGE_PAGE = 2 << 20
 _NODES = Path("/sys/devices/system/node/online")
 
@@ -34,7 +35,7 @@ class HostArena:
     """One mapping of ``nbytes``, handed out front to back; pieces live as long as their tensors."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(ALIGNMENT, padded(nbytes))
+        self.nbytes = max(mmap.PAGESIZE, padded(nbytes))
         self.used_bytes = 0
         try:
             # a huge page more of addresses, never touched, so that the arena starts on one
@@ -52,6 +53,10 @@ class HostArena:
             _advise(mapping)
         _interleave(self.address, self.nbytes)
 
+    @property
+    def free_bytes(self) -> int:
+        return self.nbytes - self.used_bytes
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The next piece as a zeroed tensor."""
         elements = prod(shape)
@@ -64,7 +69,8 @@ class HostArena:
 
 def padded(nbytes: int) -> int:
     """Bytes that a piece takes in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    unit = ALIGNMENT if nbytes >= LARGE else mmap.PAGESIZE
+    return -(-nbytes // unit) * unit
 
 
 def resident_bytes() -> int:

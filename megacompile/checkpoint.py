@@ -33,7 +33,6 @@ VERSION = 1
 SHARD_BYTES = 1 << 30
 PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
 _FILE = re.compile(r"state-\d{5}\.safetensors")
-Named = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor],
         raise MegacompileError(f"{folder} is not empty and holds no checkpoint: give another folder.")
     try:
         with replacing(folder) as fresh:
-            files = dict(_write_shards(fresh, _tensors(state, loose)))
+            files = dict(_write_shards(fresh, _batches(state.parts(), loose), state.offload is not None))
             facts = {"version": VERSION, "progress": asdict(progress)}
             manifest = {**facts, "layout": _layout(state), "files": files}
             (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
@@ -64,10 +63,15 @@ def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor],
         raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
 
 
-def _tensors(state: HostState, loose: Mapping[str, Tensor]) -> Named:
-    for name, arrays in state.parts():
-        yield from ((f"{name}/{array}", tensor) for array, tensor in arrays.items())
-    yield from ((f"{name}/value", value.reshape(-1)) for name, value in loose.items())
+def _batches(
+    parts: Iterator[dict[str, dict[str, Tensor]]], loose: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors by their names in the files, as many at a time as are there together: a group's, the rest."""
+    for group in parts:
+        yield {
+            f"{name}/{array}": tensor for name, arrays in group.items() for array, tensor in arrays.items()
+        }
+    yield {f"{name}/value": value.reshape(-1) for name, value in loose.items()}
 
 
 def _layout(state: HostState) -> dict[str, Any]:
@@ -82,13 +86,22 @@ def _layout(state: HostState) -> dict[str, Any]:
     }
 
 
-def _write_shards(folder: Path, tensors: Named) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums."""
+def _write_shards(
+    folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
+
+    ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two.
+    """
     shard: dict[str, Tensor] = {}
     names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
-    for name, tensor in tensors:
-        shard[name] = tensor.detach()
-        if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
+    for batch in batches:
+        for name, tensor in batch.items():
+            shard[name] = tensor.detach()
+            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
+                yield _write(folder / next(names), shard)
+                shard = {}
+        if passing and shard:
             yield _write(folder / next(names), shard)
             shard = {}
     if shard:
@@ -126,7 +139,8 @@ class Checkpoint:
             progress = manifest["progress"]
             _compare_layouts(manifest["layout"], json.loads(json.dumps(_layout(state))), self._folder)
             self._places = _places(self._folder, manifest["files"])
-            _compare_tensors(self._folder, self._places, dict(_tensors(state, loose)))
+            expected = {n: t for batch in _batches(state.shapes(), loose) for n, t in batch.items()}
+            _compare_tensors(self._folder, self._places, expected)
             self._steps = {name: p["step"] for name, p in manifest["layout"]["parameters"].items()}
             self.progress = Progress(**progress)
             if not isinstance(self.progress.seed, int) or not isinstance(self.progress.calls, int):
@@ -134,9 +148,9 @@ class Checkpoint:
 
     def read(self) -> None:
         """Overwrite the state and the loose tensors; a damaged file is named and leaves them in part."""
-        for name, arrays in self._state.parts():
-            for array, target in arrays.items():
-                self._copy(f"{name}/{array}", target)
+        for batch in _batches(self._state.parts(change=True), {}):
+            for name, target in batch.items():
+                self._copy(name, target)
         for name, value in self._loose.items():
             flat = torch.empty(value.numel(), dtype=value.dtype)
             self._copy(f"{name}/value", flat)

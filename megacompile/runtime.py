@@ -8,21 +8,23 @@ nothing: what happens when is written in the emitted step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacompile.arena import padded
 from megacompile.assemble import GroupLayout
 from megacompile.bind import BoundCall, BoundStep
 from megacompile.device import Device, Tail
-from megacompile.errors import BudgetExceededError, ProgramError
+from megacompile.errors import BudgetExceededError, ProgramError, StorageError
 from megacompile.host_adam import AdamHyper
 from megacompile.joint import Ref
+from megacompile.offload import Offload
 from megacompile.state import HostState, slot_view
-from megacompile.step import Event, Step, Token
+from megacompile.step import Event, Step, Stream, Token
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.workers import Trace
 
@@ -46,6 +48,8 @@ class Runtime:
         self._norms: dict[str, Tensor] = {}
         self._scale = 1.0
         self._stash: dict[Token, list[Tensor]] = {}
+        self._unwritten: set[int] = set()  # groups whose update waits in the window for its write
+        self._lost = False  # whether storage failed
 
     # ---- running a program -----------------------------------------------------------------------
 
@@ -54,6 +58,9 @@ class Runtime:
         if self._bound is not program:
             self._views.clear()  # of a slab that may go
         self._bound = program
+        if self.state.offload is not None and self.state.offload.unsettled:
+            self.finish()
+            self.state.offload.begin()
         self._prepare(program.step)
         self._inputs = inputs
         self._updates = {k: v for k, v in self._updates.items() if v[2] < v[0]}
@@ -90,11 +97,15 @@ class Runtime:
     def forget_faults(self) -> None:
         """The state was set anew: what earlier steps left undone no longer matters."""
         self._updates.clear()
+        self._unwritten.clear()
+        self._lost = False
 
     @property
     def torn(self) -> bool:
-        """Whether, with nothing under way, some step updated a part of the weights only."""
-        return any(begun > 0 and done < planned for planned, begun, done in self._updates.values())
+        """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
+        return self._lost or any(
+            begun > 0 and done < planned for planned, begun, done in self._updates.values()
+        )
 
     def host_bytes(self) -> dict[str, int]:
         """Host bytes by kind beyond the state: kept gradients, ring, stashes."""
@@ -113,7 +124,7 @@ class Runtime:
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
                 self.finish()
-                self._ring[i : i + 1] = [self.device.host_empty(nbytes)]
+                self._ring[i : i + 1] = [self._host_empty(nbytes)]
 
     def _abandon(self) -> None:
         """After an exception: let the queues run dry and forget everything on the device."""
@@ -135,9 +146,11 @@ class Runtime:
         self._free(free)
         self.device.reached(("load", value, micro))
 
-    def prefetch(self, *, group: int, offset: int, after: Sequence[Event] = ()) -> None:
+    def prefetch(
+        self, *, group: int, offset: int, slot: int | None = None, after: Sequence[Event] = ()
+    ) -> None:
         layout = self._bound.assembly.groups[group]
-        source = self.state.weights[group]
+        source = self.state.streamed(group, slot)
         place, self._resident[group] = self._slot(layout, offset)
         device = self.device
         device.submit("h2d", ("prefetch", group), after, lambda: device.copy([place], [source]))
@@ -248,12 +261,48 @@ class Runtime:
 
         self.device.submit("host", ("clip_scale",), after, clip)
 
-    def adam(self, *, group: int, grad: Token, after: Sequence[Event] = ()) -> None:
+    def read(self, *, group: int, part: str, slot: int, after: Sequence[Event] = ()) -> None:
+        offload = self._offload
+        move = offload.read_weights if part == "weights" else offload.read_state
+        self._store_op("nvme_read", (f"read_{part}", group), after, lambda: move(group, slot))
+
+    def write(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
+        progress = self._updates[self.device.step]
+        offload, unwritten = self._offload, self._unwritten
+
+        def write() -> None:
+            if group in unwritten:  # else the update was skipped
+                offload.write_state(group, slot)
+                unwritten.discard(group)
+                progress[2] += 1
+
+        self._store_op("nvme_write", ("write", group), after, write)
+
+    def _store_op(
+        self, stream: Stream, event: Event, after: Sequence[Event], run: Callable[[], None]
+    ) -> None:
+        """Submit a transfer to or from storage; one that fails leaves a group without its state."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except StorageError:
+                self._lost = True
+                raise
+
+        self.device.submit(stream, event, after, guarded)
+
+    @property
+    def _offload(self) -> Offload:
+        assert self.state.offload is not None
+        return self.state.offload
+
+    def adam(self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()) -> None:
         self._check_loss()
         home = self._gradient(group, grad)
         self._landed.discard(group)
         progress = self._updates[self.device.step]
-        inputs, results = self._inputs, self._results
+        inputs, results, unwritten = self._inputs, self._results, self._unwritten
         self.state.steps[group] += 1
         deferred = grad[0] == "hgrad" and "clip_scale" in self._bound.kinds
 
@@ -265,8 +314,11 @@ class Runtime:
             progress[1] += 1
             scale = self._scale if deferred else 1.0
             hypers = [_scaled(h, scale) for h in inputs.hypers[group]]
-            self.state.update(group, home, hypers, threads=self.device.adam_threads)
-            progress[2] += 1
+            self.state.update(group, home, hypers, threads=self.device.adam_threads, slot=slot)
+            if slot is None:
+                progress[2] += 1
+            else:
+                unwritten.add(group)  # its write ends the update
 
         self.device.submit("host", ("adam", group), after, update)
 
@@ -381,6 +433,13 @@ class Runtime:
             found = self._views[layout.index, offset] = (place, [slot_view(place, s) for s in layout.slots])
         return found
 
+    def _host_empty(self, nbytes: int) -> Tensor:
+        """Host memory for what steps need: out of the arena while it has some."""
+        arena = self.state.arena
+        if padded(nbytes) <= arena.free_bytes:
+            return arena.take((nbytes,), torch.uint8)
+        return self.device.host_empty(nbytes)
+
     def _gradient(self, group: int, home: Token) -> Tensor:
         layout = self._bound.assembly.groups[group]
         if home[0] == "ring":
@@ -388,13 +447,13 @@ class Runtime:
         dtype = layout.dtype if self._bound.kept.get(group) else torch.float32
         nbytes = dtype.itemsize * layout.elements
         if group not in self._grads or self._grads[group].nbytes < nbytes:
-            self._grads[group] = self.device.host_empty(nbytes)
+            self._grads[group] = self._host_empty(nbytes)
         return self._grads[group][:nbytes].view(dtype)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor of the same shape and, where it is dense, strides."""
         like = torch.empty_like(tensor, device="meta")
-        flat = self.device.host_empty(like.untyped_storage().nbytes()).view(tensor.dtype)
+        flat = self._host_empty(like.untyped_storage().nbytes()).view(tensor.dtype)
         return flat.as_strided(like.shape, like.stride())
 
 

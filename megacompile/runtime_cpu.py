@@ -31,7 +31,7 @@ class CpuDevice:
         self.budget_bytes = budget_bytes
         cores = torch.get_num_threads()
         # one thread each for copies; norms take as many as eager does, to round as eager does
-        self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores})
+        self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores, "nvme_read": 1, "nvme_write": 1})
         self.adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self.peak_bytes = 0
         self._slab = torch.empty(0, dtype=torch.uint8)

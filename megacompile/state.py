@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import host_adam
+from megacompile.arena import HostArena
 from megacompile.assemble import GroupLayout, Slot
 from megacompile.formats import (
     CODINGS,
@@ -23,9 +24,9 @@ from megacompile.formats import (
     group_runs,
     moment_names,
     moment_places,
-    state_bytes,
 )
 from megacompile.host_adam_coded import Coded, coded_adamw_step
+from megacompile.offload import Offload, Placement, host_state_bytes, place_groups
 
 CHUNK = 1 << 24  # elements
 Weights = Callable[[str], Tensor]
@@ -35,17 +36,28 @@ Weights = Callable[[str], Tensor]
 class HostState:
     """Flat arrays on the host, one set per weight group, and views of single parameters in them.
 
-    ``arrays`` holds by group, by name, what :func:`~megacompile.formats.group_arrays` lists.
+    ``arrays`` holds by group, by name, what :func:`~megacompile.formats.group_arrays` lists, as far as it
+    is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
+    in one arena, which leaves ``transient_bytes`` for what steps need.
     """
 
-    def __init__(self, groups: Sequence[GroupLayout], form: StateFormat = "fp32") -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        form: StateFormat = "fp32",
+        placement: Placement | None = None,
+        transient_bytes: int = 0,
+    ) -> None:
         self.groups = tuple(groups)
         self.form = form
+        placement = placement or Placement(("host",) * len(self.groups))
+        places = place_groups(self.groups, form, placement.states)
+        self.arena = HostArena(host_state_bytes(places, placement.window) + transient_bytes)
         self.arrays: list[dict[str, Tensor]] = [
-            {a.name: torch.zeros(a.elements, dtype=a.dtype) for a in group_arrays(group, form)}
-            for group in self.groups
+            {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
         ]
-        self.weights = [arrays["weights"] for arrays in self.arrays]  # what is streamed
+        self.weights = [a["weights"] for a in self.arrays if "weights" in a]  # what is streamed from RAM
+        self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [0] * len(self.groups)
         self._runs = [group_runs(group, form) for group in self.groups]
 
@@ -75,12 +87,13 @@ class HostState:
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
-        slot, low = self._find(place), self._low(place[0])
+        slot, arrays = self._find(place), self.open(place[0], change=True)
+        weights, low = arrays["weights"], arrays.get("low")
         if low is None:
-            slot_view(self.weights[place[0]], slot).copy_(value)
+            slot_view(weights, slot).copy_(value)
             return
         part = slice(slot.offset, slot.offset + slot.parameter.numel)
-        high, low = self.weights[place[0]][part], low[part]
+        high, low = weights[part], low[part]
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
             value = _strided(torch.empty(value.numel()), 0, slot).copy_(value)
             value = value.as_strided((value.numel(),), (1,))
@@ -91,11 +104,17 @@ class HostState:
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape."""
-        slot = self._find(place)
-        return self._gather(slot, self.weights[place[0]], self._low(place[0]))
+        slot, arrays = self._find(place), self.open(place[0], change=False)
+        return self._gather(slot, arrays["weights"], arrays.get("low"))
 
-    def _low(self, group: int) -> Tensor | None:
-        return self.arrays[group].get("low")
+    def open(self, group: int, *, change: bool) -> dict[str, Tensor]:
+        """All arrays of a group, for as long as no other group is opened and no step runs.
+
+        ``change`` says that they will be written to. Nothing may be under way.
+        """
+        if self.offload is None or not self.offload.places[group].on_storage:
+            return self.arrays[group]
+        return self.arrays[group] | self.offload.open(group, change=change)
 
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
@@ -108,6 +127,13 @@ class HostState:
         host_adam.join(flat[start:stop], low[start:stop], out)
         return _strided(out, 0, slot)
 
+    def streamed(self, group: int, slot: int | None) -> Tensor:
+        """The weights that travel to the device: in RAM, or in a buffer that they were read into."""
+        if slot is None:
+            return self.arrays[group]["weights"]
+        assert self.offload is not None
+        return self.offload.weights(group, slot)
+
     def update(
         self,
         group: int,
@@ -115,10 +141,16 @@ class HostState:
         hypers: Sequence[host_adam.AdamHyper],
         *,
         threads: int | None,
+        slot: int | None = None,
     ) -> None:
-        """One Adam step of a whole group; ``hypers`` are per optimizer param group."""
+        """One Adam step of a whole group; ``hypers`` are per optimizer param group.
+
+        ``slot`` is the buffer of the window that holds what of the group is on storage.
+        """
         arrays = self.arrays[group]
-        weights, low = self.weights[group], self._low(group)
+        if slot is not None and self.offload is not None:
+            arrays = arrays | self.offload.arrays(group, slot)
+        weights, low = arrays["weights"], arrays.get("low")
         for run in self._runs[group]:
             part, hyper = slice(run.start, run.stop), hypers[run.param_group]
             master = weights[part] if low is None else (weights[part], low[part])
@@ -131,16 +163,31 @@ class HostState:
                 first, second = found
                 host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
 
-    def parts(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """By group and slot: a parameter's name and flat views of all that is kept of it, by array's name."""
-        for group, arrays in zip(self.groups, self.arrays, strict=True):
-            places = moment_places(group, self.form) if group.trainable else [None] * len(group.slots)
-            for slot, place in zip(group.slots, places, strict=True):
-                part = slice(slot.offset, slot.offset + slot.parameter.numel)
-                found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
-                names = moment_names(place.coded) if place else ()
-                moments = _moments(arrays, place, self.form) if place else []
-                yield slot.parameter.name, found | dict(zip(names, moments, strict=True))
+    def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """By group: each parameter's name with flat views of all that is kept of it, by array's name.
+
+        As with :meth:`open`, views are for as long as the iterator stands at their group.
+        """
+        for index, group in enumerate(self.groups):
+            yield self._parts(group, self.open(index, change=change))
+
+    def shapes(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """What :meth:`parts` gives, without values, on the meta device."""
+        for group in self.groups:
+            arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
+                      for a in group_arrays(group, self.form)}  # fmt: skip
+            yield self._parts(group, arrays)
+
+    def _parts(self, group: GroupLayout, arrays: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        named = {}
+        places = moment_places(group, self.form) if group.trainable else [None] * len(group.slots)
+        for slot, place in zip(group.slots, places, strict=True):
+            part = slice(slot.offset, slot.offset + slot.parameter.numel)
+            found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
+            names = moment_names(place.coded) if place else ()
+            moments = _moments(arrays, place, self.form) if place else []
+            named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
+        return named
 
 
 def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:

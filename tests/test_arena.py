@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from megacompile.arena import ALIGNMENT, HostArena, padded, resident_bytes
 from megacompile.errors import BudgetError
 
 pieces = st.lists(
-    st.tuples(st.integers(0, 70_000), st.sampled_from([torch.bfloat16, torch.float32, torch.int16])),
+    st.tuples(
+        st.one_of(st.integers(0, 9000), st.integers(260_000, 600_000)),
+        st.sampled_from([torch.bfloat16, torch.float32, torch.int16]),
+    ),
     max_size=8,
 )
 
@@ -24,9 +29,13 @@ def test_pieces_are_disjoint_aligned_and_zero_and_fill_what_was_asked_for(wanted
     whole = HostArena(sum(padded(n * t.itemsize) for n, t in wanted))
     taken = [whole.take((n,), t) for n, t in wanted]
     for i, piece in enumerate(taken):
-        assert piece.data_ptr() % ALIGNMENT == 0 or piece.numel() == 0
+        assert piece.data_ptr() % mmap.PAGESIZE == 0
         assert not piece.any()
         piece.fill_(i + 1)
+    large = [p for p in taken if p.nbytes >= arena.LARGE]
+    for one, other in pairwise(large):
+        between = sum(padded(p.nbytes) for p in taken if one.data_ptr() < p.data_ptr() < other.data_ptr())
+        assert (other.data_ptr() - one.data_ptr() - between) % ALIGNMENT == 0
     for i, piece in enumerate(taken):
         assert bool((piece == i + 1).all())
     assert whole.used_bytes == sum(padded(n * t.itemsize) for n, t in wanted) <= whole.nbytes
