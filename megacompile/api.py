@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,9 @@ from megacompile.backends import open_backend
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.formats import StateFormat, check_format
+from megacompile.nvme import check_directories
 from megacompile.optimizer import adopt
+from megacompile.plan_tiers import Tiers
 from megacompile.program import Program, is_owned
 from megacompile.state import Weights
 from megacompile.units import RESERVE, host_available, parse_bytes
@@ -40,6 +42,7 @@ def compile(
     kernels: Mapping[str, bool] | bool | None = None,
     optimizer_state: StateFormat = "fp32",
     weights: Weights | None = None,
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -65,6 +68,8 @@ def compile(
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
     weights: gives the value of a parameter that is on the meta device, by its name.
+    offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
+        room for. Scratch files there belong to this program alone and go with it.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -101,6 +106,8 @@ def compile(
     optimizer = adopt(optimizer, model)
     _announce(compute_dtype)
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
+    form = check_format(optimizer_state)
+    folders = _folders(offload_dir)
     compiler = Compiler(
         model,
         optimizer=optimizer,
@@ -110,6 +117,7 @@ def compile(
         loss_fn=loss_fn,
         dump=Path(folder) if folder else None,
         kernels=kernels,
+        tiers=Tiers(form, host, bool(folders)),
     )
     program = Program(
         model,
@@ -121,12 +129,23 @@ def compile(
         on_nonfinite=on_nonfinite,
         seed=seed,
         max_seq_len=max_seq_len,
-        optimizer_state=check_format(optimizer_state),
+        optimizer_state=form,
+        offload_dirs=folders,
         weights=weights,
     )
     if example_batch is not None:
         program.prepare(example_batch)
     return program
+
+
+def _folders(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """Directories for the state that does not fit in RAM, checked before anything is captured."""
+    if given is None:
+        return ()
+    names = [given] if isinstance(given, (str, os.PathLike)) else list(given)
+    if not names or not all(isinstance(name, (str, os.PathLike)) for name in names):
+        raise MegacompileError(f"offload_dir={given!r} names no directory: give a path or a list of paths.")
+    return tuple(str(folder) for folder in check_directories(names))
 
 
 @functools.cache

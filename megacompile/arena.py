@@ -63,7 +63,7 @@ class HostArena:
         start = self.used_bytes
         stop = start + elements * dtype.itemsize
         assert stop <= self.nbytes, f"the arena of {self.nbytes} bytes has no {stop - start} bytes left"
-        self.used_bytes = padded(stop)
+        self.used_bytes = start + padded(stop - start)
         return self.tensor[start:stop].view(dtype).view(*shape)
 
 
@@ -77,6 +77,12 @@ def resident_bytes() -> int:
     """Bytes of this process in RAM now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * mmap.PAGESIZE
+
+
+def resident_peak_bytes() -> int:
+    """The most bytes that this process had in RAM at any time."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def _advise(mapping: mmap.mmap) -> None:

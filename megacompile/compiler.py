@@ -7,7 +7,7 @@ between kinds: the form of each parameter and the layout of the weight groups.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from megacompile.fuse import fuse, read_switches
 from megacompile.fuse_report import Fusions
 from megacompile.machine import Machine, nominal_cpu, this_cpu
 from megacompile.measured import Measured
+from megacompile.offload import Placement
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, partition
 from megacompile.plan import Mode
+from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes, with_states
 from megacompile.planner import Planned, search
 from megacompile.schedule import Schedule
 from megacompile.units import format_bytes
@@ -72,8 +74,11 @@ class Compiler:
         machine: Machine | None = None,
         dump: Path | None = None,
         kernels: Mapping[str, bool] | bool | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.model = model
+        self.tiers = tiers
+        self.placement: Placement | None = None  # of the state, once it is laid out
         self.budget_bytes = budget_bytes
         self.parameters = _describe(model, optimizer, compute_dtype)
         self.layouts: tuple[GroupLayout, ...] = ()
@@ -129,6 +134,9 @@ class Compiler:
             raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
         constants = sum(b.nbytes for b in self.constants(fused).values())
         assembly = assemble(part, templates, self.parameters, constants, self.layouts)
+        if self.tiers is not None:
+            work = with_state_bytes(assembly.work, assembly.groups, self.tiers.form)
+            assembly = replace(assembly, work=work)
         self._check_places(assembly, part)
         compiled = Compiled(captured, fused, fusions, part, templates, assembly)
         self._compiled[batch.key] = compiled
@@ -142,7 +150,7 @@ class Compiler:
             return found
         compiled = self.compile(batch, evaluate=mode.kind == "evaluate")
         work = compiled.assembly.work
-        planned = search(work, mode, self.machine, self.budget_bytes)
+        planned = self._place(search(work, mode, self.machine, self.budget_bytes), compiled.assembly, mode)
         proof = verify(planned.step, work, budget_bytes=self.budget_bytes)
         title = (
             f"{mode.kind} step of {type(self.model).__name__}: {work.parameters / 1e6:.1f} M parameters, "
@@ -166,6 +174,16 @@ class Compiler:
             scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
+
+    def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned:
+        """Decide where the state lives, or keep to what was decided; what never fits is left as it is."""
+        if self.placement is not None:
+            states, window = self.placement.states, self.placement.window
+            return with_states(planned, assembly.work, mode, self.machine, states, window)
+        if self.tiers is None:
+            return planned
+        chosen = choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
+        return chosen or planned
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""

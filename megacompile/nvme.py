@@ -58,7 +58,7 @@ class Storage:
     """
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], regions: Mapping[str, int]) -> None:
-        folders = _checked(directories)
+        folders = check_directories(directories)
         self.regions, sizes = _blocks(regions, len(folders))
         self._sums: dict[str, list[int | None]] = {n: [None] * len(b) for n, b in self.regions.items()}
         self.read_bytes = self.written_bytes = 0
@@ -169,7 +169,8 @@ def _blocks(regions: Mapping[str, int], files: int) -> tuple[dict[str, tuple[Blo
     return placed, ends
 
 
-def _checked(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
+def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Absolute paths, or :class:`MegacompileError` for one that is missing or named twice."""
     folders = [Path(d).expanduser().resolve() for d in directories]
     for given, folder in zip(directories, folders, strict=True):
         if not folder.is_dir():

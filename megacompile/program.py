@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.arena import resident_peak_bytes
 from megacompile.assemble import GroupLayout
 from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
 from megacompile.bind import BoundStep
@@ -27,15 +28,16 @@ from megacompile.compiler import Compiler, Scheduled
 from megacompile.device import Device
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from megacompile.export import export_model
-from megacompile.formats import StateFormat, smaller_formats, state_bytes
+from megacompile.formats import StateFormat, smaller_formats
 from megacompile.fuse_report import Fusions
 from megacompile.measured import align
+from megacompile.offload import Placement, host_state_bytes, place_groups
 from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
 from megacompile.plan import Mode, Plan
+from megacompile.plan_tiers import host_transient_bytes
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
 from megacompile.state import HostState, Weights, set_value
-from megacompile.step import Step, kept_gradients
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
 
@@ -50,9 +52,19 @@ class Memory:
     device_peak_bytes: int
     predicted_peak_bytes: int
     host_bytes: dict[str, int]
+    host_budget_bytes: int
+    resident_peak_bytes: int  # of the whole process, Python and torch included
+    storage_bytes: int = 0
+    traffic: str = ""
 
     def __str__(self) -> str:
         host = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.host_bytes.items() if v)
+        host += (
+            f"; budget {format_bytes(self.host_budget_bytes)}; the whole process held "
+            f"{format_bytes(self.resident_peak_bytes)} at most"
+        )
+        if self.storage_bytes:
+            host += f"\nstorage: {format_bytes(self.storage_bytes)} in scratch files\n{self.traffic}"
         return (
             f"device: peak {format_bytes(self.device_peak_bytes)} measured, "
             f"{format_bytes(self.predicted_peak_bytes)} predicted, budget "
@@ -107,12 +119,14 @@ class Program:
         max_seq_len: int | None,
         optimizer_state: StateFormat = "fp32",
         weights: Weights | None = None,
+        offload_dirs: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._compiler = compiler
         self._open_device = open_device
         self._host_budget_bytes = host_budget_bytes
+        self._offload_dirs = offload_dirs
         self._max_grad_norm = max_grad_norm
         self._on_nonfinite = on_nonfinite
         self._seed = seed
@@ -321,12 +335,18 @@ class Program:
     @property
     def memory(self) -> Memory:
         """Measured and predicted bytes over all programs that ran so far."""
-        host = self._runtime.state.nbytes() | self._runtime.host_bytes() if self._runtime else {}
+        runtime = self._runtime
+        host = runtime.state.nbytes() | runtime.host_bytes() if runtime else {}
+        offload = runtime.state.offload if runtime else None
         return Memory(
             budget_bytes=self._compiler.budget_bytes,
             device_peak_bytes=self._runtime.peak_bytes if self._runtime else 0,
             predicted_peak_bytes=self._predicted_peak,
             host_bytes=host,
+            host_budget_bytes=self._host_budget_bytes,
+            resident_peak_bytes=resident_peak_bytes(),
+            storage_bytes=offload.storage.nbytes if offload else 0,
+            traffic=self.schedule.traffic if offload else "",
         )
 
     def __getstate__(self) -> Any:
@@ -428,17 +448,17 @@ class Program:
         if is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
+        plan = scheduled.planned.plan
+        states = tuple(g.state for g in plan.groups)
+        stored = any(state != "host" for state in states)
+        placement = Placement(states, plan.window if stored else 0, self._offload_dirs if stored else ())
         transient = host_transient_bytes(scheduled.planned.step, layouts)
-        need = sum(state_bytes(layouts, self._optimizer_state).values()) + transient
+        form = self._optimizer_state
+        need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient
         if need > self._host_budget_bytes:
-            raise BudgetError(
-                f"host_budget={format_bytes(self._host_budget_bytes)} is too small: masters, moments "
-                f"and kept gradients of this model take {format_bytes(need)} on the host. Raise it, "
-                "train fewer parameters, or train without clipping and accumulation"
-                + smaller_formats(layouts, self._optimizer_state)
-                + "."
-            )
-        state = HostState(layouts, self._optimizer_state)
+            raise self._too_large(layouts, need, transient)
+        state = HostState(layouts, form, placement, transient)
+        self._compiler.placement = placement
         state.take(self.model, scheduled.compiled.assembly.places, self._source)
         self._source = None  # and with it what it may hold
         self._compiler.layouts = layouts
@@ -446,6 +466,22 @@ class Program:
         self._runtime = Runtime(state, self._open_device())
         _OWNED[self.model] = "taken"
         self.model.register_forward_pre_hook(_refuse_use)
+
+    def _too_large(self, layouts: tuple[GroupLayout, ...], need: int, transient: int) -> BudgetError:
+        form, given = self._optimizer_state, format_bytes(self._host_budget_bytes)
+        least = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1) + transient
+        if self._offload_dirs:
+            return BudgetError(
+                f"host_budget={given} is too small even with all state on NVMe: its window, and "
+                f"{format_bytes(transient)} of gradients and stashes, take {format_bytes(least)} of RAM."
+            )
+        return BudgetError(
+            f"host_budget={given} is too small: masters, moments and kept gradients of this model take "
+            f"{format_bytes(need)} on the host. Raise it, train fewer parameters, give an offload_dir "
+            f"(then {format_bytes(least)} suffice), or train without clipping and accumulation"
+            + smaller_formats(layouts, form)
+            + "."
+        )
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))
@@ -533,16 +569,6 @@ class Program:
                 set_value(parameter, value.clone())
             else:
                 parameter.data.copy_(value)
-
-
-def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
-    """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
-    kept = sum(
-        (layouts[g].dtype.itemsize if own else 4) * layouts[g].elements
-        for g, own in kept_gradients(step).items()
-    )
-    stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")
-    return kept + sum(step.ring) + stashes
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

@@ -27,6 +27,7 @@ from megacompile.page import render_page
 from megacompile.passes import lower
 from megacompile.plan import Mode, Plan
 from megacompile.plan_text import plan_table
+from megacompile.plan_tiers import describe_traffic
 from megacompile.planner import describe_peak
 from megacompile.simulate import Timeline, simulate
 from megacompile.step import STREAMS, Op, Step, peak_bytes
@@ -127,6 +128,11 @@ class Schedule:
         lowered = [f"{statement(op)} {op.nbytes} {op.offset}" for op in self.step.ops]
         return hashlib.sha256("\n".join([content, *lowered]).encode()).hexdigest()
 
+    @property
+    def traffic(self) -> str:
+        """What a step moves over NVMe and what that does to the drive; "" where nothing is there."""
+        return describe_traffic(self.step, self.predicted_seconds)
+
     def __str__(self) -> str:
         busy = ", ".join(f"{s} {self.timeline.busy[s]:.3f} s" for s in STREAMS if self.timeline.busy[s])
         lines = [
@@ -136,6 +142,7 @@ class Schedule:
             f"  predicted {self.predicted_seconds:.3f} s per step on {self.machine.name} ({busy})",
             f"  {verify(self.step, self.work, budget_bytes=self.budget_bytes)}",
         ]
+        lines += [f"  {self.traffic}"] if self.traffic else []
         if self.measured is not None:
             rows = compare(self.step, self.timeline, self.measured)
             lines.insert(3, f"  measured  {self.measured.step_seconds:.3f} s in the last step")

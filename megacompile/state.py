@@ -26,7 +26,7 @@ from megacompile.formats import (
     moment_places,
 )
 from megacompile.host_adam_coded import Coded, coded_adamw_step
-from megacompile.offload import Offload, Placement, host_state_bytes, place_groups
+from megacompile.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
 
 CHUNK = 1 << 24  # elements
 Weights = Callable[[str], Tensor]
@@ -51,7 +51,8 @@ class HostState:
         self.groups = tuple(groups)
         self.form = form
         placement = placement or Placement(("host",) * len(self.groups))
-        places = place_groups(self.groups, form, placement.states)
+        self._places = places = place_groups(self.groups, form, placement.states)
+        self._window = placement.window
         self.arena = HostArena(host_state_bytes(places, placement.window) + transient_bytes)
         self.arrays: list[dict[str, Tensor]] = [
             {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
@@ -62,8 +63,10 @@ class HostState:
         self._runs = [group_runs(group, form) for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
-        """Host bytes by kind: "masters" and "moments"."""
-        return state_bytes(self.groups, self.form)
+        """Bytes in RAM by kind: "masters", "moments", and the "window" over what is on storage."""
+        kept = [a for place in self._places for a in place.in_ram]
+        sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
+        return sizes | {"window": self._window * sum(buffer_bytes(self._places))}
 
     def take(
         self, model: nn.Module, places: Mapping[str, tuple[int, int]], weights: Weights | None = None

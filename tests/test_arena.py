@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacompile import arena
@@ -24,6 +24,7 @@ pieces = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=30)
 @given(pieces)
 def test_pieces_are_disjoint_aligned_and_zero_and_fill_what_was_asked_for(wanted: list) -> None:
     whole = HostArena(sum(padded(n * t.itemsize) for n, t in wanted))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,6 +41,7 @@ def stored(folder: Path, nbytes: int = SIZE) -> tuple[Storage, Tensor]:
     return storage, source
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 3), st.randoms())
 def test_what_was_written_comes_back(pages: list[int], directories: int, random: Any) -> None:
     with tempfile.TemporaryDirectory() as root:
