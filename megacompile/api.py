@@ -142,8 +142,12 @@ def _folders(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | 
     """Directories for the state that does not fit in RAM, checked before anything is captured."""
     if given is None:
         return ()
-    names = [given] if isinstance(given, (str, os.PathLike)) else list(given)
-    if not names or not all(isinstance(name, (str, os.PathLike)) for name in names):
+    names = [given] if isinstance(given, (str, os.PathLike)) else given
+    if (
+        not isinstance(names, Sequence)
+        or not names
+        or not all(isinstance(name, (str, os.PathLike)) for name in names)
+    ):
         raise MegacompileError(f"offload_dir={given!r} names no directory: give a path or a list of paths.")
     return tuple(str(folder) for folder in check_directories(names))
 

@@ -11,6 +11,7 @@ does not matter here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megacompile.arena import HostArena, padded
 from megacompile.assemble import GroupLayout
+from megacompile.errors import StorageError
 from megacompile.formats import FlatArray, StateFormat, group_arrays
 from megacompile.nvme import Storage
 
@@ -148,7 +150,7 @@ class Offload:
     def open(self, group: int, *, change: bool) -> dict[str, Tensor]:
         """A group's arrays in RAM until another group is opened or a step begins.
 
-        With ``change`` they are written back then.
+        With ``change`` they are written back then, and what storage has lost is zero.
         """
         if group != self._open:
             self.settle()
@@ -156,10 +158,20 @@ class Offload:
                 self._buffers[0][: self.places[group].storage_bytes].zero_()
                 self._changed = True
             else:
-                self.read_state(group, 0)
+                self._read_or_reset(group, change)
             self._open = group
         self._changed |= change
         return self.arrays(group, 0)
+
+    def _read_or_reset(self, group: int, change: bool) -> None:
+        try:
+            self.read_state(group, 0)
+        except StorageError:
+            if not change:
+                raise
+            self._buffers[0][: self.places[group].storage_bytes].zero_()
+            warnings.warn(f"{self._state[group].capitalize()} was lost on storage: what of it is not loaded "
+                          "now starts from zero.", stacklevel=2)  # fmt: skip
 
     def settle(self) -> None:
         """Write back what :meth:`open` gave out to be changed."""

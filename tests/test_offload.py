@@ -1,0 +1,216 @@
+"""Training with state on NVMe: bitwise the in-RAM run, within the host budget, whole after faults."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
+from megacompile.program import Program
+
+WIDTH, LAYERS = 128, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """0.5 M parameters: 6.5 MB of FP32 state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.layers[0].up.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return (x.float() ** 2).mean()
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def compiled(host: str, folder: Path | None = None, **options: Any) -> Program:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return megacompile.compile(
+        model, "20MB", optimizer=optimizer, host_budget=host, offload_dir=folder, **options
+    )
+
+
+def trained(program: Program, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for step in range(steps):
+        losses.append(float(program.train_step(batch(step)).loss))
+        losses.append(float(program.evaluate(batch(9))))
+    state = program.state_dict()
+    program.close()
+    return losses, state
+
+
+def states(program: Program) -> set[str]:
+    return {group.state for group in program.plan.groups}
+
+
+@pytest.mark.parametrize(
+    ("host", "where", "options"),
+    [
+        ("4MB", "nvme", {}),
+        ("2.6MB", "nvme-all", {}),
+        ("6MB", "nvme", {"max_grad_norm": 0.1}),
+        ("3.5MB", "nvme", {"compute_dtype": torch.float32, "optimizer_state": "int8"}),
+    ],
+)
+def test_bitwise_the_run_in_ram(host: str, where: str, options: dict[str, Any], tmp_path: Path) -> None:
+    expected = trained(compiled("100MB", **options))
+    program = compiled(host, tmp_path, **options)
+    program.prepare(batch())
+    assert where in states(program)
+    losses, state = trained(program)
+    assert losses == expected[0]
+    assert state.keys() == expected[1].keys()
+    assert all(torch.equal(state[name], expected[1][name]) for name in state)
+    memory = program.memory
+    assert sum(memory.host_bytes.values()) <= memory.host_budget_bytes
+    assert len(list(tmp_path.glob("*.scratch"))) == 1  # the state can still be read
+    del program
+    gc.collect()
+    assert not list(tmp_path.glob("*.scratch"))
+
+
+def test_accumulated_gradients_and_loaded_state(tmp_path: Path) -> None:
+    results = []
+    for folder in (None, tmp_path):
+        program = compiled("100MB" if folder is None else "7MB", folder)
+        program.prepare(batch())
+        program.load_state_dict({n: 0.5 * v for n, v in program.state_dict().items()})
+        program.train_step([batch(0), batch(1)])
+        program.forward_backward(batch(2))
+        program.optimizer_step()
+        results.append(program.state_dict())
+        program.close()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: Path) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    program.wait()
+    offload = program._runtime.state.offload  # type: ignore[union-attr]
+    assert offload is not None
+    taken = offload.storage.written_bytes
+    program.train_step(batch())
+    program.wait()
+    written = sum(op.nbytes for op in program.schedule.step.ops if op.kind == "write")
+    assert offload.storage.written_bytes - taken == written > 0
+    for text in (str(program.memory), str(program.schedule)):
+        assert "written per step" in text and "a drive rated for" in text
+    program.close()
+
+
+def test_nothing_is_stored_where_ram_suffices(tmp_path: Path) -> None:
+    program = compiled("100MB", tmp_path)
+    program.train_step(batch())
+    assert states(program) == {"host"} and not list(tmp_path.iterdir())
+    program.close()
+
+
+def test_too_little_ram_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"give an offload_dir \(then [0-9.]+ MB suffice\)"):
+        compiled("3MB").train_step(batch())
+    with pytest.raises(BudgetError, match=r"too small even with all state on NVMe: .* take [0-9.]+ MB"):
+        compiled("1MB", tmp_path).train_step(batch())
+    with pytest.raises(MegacompileError, match="is no directory: make it first"):
+        compiled("4MB", tmp_path / "nowhere")
+    with pytest.raises(MegacompileError, match="names no directory"):
+        compiled("4MB", 3)  # type: ignore[arg-type]
+
+
+def test_a_second_program_in_one_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    first = compiled("4MB", tmp_path)
+    first.train_step(batch())
+    second = compiled("4MB", tmp_path)
+    with pytest.raises(MegacompileError, match="in use by process"):
+        second.train_step(batch())
+    assert all(bool(torch.isfinite(p).all()) for p in second.model.parameters())
+    first.train_step(batch())
+    first.close()
+
+
+def fails_with_a_torn_program(program: Program, words: str) -> None:
+    """A step or the wait after it raises, the program refuses to go on, and a loaded state heals it."""
+    with pytest.raises(StorageError, match=words):
+        program.train_step(batch(1))
+        program.wait()
+    with pytest.raises(ProgramError, match="load a saved state"):
+        program.train_step(batch(1))
+
+
+def test_a_flipped_bit_is_never_trained_on(tmp_path: Path) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    saved = program.state_dict()
+    (path,) = tmp_path.glob("*.scratch")
+    with path.open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    fails_with_a_torn_program(program, rf"Block 0 of the state of .* \(byte 0 of {path}\)")
+    with pytest.warns(
+        UserWarning, match="was lost on storage: what of it is not loaded now starts from zero"
+    ):
+        program.load_state_dict(saved)
+    assert all(torch.equal(v, saved[n]) for n, v in program.state_dict().items())
+    program.close()
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    saved = program.state_dict()
+    calls = 0
+
+    def full(file: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, buffers, offset)
+
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", full)
+    fails_with_a_torn_program(program, "cannot write: No space left")
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="was lost on storage"):
+        program.load_state_dict(saved)
+    program.train_step(batch())
+    program.close()
+
+
+def test_an_update_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
+    program = compiled("6MB", tmp_path, on_nonfinite="skip")
+    program.train_step(batch())
+    before = program.state_dict()
+    program.train_step(batch() * float("inf"))
+    program.wait()
+    assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.close()
