@@ -214,3 +214,23 @@ def test_an_update_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
     program.wait()
     assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
     program.close()
+
+
+def test_checkpoints_pass_between_ram_and_storage(tmp_path: Path) -> None:
+    """Saved from storage, loaded in RAM and the other way round: the runs go on bit for bit."""
+    stored = compiled("2.6MB", tmp_path)
+    stored.train_step(batch(0))
+    stored.save(tmp_path / "a")
+    expected = trained(stored)
+    kept = compiled("100MB")
+    kept.prepare(batch(0))
+    kept.load(tmp_path / "a")
+    kept.save(tmp_path / "b")
+    assert trained(kept)[0] == expected[0]
+    (tmp_path / "second").mkdir()
+    again = compiled("2.6MB", tmp_path / "second")
+    again.prepare(batch(0))
+    again.load(tmp_path / "b")
+    losses, state = trained(again)
+    assert losses == expected[0]
+    assert all(torch.equal(state[n], expected[1][n]) for n in state)
