@@ -13,7 +13,7 @@ from megacompile.assemble import Assembly
 from megacompile.machine import Machine
 from megacompile.plan import Mode
 from megacompile.planner import Planned, alive_before
-from megacompile.step import STREAMS, Step, Stream, memory_curve
+from megacompile.step import STREAMS, Step, Stream, kept_gradients, memory_curve
 from megacompile.workload import Workload
 
 ADAM_BYTES = 28  # read and written per parameter: 12 of state twice, and a 4-byte gradient
@@ -76,16 +76,17 @@ class Host:
 
 
 def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:
-    """What a step keeps in host memory; kept gradients are fp32, one per parameter."""
+    """What a step keeps in host memory; gradients that are summed are kept in fp32."""
     elements = {g.index: g.elements for g in assembly.groups}
     trained = sum(g.elements for g in assembly.groups if g.trainable)
-    kept = {op.group for op in step.ops for t in op.writes if t[0] == "hgrad"}
     stash = high = 0
     for op in step.ops:
         stash += op.nbytes if op.kind == "offload" else -op.nbytes if op.kind == "reload" else 0
         high = max(high, stash)
-    gradients = trained if mode.keeps_gradients else sum(elements[g] for g in kept)
-    return Host(4 * sum(elements.values()), 8 * trained, 4 * gradients, sum(step.ring), high)
+    gradients = sum(
+        assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
+    )
+    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), high)
 
 
 def alive_at_peak(step: Step) -> dict[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.cli_plan import Answer, Question, Study, find_least
 from megacompile.errors import MegacompileError
+from megacompile.formats import CODINGS, state_bytes
 from megacompile.machines import PROFILES
 from megacompile.units import format_bytes, parse_bytes
 from megacompile.workload import Call, Choice, Workload
@@ -109,6 +110,11 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
         if less < need:
             speed = other.tokens_per_second if other else None
             yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept", speed)
+    groups = answer.compiled.assembly.groups
+    for form in CODINGS:
+        less = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
+        yield WayOut(f'optimizer_state="{form}" on compile', less, need - less <= q.host_budget,
+                     "moments in blocks of codes; training differs a little")  # fmt: skip
     planned = answer.prediction(clip)
     if planned is not None and planned.host.stash:
         stash = planned.host.stash

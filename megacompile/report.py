@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacompile.cli_figures import Host, alive_at_peak, idle_causes
 from megacompile.cli_plan import Answer, Prediction
 from megacompile.cli_ways import Largest, Point, WayOut
+from megacompile.formats import CODINGS, state_bytes
 from megacompile.plan_text import plan_table
 from megacompile.planner import describe_peak
 from megacompile.step import STREAMS
@@ -204,6 +205,11 @@ def _host(answer: Answer, clip: bool) -> str:
         if any(cells):
             lines.append(f"  {label:<19}" + _cells([format_bytes(c) if c else "–" for c in cells]))
     lines.append(f"  {'in all':<19}" + _cells([format_bytes(h.total) for h in found.values()]))
+    groups = answer.compiled.assembly.groups
+    for form in CODINGS:
+        moments = state_bytes(groups, form)["moments"]
+        totals = [format_bytes(h.total - h.moments + moments) for h in found.values()]
+        lines.append(f"  {'with ' + form + ' moments':<19}" + _cells(totals))
     return "\n".join(lines)
 
 
@@ -212,10 +218,15 @@ def _cells(texts: Sequence[str]) -> str:
 
 
 def hosts(answer: Answer) -> dict[str, Host]:
-    """Host bytes streamed, clipped and accumulated: as planned, or the least where nothing was planned."""
+    """Host bytes streamed, clipped and accumulated: as planned, or the least where nothing was planned.
+
+    What is accumulated is summed in FP32, which one clipped micro-batch in bf16 need not be.
+    """
     streamed = answer.streamed.host if answer.streamed else answer.least.hosts["streamed"]
     clipped = answer.clipped.host if answer.clipped else answer.least.hosts["clipped"]
-    return {"streamed": streamed, "clipped": clipped, "accumulated": clipped}
+    trained = sum(g.elements for g in answer.compiled.assembly.groups if g.trainable)
+    accumulated = replace(clipped, gradients=4 * trained)
+    return {"streamed": streamed, "clipped": clipped, "accumulated": accumulated}
 
 
 def _machine(answer: Answer) -> str:
