@@ -111,8 +111,10 @@ def table(runs: list[Run], seeds: int) -> str:
         losses = " | ".join(f"{r.held_out:.4f}" for r in mine)
         difference = statistics.mean(r.held_out - exact[r.seed] for r in mine)
         lines.append(f"| {form} | {mine[0].bytes_per_parameter:.2f} | {losses} | {difference:+.4f} |")
-    spread = max(exact.values()) - min(exact.values())
-    return "\n".join([*lines, "", f"FP32 seeds differ by {spread:.4f} among themselves."])
+    if seeds > 1:
+        spread = max(exact.values()) - min(exact.values())
+        lines += ["", f"FP32 seeds differ by {spread:.4f} among themselves."]
+    return "\n".join(lines)
 
 
 def draw(runs: list[Run], path: Path) -> None:

@@ -61,6 +61,7 @@ class HostState:
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [0] * len(self.groups)
         self._runs = [group_runs(group, form) for group in self.groups]
+        self._padding = [padding_of(group) for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in RAM by kind: "masters", "moments", and the "window" over what is on storage."""
@@ -148,8 +149,11 @@ class HostState:
     ) -> None:
         """One Adam step of a whole group; ``hypers`` are per optimizer param group.
 
-        ``slot`` is the buffer of the window that holds what of the group is on storage.
+        ``slot`` is the buffer of the window that holds what of the group is on storage. ``grad`` is the
+        group's bucket; nobody has written between its parameters, which a block of codes may reach.
         """
+        for padding in self._padding[group]:
+            grad[padding] = 0
         arrays = self.arrays[group]
         if slot is not None and self.offload is not None:
             arrays = arrays | self.offload.arrays(group, slot)
@@ -203,6 +207,13 @@ def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat
     scales = slice(place.block, place.block + coding.blocks(place.elements))
     parts = (codes, scales, codes, scales)
     return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
+
+
+def padding_of(group: GroupLayout) -> list[slice]:
+    """Where a bucket holds no parameter."""
+    stops = [slot.offset + slot.parameter.numel for slot in group.slots]
+    starts = [*(slot.offset for slot in group.slots[1:]), group.elements]
+    return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
 
 
 def set_value(parameter: nn.Parameter, value: Tensor) -> None:

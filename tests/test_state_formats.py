@@ -115,13 +115,13 @@ def test_update_is_the_coded_step_of_each_parameter() -> None:
         moments.append([torch.zeros(n) for _ in range(2)] if small else [Coded(*s) for s in shapes])
     for step in (1, 2, 3):
         hypers = [AdamHyper(lr=1e-2, weight_decay=d, step=step) for d in (0.1, 0.0)]
-        grad = torch.zeros(group.elements)
+        grad = torch.full((group.elements,), float("nan"))  # between parameters nobody has written
         for slot, weight, (m, v), owner in zip(group.slots, weights, moments, owners, strict=True):
             n = padded_elements(weight.numel())
             g = torch.nn.functional.pad(
                 torch.randn(weight.numel(), generator=generator), (0, n - weight.numel())
             )
-            grad[slot.offset : slot.offset + n] = g
+            grad[slot.offset : slot.offset + weight.numel()] = g[: weight.numel()]
             padded = torch.nn.functional.pad(weight, (0, n - weight.numel()))
             if isinstance(m, Coded):
                 coded_adamw_step(padded, m, v, g, hypers[owner], coding)
