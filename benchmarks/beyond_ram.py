@@ -1,6 +1,6 @@
 """Train a model whose state is several times the RAM that the process may take, bitwise as in RAM.
 
-    python -m benchmarks.beyond_ram --dir /mnt/nvme                # 1e9 parameters: 12 GB of state in 2.4 GB
+    python -m benchmarks.beyond_ram --dir /mnt/nvme                # 1e9 parameters: 12 GB of state in 2.6 GB
     python -m benchmarks.beyond_ram --dir /mnt/nvme --size small   # 59 million parameters: a minute
 
 Two processes run the same steps: one with its state on NVMe and a hard limit on its memory (a memory
@@ -53,8 +53,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(512, 1408, 16, 8192, 1_100_000_000, 150_000_000, 800_000_000),
-    "1b": Size(1536, 4096, 34, 16384, 2_400_000_000, 400_000_000, 850_000_000),
+    "small": Size(512, 1408, 16, 8192, 1_000_000_000, 150_000_000, 700_000_000),
+    "1b": Size(1536, 4096, 34, 16384, 2_600_000_000, 400_000_000, 950_000_000),
 }
 
 
@@ -98,9 +98,9 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
     before = resident_peak_bytes()
     program = megacompile.compile(
         model,
-        size.device / 1e9,
+        f"{size.device}B",
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        host_budget=size.host_budget / 1e9 if stored else None,
+        host_budget=f"{size.host_budget}B" if stored else None,
         offload_dir=folder if stored else None,
         weights=lambda name: initial(name, shapes[name]),
         example_batch=batch(0),
