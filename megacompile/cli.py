@@ -1,4 +1,4 @@
-"""The ``megacompile`` command: plan, inspect, diff, models, machines, doctor.
+"""The ``megacompile`` command: plan, inspect, diff, models, machines, doctor, bench.
 
 A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megacompile.cli_bench_nvme import add_nvme, run_nvme
 from megacompile.errors import MegacompileError
 
 _EXAMPLES = """examples:
@@ -57,6 +58,8 @@ Each figure stands with its source; what no datasheet says is marked as assumed.
 replaces a built-in machine."""
 _DOCTOR_EXAMPLES = """example:
   megacompile doctor"""
+_BENCH_EXAMPLES = """examples:
+  megacompile bench nvme --dir /mnt/nvme"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,6 +131,10 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
         "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES)  # fmt: skip
     add("doctor", "what this machine would limit",
         "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
+    parts = add("bench", "measure parts of megacompile on this machine",
+                "Measure parts of megacompile on this machine.", _BENCH_EXAMPLES)  # fmt: skip
+    found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
+    add_nvme(found_parts)
     return parser, found
 
 
@@ -234,8 +241,13 @@ def _run_diff(options: argparse.Namespace) -> int:
     return run_diff(options)
 
 
+def _run_bench(options: argparse.Namespace) -> int:
+    return _BENCHES[options.part](options)
+
+
+_BENCHES = {"nvme": run_nvme}
 _COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
-             "machines": _run_machines, "doctor": _run_doctor}  # fmt: skip
+             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench}  # fmt: skip
 
 
 def write_json(value: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile import nvme
+from megacompile import nvme, nvme_bench
 from megacompile.arena import HostArena
+from megacompile.cli import main
 from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.nvme import BLOCK_BYTES, PAGE, Storage
 
@@ -205,3 +208,20 @@ def test_a_directory_in_ram_is_said() -> None:
         storage.read("layers.0", target[:SIZE])
         assert torch.equal(target, source)
         storage.close()
+
+
+def test_bench_nvme_measures_the_drive_and_the_engine_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvme_bench, "REGION_BYTES", 8 << 20)
+    assert main(["bench", "nvme", "--dir", str(tmp_path), "--size", "16MB"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"4 MiB +16 +[0-9.]+ +[0-9.]+ +[0-9.]+\n", text)
+    assert re.search(r"engine, checksums compared: read [0-9.]+ GB/s, \d+% of the [0-9.]+ the drive", text)
+    assert main(["bench", "nvme", "--dir", str(tmp_path), "--size", "16MB", "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert len(fields["rates"]) == 6 and all(r["read"] > 0 < r["write"] for r in fields["rates"])
+    assert fields["fractions"] == [e / d for e, d in zip(fields["engine"], fields["drive"], strict=True)]
+    assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
+    assert main(["bench", "nvme", "--dir", str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
