@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from megacompile.errors import BudgetError
@@ -11,6 +12,7 @@ from megacompile.errors import BudgetError
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _TEXT = re.compile(r"^\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z]+|%)\s*$", re.IGNORECASE)
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RESERVE = 0.1  # part of what is free that "auto" and the default host budget leave alone
 
 
@@ -76,18 +78,31 @@ def format_bytes(nbytes: float) -> str:
 
 
 def host_available() -> int:
-    """Bytes this process may still take: free memory, or what its cgroup leaves if that is less."""
+    """Bytes this process may still take: free memory, or what its control groups leave if that is less."""
     free = _meminfo("MemAvailable")
-    for limit, usage in (("memory.max", "memory.current"),
-                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
+    for limit, usage in _control_groups():
         try:
-            root = Path("/sys/fs/cgroup")
-            text = (root / limit).read_text().strip()
+            text = limit.read_text().strip()
             if text != "max":
-                free = min(free, int(text) - int((root / usage).read_text()))
+                free = min(free, int(text) - int(usage.read_text()))
         except (OSError, ValueError):
             continue
     return max(free, 0)
+
+
+def _control_groups() -> Iterator[tuple[Path, Path]]:
+    """Files of limit and usage of this process's memory control group and of those around it."""
+    for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = _GROUPS / controllers
+        names = ("memory.max", "memory.current")  # of version 2, and of version 1
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else names
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield folder / names[0], folder / names[1]
 
 
 def _meminfo(field: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile import arena
+from megacompile import arena, units
 from megacompile.arena import ALIGNMENT, HostArena, padded, resident_bytes
 from megacompile.errors import BudgetError
 
@@ -96,3 +96,27 @@ def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, t
     nodes.write_text("0-1\n")
     whole = HostArena(3 * ALIGNMENT)
     assert calls == [(whole.address, 3 * ALIGNMENT)]
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "limit", "usage"),
+    [
+        ("0::/jobs/mine", "jobs", "memory.max", "memory.current"),
+        ("0::/jobs/mine", "jobs/mine", "memory.max", "memory.current"),
+        ("4:memory:/mine", "memory/mine", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("4:memory:/elsewhere", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_limit_of_a_control_group_around_the_process_counts(
+    line: str, place: str, limit: str, usage: str, tmp_path, monkeypatch
+) -> None:
+    free = units.host_available()
+    monkeypatch.setattr(units, "_GROUPS", tmp_path)
+    monkeypatch.setattr(units, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"7:cpu:/x\n{line}\n")
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    (tmp_path / place / usage).write_text("1000")
+    (tmp_path / place / limit).write_text("max")
+    assert units.host_available() > free // 2
+    (tmp_path / place / limit).write_text("5000\n")
+    assert units.host_available() == 4000
