@@ -31,7 +31,7 @@ def memory_timeline(
     step: Step, path: str | os.PathLike[str], *, budget_bytes: int, subtitle: str = ""
 ) -> Path:
     """Draw the device bytes of each operation of ``step``, by what holds them, under the budget."""
-    figure, axes = _canvas("Device memory during one training step", subtitle)
+    figure, axes = canvas("Device memory during one training step", subtitle)
     ops, layers = _layers(step)
     name, unit = ("GB", 1e9) if budget_bytes >= 2e9 else ("MB", 1e6)
     edges, floor = range(len(ops) + 1), [0.0] * (len(ops) + 1)
@@ -46,7 +46,7 @@ def memory_timeline(
     axes.set_ylabel(f"device memory ({name})")
     axes.locator_params(axis="x", integer=True)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def loss_curve(
@@ -58,7 +58,7 @@ def loss_curve(
     unit: str = "nats per token",
 ) -> Path:
     """Draw the loss of every training step, and ``held_out`` as (steps taken, loss) points."""
-    figure, axes = _canvas("Loss during training", subtitle)
+    figure, axes = canvas("Loss during training", subtitle)
     axes.plot(range(len(train)), train, color=_PALE_LINE, linewidth=1.1, label="training batch")
     if held_out:
         steps, losses = zip(*held_out, strict=True)
@@ -74,7 +74,7 @@ def loss_curve(
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel(f"loss ({unit})")
     axes.legend(loc="upper right", frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def kept_before(step: Step) -> list[int]:
@@ -126,7 +126,8 @@ def _name_phases(axes: Axes, ops: Sequence[Op]) -> None:
         start += length
 
 
-def _canvas(title: str, subtitle: str) -> tuple[Figure, Axes]:
+def canvas(title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """An empty picture in the house's style; ``subtitle`` stands under the title."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -143,7 +144,8 @@ def _canvas(title: str, subtitle: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a PNG; folders are made, and equal pictures are equal files."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=160, facecolor="white", metadata={"Software": None})

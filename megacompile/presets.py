@@ -10,9 +10,13 @@ or FLOPs (token ids, rotary base, dropout of zero) is left at the class's defaul
 from __future__ import annotations
 
 import difflib
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -124,6 +128,7 @@ _EXPERTS = {
     for name, layers, experts, billions, active in (
         ("gpt-oss-20b", 24, 32, 20.91, 3.61), ("gpt-oss-120b", 36, 128, 116.83, 5.13))
 }  # fmt: skip
+_MOST_LAYERS = 4096  # beyond any model; a config of a billion layers would fill this machine
 PRESETS: dict[str, Preset] = _LLAMA | _QWEN25 | _QWEN3 | _GEMMA3 | _EXPERTS
 
 
@@ -203,6 +208,7 @@ def load_model(name: str) -> Model:
 
     logging.set_verbosity_error()
     config = _config(name)
+    _need_decoder(name, config)
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config).train()
@@ -215,24 +221,68 @@ def load_model(name: str) -> Model:
     return Model(name, config, module)
 
 
+def _need_decoder(name: str, config: Any) -> None:
+    """An encoder has a language model head in transformers too, yet its tokens see what follows them."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.model_type
+    encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    sequence = kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if encoder and not sequence and not getattr(config, "is_decoder", False):
+        raise MegacompileError(
+            f"{name}: a {kind} is an encoder, no causal language model, unless its config says "
+            '"is_decoder": true.'
+        )
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise MegacompileError(f"{name}: {layers} layers cannot be meant; {_MOST_LAYERS} are the most.")
+
+
 def _config(name: str) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return CONFIG_MAPPING[preset.model_type](**preset.fields)
     path = Path(name).expanduser()
-    if path.exists() or path.suffix == ".json":
+    if path.is_dir() and name and not (path / "config.json").is_file():
+        raise MegacompileError(f"--model {name}: there is no config.json in this folder.")
+    if name and (path.exists() or path.suffix == ".json"):
         return _config_file(path / "config.json" if path.is_dir() else path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        try:
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0][:160]
-            raise MegacompileError(f"{name}: its config.json could not be fetched: {reason}") from error
+        return _hub_config(name)
     near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`megacompile models` lists what is built in."
     raise MegacompileError(f"No model is called {name!r}: {hint} A path to a config.json also works.")
+
+
+def _hub_config(name: str) -> Any:
+    """The config of a hub id, from the cache or the hub; nothing but its config.json is fetched."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError):
+        _need_connection(name)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise MegacompileError(f"{name}: its config.json could not be fetched: {reason}") from error
+
+
+def _need_connection(name: str) -> None:
+    """Say at once that the hub cannot be reached; its client would try again for half a minute."""
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
+    if getproxies().get("https"):
+        return  # whether a proxy reaches it, only the client can tell
+    try:
+        socket.create_connection((host, 443), timeout=10).close()
+    except OSError as error:
+        raise MegacompileError(
+            f"{name}: its config.json could not be fetched, {host} cannot be reached from here: save the "
+            "file by other means and give its path as --model."
+        ) from error
 
 
 def _config_file(path: Path) -> Any:
@@ -252,7 +302,8 @@ def _config_file(path: Path) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(fields)
     except Exception as error:
-        raise MegacompileError(f"{path} is no valid {kind} config: {error}".splitlines()[0]) from error
+        reason = " ".join(str(error).split())[:200]
+        raise MegacompileError(f"{path} is no valid {kind} config: {reason}") from error
 
 
 def _need_transformers() -> None:

@@ -268,7 +268,10 @@ def _hours(hours: float) -> str:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return str(parameters)
 
 
 def _indent(text: str) -> str:
