@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megacompile.schedule import Schedule
 
 _T = TypeVar("_T")
+_HEAD = f"{'step':>19}{'device peak':>14}{'host stash':>13}"
 _TIE = 1e-5  # of a step: below this, two plans take the same time
 
 
@@ -42,17 +43,14 @@ def explain(schedule: Schedule, name: str) -> str:
     chosen = Alternative(
         "as planned", schedule.predicted_seconds, schedule.peak_bytes, host_stash(schedule.step)
     )
-    lines = [
-        _title(schedule, blocks, groups),
-        "",
-        f"  {'':<52}{'step':>17}{'device peak':>15}{'host stash':>13}",
-    ]
+    found = sorted(_alternatives(schedule, blocks, groups), key=lambda a: (a.seconds, a.peak_bytes))
+    width = max(len(a.change) for a in (chosen, *found))
+    lines = [_title(schedule, blocks, groups), "", f"  {'':<{width}}{_HEAD}"]
     lines.append(
-        f"  {chosen.change:<52}{_seconds(chosen.seconds):>17}{format_bytes(chosen.peak_bytes):>15}"
+        f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>19}{format_bytes(chosen.peak_bytes):>14}"
         f"{format_bytes(chosen.stash_bytes):>13}"
     )
-    found = sorted(_alternatives(schedule, blocks, groups), key=lambda a: (a.seconds, a.peak_bytes))
-    lines += [_row(schedule, chosen, other) for other in found]
+    lines += [_row(schedule, chosen, other, width) for other in found]
     return "\n".join([*lines, "", *_why(schedule, chosen, found)])
 
 
@@ -120,12 +118,12 @@ def _with(items: tuple[_T, ...], index: int, item: _T) -> tuple[_T, ...]:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _row(schedule: Schedule, chosen: Alternative, other: Alternative) -> str:
+def _row(schedule: Schedule, chosen: Alternative, other: Alternative, width: int) -> str:
     seconds = _change(other.seconds - chosen.seconds, chosen.seconds)
     peak, stash = other.peak_bytes - chosen.peak_bytes, other.stash_bytes - chosen.stash_bytes
     over = other.peak_bytes - schedule.budget_bytes
     note = f"  {format_bytes(over)} over the budget" if over > 0 else ""
-    return f"  {other.change:<52}{seconds:>17}{_signed(peak):>15}{_signed(stash):>13}{note}"
+    return f"  {other.change:<{width}}{seconds:>19}{_signed(peak):>14}{_signed(stash):>13}{note}"
 
 
 def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> list[str]:
@@ -167,13 +165,13 @@ def host_stash(step: Step) -> int:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3f} ms"
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _change(seconds: float, whole: float) -> str:
     if abs(seconds) <= _TIE * whole:
         return "same"
-    return f"{'+' if seconds > 0 else '−'}{_seconds(abs(seconds))} ({seconds / whole:+.1%})".replace(
+    return f"{'+' if seconds > 0 else '−'}{_seconds(abs(seconds))} ({seconds / whole:+.2%})".replace(
         "(-", "(−"
     )
 

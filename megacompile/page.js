@@ -246,7 +246,8 @@ function drawAxis() {
   const wanted = span / Math.max(2, inner() / 110);
   const power = 10 ** Math.floor(Math.log10(wanted));
   const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= wanted);
-  const [unit, name] = step >= 1 ? [1, "s"] : step >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const far = Math.max(Math.abs(view.from), Math.abs(view.to));
+  const [unit, name] = far >= 1 ? [1, "s"] : far >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
   const digits = Math.max(0, -Math.floor(Math.log10(step * unit) + 1e-9));
   base.font = "11px system-ui, sans-serif";
   base.textAlign = "center";
@@ -255,7 +256,7 @@ function drawAxis() {
     base.fillStyle = colours.rule;
     base.fillRect(at, AXIS, 1, HEIGHT - AXIS - 8);
     base.fillStyle = colours.soft;
-    base.fillText(`${(i * step * unit).toFixed(digits)} ${name}`, Math.min(at, width - 26), AXIS - 7);
+    base.fillText(`${(i * step * unit).toFixed(digits)} ${name}`, Math.min(at, width - 30), AXIS - 7);
   }
 }
 

@@ -85,8 +85,9 @@ def plan_lines(
     width = min(34, max((len(row.title) for row in rows), default=0))
     lines = []
     for row in rows:
-        first, *rest = textwrap.wrap(row.text, _WIDTH - width - 2, break_long_words=False)
-        lines += [f"{row.title:<{width}}  {first}", *(f"{'':<{width}}    {text}" for text in rest)]
+        fits = width + 2 + len(row.text) <= _WIDTH
+        first, *rest = [row.text] if fits else row.text.split("; ")
+        lines += [f"{row.title:<{width}}  {first}", *(f"{'':<{width}}  {text}" for text in rest)]
     return [*lines, *textwrap.wrap(whole_step(plan), _WIDTH)]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacompile import cli_run
+from megacompile import cli_run, presets
 from megacompile.cli import main
 from megacompile.cli_figures import alive_at_peak, idle_causes, lower_bound
 from megacompile.cli_plan import Question, Study, complete_flops
@@ -268,6 +268,45 @@ def test_mistakes_get_one_sentence(
     last = printed.err.strip().splitlines()[-1]
     assert last.startswith("megacompile: ") and said in last
     assert not printed.out and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": "llama", "hid', "cut off"),
+        ('{"model_type": "llama", "hidden_size": NaN}', "NaN"),
+        ("[" * 100_000, "nested"),
+        ("[1]", "no model_type"),
+        ('{"model_type": "lama"}', "llama"),
+        ('{"model_type": "vit"}', "no causal language model"),
+        ('{"model_type": "bert"}', "is an encoder"),
+        ('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}', "no model_type 'evil'"),
+        (json.dumps(TINY | {"hidden_size": "many"}), "expected int"),
+        (json.dumps(TINY | {"hidden_size": 66}), "multiple"),
+        (json.dumps(TINY | {"num_hidden_layers": 10**9}), "cannot be meant"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", "--model", str(path), "--machine", "h200"]) == 2
+    printed = capsys.readouterr()
+    last = printed.err.strip().splitlines()[-1]
+    assert said in last and str(path) in last and "Traceback" not in printed.err and not printed.out
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(presets, "getproxies", dict)
+    assert main(["plan", "--model", "someone/something-new", "--machine", "h200"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "hub.invalid cannot be reached" in last and "give its path" in last
+    assert main(["plan", "--model", str(tmp_path), "--machine", "h200"]) == 2
+    assert "no config.json in this folder" in capsys.readouterr().err
 
 
 def test_a_sweep_refuses_values_that_are_none(plan: Callable[..., tuple[int, str, str]]) -> None:
