@@ -24,9 +24,8 @@ def shown(path: Path) -> list[list[str]]:
     found = []
     for block in re.findall(r"^```(?:sh|console)\n(.*?)^```", path.read_text(), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:1] == ["megacompile"]:
-                found.append(words[1:])
+            if line.removeprefix("$ ").startswith("megacompile "):
+                found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
     return found
 
 
