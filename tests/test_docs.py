@@ -50,11 +50,11 @@ def test_every_option_of_every_command_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     _, commands = _build()
     for name, parser in commands.items():
-        assert f"megacompile {name}" in text, name
+        assert f"megacompile {name}" in text, f"docs/cli.md does not tell of {name}"
         for action in parser._actions:
             if not isinstance(action, argparse._HelpAction):
                 names = action.option_strings or [action.metavar or action.dest]
-                assert any(f"`{n}" in text for n in names), (name, names)
+                assert any(f"`{n}" in text for n in names), f"docs/cli.md does not tell of {names} of {name}"
 
 
 def test_the_sections_of_an_answer_are_those_documented(
