@@ -64,7 +64,7 @@ def _find(schedule: Schedule, name: str) -> tuple[list[int], list[int]]:
     groups = [i for i, g in enumerate(schedule.work.groups) if called(g.name)]
     if blocks or groups:
         return blocks[:1], groups[:1]
-    names = [item.name for item in (*schedule.work.blocks, *schedule.work.groups)]
+    names = [b.name for b in schedule.work.blocks] + [g.name for g in schedule.work.groups]
     short = {n.removeprefix("model."): n for n in names}
     near = difflib.get_close_matches(name, [*short, *names], n=3, cutoff=0.4)
     hint = (

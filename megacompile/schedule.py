@@ -164,7 +164,7 @@ def _indent(text: str) -> list[str]:
 def _check_names(schedule: Schedule) -> None:
     """Names end up in emitted source, whose text they must not break out of."""
     names = [schedule.title, schedule.machine.name]
-    names += [item.name for item in (*schedule.work.blocks, *schedule.work.groups)]
+    names += [b.name for b in schedule.work.blocks] + [g.name for g in schedule.work.groups]
     for name in names:
         if not name.isprintable() or '"' in name or "\\" in name:
             raise MegacompileError(f"The schedule file holds a name that no model has: {name[:40]!r}.")
