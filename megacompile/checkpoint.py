@@ -207,7 +207,10 @@ def _compare_layouts(saved: dict[str, Any], ours: dict[str, Any], folder: Path) 
     for name in [*mine, *theirs]:
         if name not in theirs or name not in mine:
             where = "the model" if name in mine else "the checkpoint"
-            raise MegacompileError(f"{folder} is of another model: only {where} has the parameter {name}.")
+            why = "of another model"
+            if name.endswith("]") or f"{name}[0:" in "".join([*mine, *theirs]):
+                why = "of a program that cuts its weights otherwise (compile with the same hbm_budget)"
+            raise MegacompileError(f"{folder} is {why}: only {where} has the parameter {name}.")
         for fact in ("shape", "stride", "computes_in"):
             if theirs[name][fact] != mine[name][fact]:
                 raise MegacompileError(

@@ -149,6 +149,10 @@ def edit(folder: Path, change: Any) -> None:
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
 
 
+def cut(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {f"{n}[0:3]" if n == "first.weight" else n: p for n, p in parameters.items()}
+
+
 def damage(folder: Path, what: str) -> None:
     shard = folder / "state-00001.safetensors"
     if what == "truncated":
@@ -178,6 +182,8 @@ def damage(folder: Path, what: str) -> None:
         edit(folder, lambda m: m["progress"]["param_groups"].append({}))
     elif what == "swapped":
         edit(folder, lambda m: m["layout"]["parameters"].pop("first.weight"))
+    elif what == "cut":
+        edit(folder, lambda m: m["layout"].update(parameters=cut(m["layout"]["parameters"])))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,8 @@ def damage(folder: Path, what: str) -> None:
         ("fields", "checkpoint.json is malformed: KeyError at 'parameters'"),
         ("types", "checkpoint.json is malformed"),
         ("groups", "The checkpoint has 2 param groups, the optimizer 1"),
-        ("swapped", "only the model has the parameter first.weight"),
+        ("swapped", "is of another model: only the model has the parameter first.weight"),
+        ("cut", r"cuts its weights otherwise \(compile with the same hbm_budget\): only the model has"),
     ],
 )
 def test_damage_is_named_and_the_program_recovers(
