@@ -112,8 +112,8 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
             yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept", speed)
     groups = answer.compiled.assembly.groups
     for form in CODINGS:
-        less = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
-        yield WayOut(f'optimizer_state="{form}" on compile', less, need - less <= q.host_budget,
+        saved = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
+        yield WayOut(f'optimizer_state="{form}" on compile', saved, need - saved <= q.host_budget,
                      "moments in blocks of codes; training differs a little")  # fmt: skip
     planned = answer.prediction(clip)
     if planned is not None and planned.host.stash:

@@ -43,7 +43,7 @@ class Coding:
 
 # 256 per scale is what bitsandbytes uses since 0.44 (2048 before it): 3 % more bytes, 8 times fewer
 # elements that share an outlier's scale. 128 is the 4-bit authors' choice.
-CODINGS = {
+CODINGS: dict[StateFormat, Coding] = {
     "int8": Coding(8, 256, "dynamic8", "dynamic8_unsigned"),
     "int4": Coding(4, 128, "dynamic4", "linear4_unsigned"),
 }

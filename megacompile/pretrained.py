@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megacompile.api import compile
 from megacompile.checkpoint import open_shard
 from megacompile.errors import MegacompileError
+from megacompile.merged_weights import Conversions, Merged
 from megacompile.program import Program
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -94,48 +95,74 @@ class Shards:
         for file in sorted(_files(folder)):
             with open_shard(folder / file) as handle:
                 self._files |= dict.fromkeys(handle.keys(), file)
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, Merged] = {}
 
     def fit(self, model: nn.Module) -> None:
         """Find every parameter and persistent buffer of the model; buffers are set here."""
         prefix = getattr(model, "base_model_prefix", "") + "."
+        conversions = Conversions(model)
         state = model.state_dict(keep_vars=True)
-        tied = {id(p): name for name, p in state.items() if self._find(name, prefix)}
+        found = {n: f for n in state if (f := self._find(n, prefix, conversions)) is not None}
+        tied = {id(p): name for name, p in state.items() if name in found}
         for name, parameter in model.named_parameters():
-            found = self._find(name, prefix) or self._find(tied.get(id(parameter), ""), prefix)
-            if found is None:
+            place = found.get(name) or found.get(tied.get(id(parameter), ""))
+            if place is None:
                 raise MegacompileError(
                     f"{self._folder} has no {name}, or under another name: load it with transformers' "
                     "from_pretrained and give the model to megacompile.compile."
                 )
-            self._keys[name] = found
-            with open_shard(self._folder / self._files[found]) as handle:
-                shape = tuple(handle.get_slice(found).get_shape())
+            self._keys[name] = place
+            shape = self._shape(place)
             if shape != tuple(parameter.shape):
                 raise MegacompileError(
                     f"{self._folder} has {name} in the shape {shape}; the model has {tuple(parameter.shape)}."
                 )
         for name, buffer in model.named_buffers():
-            if name in state and (found := self._find(name, prefix)):
-                buffer.copy_(self._tensor(found))
-        known = {found for name in state if (found := self._find(name, prefix))}
+            if name in found:
+                buffer.copy_(self._tensor(found[name].sources[0][0]))
+        known = {key for place in found.values() for part in place.sources for key in part}
         extra = sorted(set(self._files) - known)
         if extra:
             text = f"{self._folder} holds {extra[0]} and {len(extra) - 1} more that the model has not."
             warnings.warn(text, stacklevel=3)
 
     def read(self, name: str) -> Tensor:
-        """A parameter's value, mapped from its file."""
-        return self._tensor(self._keys[name])
+        """A parameter's value: mapped from its file, or, where transformers merges several, made."""
+        sources = self._keys[name].sources
+        if _is_whole(sources):
+            return self._tensor(sources[0][0])
+        return torch.cat([torch.stack([self._tensor(key) for key in part]) for part in sources], dim=1)
 
-    def _find(self, name: str, prefix: str) -> str | None:
-        """The name in the files: as it is, or without the head's name for its base model."""
-        return next((n for n in (name, name.removeprefix(prefix)) if n in self._files), None)
+    def _find(self, name: str, prefix: str, conversions: Conversions) -> Merged | None:
+        """Where it is: under its name, without the head's name for its base model, renamed, in parts."""
+        for known in (name, name.removeprefix(prefix)):
+            for candidate in conversions.names(known):
+                if candidate in self._files:
+                    return Merged(((candidate,),))
+            merged = conversions.merged(known, self._files)
+            if merged is not None:
+                return merged
+        return None
+
+    def _shape(self, place: Merged) -> tuple[int, ...]:
+        shapes = [self._shape_of(part[0]) for part in place.sources]
+        if _is_whole(place.sources):
+            return shapes[0]
+        return (len(place.sources[0]), sum(s[0] for s in shapes), *shapes[0][1:])
+
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        with open_shard(self._folder / self._files[key]) as handle:
+            return tuple(handle.get_slice(key).get_shape())
 
     def _tensor(self, key: str) -> Tensor:
         with open_shard(self._folder / self._files[key]) as handle:
             tensor: Tensor = handle.get_tensor(key)
         return tensor
+
+
+def _is_whole(sources: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether it is one tensor under one name; a name without a number is never merged."""
+    return len(sources) == 1 and len(sources[0]) == 1
 
 
 def _files(folder: Path) -> set[str]:

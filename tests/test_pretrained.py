@@ -89,6 +89,24 @@ def test_a_base_models_names_are_found(tmp_path: Path) -> None:
     assert all(torch.equal(v, program.state_dict()[n]) for n, v in model.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_experts_are_merged_as_transformers_merges_them(kind: str, tmp_path: Path) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "num_experts_per_tok": 2}
+    experts = experts if kind == "Qwen3Moe" else {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(**shape, **heads, **experts)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "in")
+    assert any("experts.3." in name for name in load_file(tmp_path / "in" / "model.safetensors"))
+    program = megacompile.from_pretrained(tmp_path / "in", "1GB", optimizer=adamw)
+    assert all(torch.equal(v, program.state_dict()[n]) for n, v in model.named_parameters())
+    program.export(tmp_path / "out", torch.float32)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    values = dict(model.named_parameters())
+    assert all(torch.equal(v, values[n]) for n, v in again.named_parameters())
+
+
 def rename(values: dict[str, torch.Tensor]) -> None:
     values["model.norm.other"] = values.pop("model.norm.weight")
 
