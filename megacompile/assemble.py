@@ -9,9 +9,10 @@ adjacent.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +28,8 @@ _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
 class Parameter:
     """What the layout must know of a parameter: its dense shape and strides and who updates it.
 
-    ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it.
+    ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
+    holds the rows of the model's parameter ``whole`` from ``first_row`` on.
     """
 
     name: str
@@ -35,10 +37,30 @@ class Parameter:
     stride: tuple[int, ...]
     dtype: torch.dtype
     param_group: int
+    whole: str = ""
+    first_row: int = 0
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+def cut_parameters(
+    parameters: Mapping[str, Parameter], cuts: Mapping[str, tuple[int, ...]]
+) -> dict[str, Parameter]:
+    """The parameters, those in ``cuts`` replaced by their pieces, all in the model's order."""
+    found: dict[str, Parameter] = {}
+    for name, parameter in parameters.items():
+        if name not in cuts:
+            found[name] = parameter
+            continue
+        for start, stop in itertools.pairwise(cuts[name]):
+            shape = (stop - start, *parameter.shape[1:])
+            piece = replace(
+                parameter, name=f"{name}[{start}:{stop}]", shape=shape, whole=name, first_row=start
+            )
+            found[piece.name] = piece
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +92,18 @@ class Assembly:
     """Layouts of all groups, where each parameter lives, and the numbers for planning."""
 
     groups: tuple[GroupLayout, ...]
-    places: dict[str, tuple[int, int]]  # parameter name -> (group, index of its slot)
+    places: dict[str, tuple[int, int]]  # parameter or piece -> (group, index of its slot)
     work: Workload
+
+    @property
+    def homes(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """The places of each of the model's parameters, of all its pieces in the order of their rows."""
+        found: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        for group in self.groups:
+            for i, slot in enumerate(group.slots):
+                parameter = slot.parameter
+                found[parameter.whole or parameter.name].append((parameter.first_row, (group.index, i)))
+        return {name: tuple(place for _, place in sorted(rows)) for name, rows in found.items()}
 
 
 def assemble(

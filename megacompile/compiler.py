@@ -1,4 +1,4 @@
-"""The pipeline: capture -> fuse -> partition -> differentiate -> plan -> passes -> verify -> emit.
+"""The pipeline: capture -> fuse -> tile -> partition -> differentiate -> plan -> ... -> emit.
 
 :class:`Compiler` runs the stages for one kind of batch at a time and keeps what does not change
 between kinds: the form of each parameter and the layout of the weight groups.
@@ -6,15 +6,16 @@ between kinds: the form of each parameter and the layout of the weight groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.assemble import Assembly, GroupLayout, Parameter, assemble
+from megacompile.assemble import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.batch import Batch
 from megacompile.capture import Captured, LossFn, capture, parameter_forms
 from megacompile.differentiate import DifferentiatedTemplate, differentiate
@@ -27,22 +28,32 @@ from megacompile.machine import Machine, nominal_cpu, this_cpu
 from megacompile.measured import Measured
 from megacompile.offload import Placement
 from megacompile.optimizer import param_group_of
-from megacompile.partition import Partition, partition
+from megacompile.partition import Partition, Template, partition
 from megacompile.plan import Mode
 from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes, with_states
 from megacompile.planner import Planned, search
 from megacompile.schedule import Schedule
+from megacompile.tile import Cuts, Tiled, tile
+from megacompile.tile_choice import choose, ladder
+from megacompile.tile_cuts import families
 from megacompile.units import format_bytes
 from megacompile.verify import Proof, verify
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One kind of batch, through all stages that do not depend on the plan."""
+class Front:
+    """One kind of batch, through the stages before weights are cut."""
 
     captured: Captured
     fused: Captured
     fusions: Fusions
+
+
+@dataclass(frozen=True)
+class Compiled(Front):
+    """One kind of batch, through all stages that do not depend on the plan."""
+
+    tiled: Tiled
     part: Partition
     templates: tuple[DifferentiatedTemplate, ...]
     assembly: Assembly
@@ -82,6 +93,7 @@ class Compiler:
         self.budget_bytes = budget_bytes
         self.parameters = _describe(model, optimizer, compute_dtype)
         self.layouts: tuple[GroupLayout, ...] = ()
+        self.cuts: Cuts | None = None  # not decided yet
         self._compute_dtype = compute_dtype
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
         self._loss_fn = loss_fn
@@ -89,7 +101,9 @@ class Compiler:
         self._dump = dump
         self._kernels = read_switches(kernels)
         self._dumped = 0
+        self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
 
     @property
@@ -108,39 +122,68 @@ class Compiler:
 
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
-        return batch.key in self._compiled
+        return batch.key in self._fronts
+
+    @property
+    def pieces(self) -> Mapping[str, Parameter]:
+        """The parameters with those that are cut replaced by their pieces."""
+        return cut_parameters(self.parameters, self.cuts or {})
 
     def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
-        """Capture, partition and differentiate one kind of batch; made once per key."""
-        found = self._compiled.get(batch.key)
-        if found is not None:
-            return found
-        captured = capture(
-            self.model,
-            batch.args,
-            batch.kwargs,
-            forms=self._forms,
-            loss_fn=self._loss_fn,
-            evaluate=evaluate,
-        )
-        fused, fusions = fuse(captured, self._kernels)
+        """Capture, partition and differentiate one kind of batch, cut as chosen; made once per key."""
+        return self._build(batch, self.cuts or {}, evaluate)
+
+    def rungs(self, batch: Batch, budget_bytes: int, *, evaluate: bool) -> Iterator[Compiled]:
+        """One kind of batch with nothing cut, then with ever smaller pieces; each made when asked for."""
+        found = families(self._front(batch, evaluate).fused)
+        for cuts in ladder(found, budget_bytes):
+            yield self._build(batch, cuts, evaluate)
+
+    def _front(self, batch: Batch, evaluate: bool) -> Front:
+        """The stages before anything is cut."""
+        if batch.key not in self._fronts:
+            captured = capture(
+                self.model,
+                batch.args,
+                batch.kwargs,
+                forms=self._forms,
+                loss_fn=self._loss_fn,
+                evaluate=evaluate,
+            )
+            self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
+        return self._fronts[batch.key]
+
+    def _build(self, batch: Batch, cuts: Cuts, evaluate: bool) -> Compiled:
+        key = (batch.key, tuple(cuts.items()))
+        if key in self._compiled:
+            return self._compiled[key]
+        front = self._front(batch, evaluate)
         try:
-            part = partition(fused)
-            templates = tuple(differentiate(t, fused.fake_mode) for t in part.templates)
+            tiled = tile(front.fused, cuts)
+            part = partition(tiled.captured)
+            templates = tuple(self._differentiate(t, front.fused.fake_mode) for t in part.templates)
         except MegacompileError:
             raise
         except RuntimeError as error:  # what an operator says about its arguments
             reason = str(error).strip().splitlines()[0]
             raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
-        constants = sum(b.nbytes for b in self.constants(fused).values())
-        assembly = assemble(part, templates, self.parameters, constants, self.layouts)
+        constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
+        parameters = cut_parameters(self.parameters, cuts)
+        assembly = assemble(part, templates, parameters, constants, self.layouts)
         if self.tiers is not None:
             work = with_state_bytes(assembly.work, assembly.groups, self.tiers.form)
             assembly = replace(assembly, work=work)
         self._check_places(assembly, part)
-        compiled = Compiled(captured, fused, fusions, part, templates, assembly)
-        self._compiled[batch.key] = compiled
+        compiled = Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)
+        self._compiled[key] = compiled
         return compiled
+
+    def _differentiate(self, template: Template, mode: FakeTensorMode) -> DifferentiatedTemplate:
+        """Templates of the same name and computation, in programs cut differently, are made once."""
+        key = (template.digest, template.name)
+        if key not in self._differentiated:
+            self._differentiated[key] = differentiate(template, mode)
+        return replace(self._differentiated[key], index=template.index)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """Plan, prove and print one program; made once per key and mode."""
@@ -148,9 +191,8 @@ class Compiler:
         found = self._scheduled.get(key)
         if found is not None:
             return found
-        compiled = self.compile(batch, evaluate=mode.kind == "evaluate")
+        compiled, planned = self._plan(batch, mode)
         work = compiled.assembly.work
-        planned = self._place(search(work, mode, self.machine, self.budget_bytes), compiled.assembly, mode)
         proof = verify(planned.step, work, budget_bytes=self.budget_bytes)
         title = (
             f"{mode.kind} step of {type(self.model).__name__}: {work.parameters / 1e6:.1f} M parameters, "
@@ -174,6 +216,22 @@ class Compiler:
             scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
+
+    def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """Plan a kind of batch; the first one also decides how far weights are cut."""
+        evaluate = mode.kind == "evaluate"
+
+        def plan(compiled: Compiled) -> Planned:
+            found = search(compiled.assembly.work, mode, self.machine, self.budget_bytes)
+            return self._place(found, compiled.assembly, mode)
+
+        if self.cuts is not None:
+            compiled = self.compile(batch, evaluate=evaluate)
+            return compiled, plan(compiled)
+        rungs = self.rungs(batch, self.budget_bytes, evaluate=evaluate)
+        compiled, planned = choose(rungs, mode, self.budget_bytes, plan)
+        self.cuts = compiled.tiled.cuts
+        return compiled, planned
 
     def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned:
         """Decide where the state lives, or keep to what was decided; what never fits is left as it is."""

@@ -41,13 +41,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return [v for v in flat(value) if isinstance(v, Tensor)]
 
 
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of the products and attention in one node."""
+def flops(node: fx.Node, share: float = 1.0) -> int:
+    """Floating-point operations of the products and attention in one node.
+
+    ``share`` is the part of its rows that a grouped product computes.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     formula = flop_registry.get(node.target._overloadpacket)
     if node.target._overloadpacket is aten._grouped_mm:
-        return _grouped_flops(node)
+        return round(_grouped_flops(node) * share)
     if formula is None:
         return 0
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

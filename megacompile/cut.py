@@ -15,6 +15,10 @@ from torch import fx
 from megacompile.capture import Captured, module_stack
 from megacompile.views import storage_nbytes, view_base
 
+TILE = "megacompile_tile"
+"""Key of a node's meta: (number of the site, name) of the tile that it belongs to."""
+SHARE = "megacompile_share"
+"""Key of a node's meta: the part of its rows that a grouped product is expected to compute."""
 _SMALL = 8  # a run of nodes with less than 1/8 of a layer's weights joins its neighbour
 
 
@@ -27,6 +31,7 @@ class _Run:
     nodes: list[fx.Node]
     weights: set[fx.Node]
     layer: bool
+    tile: bool = False
 
     def absorb(self, other: _Run) -> None:
         self.nodes += other.nodes
@@ -46,8 +51,12 @@ def cut(nodes: list[fx.Node], captured: Captured) -> list[tuple[str, list[fx.Nod
     ancestors = _ancestors_of_layers(nodes)
     for node in nodes:
         key, name, layer = _unit(node, ancestors)
-        if not runs or (key and runs[-1].key != key):
-            runs.append(_Run(key, name, [], set(), layer))
+        tile = TILE in node.meta
+        if tile:
+            (site, name), layer = node.meta[TILE], False
+            key = f"tile {site} {name}"
+        if not runs or runs[-1].tile != tile or (key and runs[-1].key != key):
+            runs.append(_Run(key, name, [], set(), layer, tile))
         runs[-1].nodes.append(node)
         runs[-1].weights |= {view_base(a) for a in node.all_input_nodes if _is_weight(a, captured)}
     layers = [_bytes(r.weights) for r in runs if r.layer]
@@ -60,15 +69,23 @@ def _is_weight(node: fx.Node, captured: Captured) -> bool:
 
 
 def _merge(runs: list[_Run], limit: int) -> list[_Run]:
-    """Join what is small beside a layer to a neighbour that is no layer of full size itself."""
+    """Join what is small beside a layer to a neighbour that is no layer of full size itself, nor a tile."""
     merged: list[_Run] = []
     for run in runs:
-        full = run.layer and _bytes(run.weights) * _SMALL >= limit
+        full = run.tile or (run.layer and _bytes(run.weights) * _SMALL >= limit)
         last = merged[-1] if merged else None
-        last_full = last is not None and last.layer and _bytes(last.weights) * _SMALL >= limit
+        last_full = last is not None and (
+            last.tile or (last.layer and _bytes(last.weights) * _SMALL >= limit)
+        )
         if last is None or full:
             merged.append(run)
-            if last is not None and not last_full and not last.weights and len(merged) > 2:
+            if (
+                last is not None
+                and not last_full
+                and not last.weights
+                and len(merged) > 2
+                and not merged[-3].tile
+            ):
                 merged.pop(-2)
                 merged[-2].absorb(last)  # no weights at all: joins the block before it
         elif last_full:
@@ -77,7 +94,7 @@ def _merge(runs: list[_Run], limit: int) -> list[_Run]:
             last.absorb(run)
         else:
             merged.append(run)
-    if len(merged) > 1 and not merged[-1].weights:
+    if len(merged) > 1 and not merged[-1].weights and not any(r.tile for r in merged[-2:]):
         last = merged.pop()
         merged[-1].absorb(last)
     return merged

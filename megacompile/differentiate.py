@@ -240,7 +240,7 @@ class _Cutter:
             result_bytes=tuple(_nbytes(n) for _, n in results),
             peak_bytes=peak,
             end_bytes=end,
-            flops=sum(map(flops, counted)),
+            flops=sum(flops(n, self.template.share) for n in counted),
             moved_bytes=sum(map(moved, counted)),
         )
 

@@ -67,7 +67,7 @@ class _Rewriter:
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
-        self.graph = _copy(captured.graph)
+        self.graph = copy_graph(captured.graph)
         self.placed: list[Placement] = []
         self.near: list[NearMiss] = []
         self._checked: dict[str, str | None] = {}
@@ -166,7 +166,7 @@ class _Rewriter:
         return found
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy with the same names, so that the tables of :class:`Captured` go on holding."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

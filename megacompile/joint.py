@@ -32,7 +32,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
         found: Sequence[Tensor | None] = ()
         if roots and leaves:
             found = torch.autograd.grad(roots, leaves, grads, allow_unused=True)
-        return list(outputs), list(found)
+        return list(outputs), [_whole(g) for g in found]
 
     with mode:
         inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
@@ -50,6 +50,13 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
     return traced.graph
+
+
+def _whole(grad: Tensor | None) -> Tensor | None:
+    """A copy of a gradient that shows a part of a larger tensor, which would live as long as it does."""
+    if grad is None or grad.untyped_storage().nbytes() <= grad.numel() * grad.element_size():
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _is_mutable(node: fx.Node) -> bool:

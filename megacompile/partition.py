@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.capture import Captured
-from megacompile.cut import cut
+from megacompile.cut import SHARE, cut
 from megacompile.views import is_view, storage_nbytes, view_base
 
 InputKind = Literal["weight", "buffer", "value", "rng"]
@@ -70,7 +70,8 @@ class Template:
     """The graph that equal blocks share.
 
     ``examples`` are fake tensors, one per placeholder, with the gradient mask set; ``kinds`` say what
-    each placeholder is; ``out_grads`` which outputs carry gradient.
+    each placeholder is; ``out_grads`` which outputs carry gradient; ``digest`` is equal for templates
+    that compute the same; ``share`` is the part of their rows that grouped products should meet.
     """
 
     index: int
@@ -79,6 +80,8 @@ class Template:
     kinds: tuple[InputKind, ...]
     examples: tuple[Tensor, ...]
     out_grads: tuple[bool, ...]
+    digest: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class _Builder:
         digest = _digest(graph, kinds, grads)
         template = self.templates.get(digest)
         if template is None:
-            template = self._template(name, graph, kinds, grads)
+            template = self._template(name, graph, kinds, grads, digest)
             self.templates[digest] = template
         outputs = tuple(
             self._value(node, index, grad).id
@@ -240,7 +243,12 @@ class _Builder:
         return Input("value", value=self.values[node].id)
 
     def _template(
-        self, name: str, graph: fx.Graph, kinds: tuple[InputKind, ...], grads: tuple[bool, ...]
+        self,
+        name: str,
+        graph: fx.Graph,
+        kinds: tuple[InputKind, ...],
+        grads: tuple[bool, ...],
+        digest: str,
     ) -> Template:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         with self.captured.fake_mode:
@@ -252,7 +260,8 @@ class _Builder:
             )
             outputs = fx.Interpreter(fx.GraphModule({}, graph)).run(*examples)
         out_grads = tuple(bool(o.requires_grad) for o in outputs)
-        return Template(len(self.templates), name, graph, kinds, examples, out_grads)
+        share = min((n.meta.get(SHARE, 1.0) for n in graph.nodes), default=1.0)
+        return Template(len(self.templates), name, graph, kinds, examples, out_grads, digest, share)
 
 
 def _base_name(node: fx.Node) -> str:

@@ -427,9 +427,10 @@ class Program:
         if not first and not known and mode.kind != "evaluate":
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
             warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
+        if first:
+            self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
         scheduled = self._compiler.schedule(batch, mode)
         if first:
-            self._prove_longest(batch, mode)
             self._take_over(scheduled)
         if mode.kind != "evaluate" or self._current is None:
             self._current = scheduled
@@ -459,10 +460,10 @@ class Program:
             raise self._too_large(layouts, need, transient)
         state = HostState(layouts, form, placement, transient)
         self._compiler.placement = placement
-        state.take(self.model, scheduled.compiled.assembly.places, self._source)
+        state.take(self.model, scheduled.compiled.assembly.homes, self._source)
         self._source = None  # and with it what it may hold
         self._compiler.layouts = layouts
-        self._places = scheduled.compiled.assembly.places
+        self._homes = scheduled.compiled.assembly.homes
         self._runtime = Runtime(state, self._open_device())
         _OWNED[self.model] = "taken"
         self.model.register_forward_pre_hook(_refuse_use)
@@ -495,7 +496,7 @@ class Program:
                 compiled.templates,
                 compiled.assembly,
                 self._compiler.constants(compiled.captured),
-                list(self._compiler.parameters),
+                list(self._compiler.pieces),
                 self._runtime.device.torch_device,
             )
             self._bound[id(scheduled)] = found
@@ -551,18 +552,18 @@ class Program:
         return self._runtime.state
 
     def _placed(self, name: str) -> bool:
-        return self._runtime is not None and name in self._places
+        return self._runtime is not None and name in self._homes
 
     def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
-        if self._runtime is not None and name in self._places:
-            return self._runtime.state.read(self._places[name])
+        if self._runtime is not None and name in self._homes:
+            return self._runtime.state.read_whole(self._homes[name])
         empty = parameter.is_meta and self._source is not None
         value = self._source(name) if empty else parameter.detach().clone()  # type: ignore[misc]
         return value.float() if value.is_floating_point() else value
 
     def _set(self, name: str, value: Tensor) -> None:
-        if self._runtime is not None and name in self._places:
-            self._runtime.state.write(self._places[name], value)
+        if self._runtime is not None and name in self._homes:
+            self._runtime.state.write_whole(self._homes[name], value)
         else:
             parameter = dict(self.model.named_parameters())[name]
             if parameter.is_meta:

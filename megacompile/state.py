@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megacompile import host_adam
 from megacompile.arena import HostArena
-from megacompile.assemble import GroupLayout, Slot
+from megacompile.assemble import GroupLayout, Parameter, Slot
 from megacompile.formats import (
     CODINGS,
     MomentPlace,
@@ -70,7 +70,7 @@ class HostState:
         return sizes | {"window": self._window * sum(buffer_bytes(self._places))}
 
     def take(
-        self, model: nn.Module, places: Mapping[str, tuple[int, int]], weights: Weights | None = None
+        self, model: nn.Module, homes: Mapping[str, Sequence[tuple[int, int]]], weights: Weights | None = None
     ) -> None:
         """Move each placed parameter's value here, one at a time, and leave NaN in its place.
 
@@ -82,12 +82,22 @@ class HostState:
             if parameter.is_meta:
                 assert weights is not None
                 value = weights(name)
-            if name in places:
-                self.write(places[name], value)
+            if name in homes:
+                self.write_whole(homes[name], value)
                 value = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
             elif parameter.is_meta:
                 value = value.clone()  # its file may change
             set_value(parameter, value)
+
+    def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
+        """Set a parameter that may be cut from a tensor of its whole shape."""
+        for place in places:
+            self.write(place, rows_of(self._find(place).parameter, value))
+
+    def read_whole(self, places: Sequence[tuple[int, int]]) -> Tensor:
+        """The FP32 master of a parameter that may be cut as a new tensor of its whole shape."""
+        parts = [self.read(place) for place in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter from a tensor of its shape, of any floating dtype."""
@@ -224,6 +234,11 @@ def set_value(parameter: nn.Parameter, value: Tensor) -> None:
     fresh = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
     # .data cannot change the device type; the parameter stays the same object
     torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+
+
+def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:
+    """What a parameter or piece holds of the whole parameter's tensor."""
+    return whole[parameter.first_row :][: parameter.shape[0]] if parameter.whole else whole
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:

@@ -1,0 +1,92 @@
+"""How far to cut: untiled where that fits and is not slower, else pieces small enough for the budget.
+
+In: what can be cut, or one kind of batch at ever smaller pieces. Out: the cuts to try, or the choice.
+The cuts that are tried depend on the model alone, so that a larger budget never needs smaller pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from megacompile.assemble import Assembly
+from megacompile.passes import lower
+from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.planner import Planned
+from megacompile.step import Step, peak_bytes
+from megacompile.tile import Cuts
+from megacompile.tile_cuts import LEAST_PIECE, Family, choose_cuts, largest_piece
+from megacompile.workload import Workload
+
+_LAST = 3  # of the finest cuts are tried under every budget
+_GAIN = 0.98  # finer cuts must be faster by this
+
+
+class _Rung(Protocol):
+    """A kind of batch with weights cut in one way."""
+
+    @property
+    def assembly(self) -> Assembly: ...
+
+
+R = TypeVar("R", bound=_Rung)
+
+
+def ladder(found: Sequence[Family], budget_bytes: int) -> Iterator[Cuts]:
+    """Nothing cut, then pieces of a half, a quarter, ... of the largest family.
+
+    Cuts are left out whose largest piece could not be beside its gradient within the budget, but for
+    the last ones, which tell the least feasible budget.
+    """
+    steps: list[Cuts] = [{}]
+    piece = found[0].nbytes if found else 0
+    while piece > LEAST_PIECE:
+        piece //= 2
+        cuts = choose_cuts(found, piece)
+        if cuts != steps[-1]:
+            steps.append(cuts)
+    for i, cuts in enumerate(steps):
+        if i + _LAST >= len(steps) or 2 * largest_piece(found, cuts) <= budget_bytes:
+            yield cuts
+
+
+def choose(
+    rungs: Iterable[R], mode: Mode, budget_bytes: int, plan: Callable[[R], Planned]
+) -> tuple[R, Planned]:
+    """The faster of the first rung that fits and the one after it; rungs come coarsest first.
+
+    Where the first needs no more than half of the budget, it is taken as it is. Raises what ``plan``
+    does for the rung of the least budget where none fits.
+    """
+    best: tuple[R, Planned] | None = None
+    tightest: tuple[int, R] | None = None
+    for rung in rungs:
+        need = least_step(rung.assembly.work, mode)[0]
+        if tightest is None or need < tightest[0]:
+            tightest = need, rung
+        if need > budget_bytes:
+            continue
+        planned = plan(rung)
+        if best is not None:
+            slower = planned.timeline.step_seconds > _GAIN * best[1].timeline.step_seconds
+            return best if slower else (rung, planned)
+        best = rung, planned
+        if 2 * need <= budget_bytes:
+            return best
+    assert tightest is not None
+    return best or (tightest[1], plan(tightest[1]))
+
+
+def least_step(work: Workload, mode: Mode) -> tuple[int, Plan, Step]:
+    """(device bytes, plan, step): the least that plans with one choice for all blocks need."""
+    found = []
+    for stash in ("device", "host"):
+        for choice in ("none", "some", "least"):
+            plan = Plan(
+                blocks=(BlockPlan(choice, stash),) * len(work.blocks),
+                groups=(GroupPlan("stream", 0),) * len(work.groups),
+                grad_lag=0,
+            )
+            step = lower(work, plan, mode)
+            found.append((peak_bytes(step), plan, step))
+    return min(found, key=lambda f: f[0])

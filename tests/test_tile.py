@@ -1,0 +1,396 @@
+"""Weights cut into pieces: the rewrites beside the plain graph, and training far below one weight's bytes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import megacompile
+from megacompile.assemble import Parameter, cut_parameters
+from megacompile.batch import read_batch
+from megacompile.capture import Captured, capture, parameter_forms
+from megacompile.program import Program
+from megacompile.state import slot_view
+from megacompile.tile import Tiled, tile
+from megacompile.tile_choice import ladder
+from megacompile.tile_cuts import LEAST_PIECE, Family, choose_cuts, families, largest_piece
+from tests.reference import EagerTrainer
+
+_SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+class TwoWay(nn.Module):
+    """A table that embeds and predicts, a linear layer with a bias, a loss with smoothing."""
+
+    def __init__(self, smoothing: float = 0.0, reduction: str = "mean", softcap: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=3)
+        self.mix = nn.Linear(8, 8)
+        self.head_bias = nn.Parameter(torch.randn(50))
+        self.smoothing, self.reduction, self.softcap = smoothing, reduction, softcap
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.table(ids)))
+        logits = nn.functional.linear(hidden, self.table.weight, self.head_bias)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return nn.functional.cross_entropy(
+            logits.view(-1, 50), labels.view(-1), label_smoothing=self.smoothing,
+            reduction=self.reduction, ignore_index=7,
+        )  # fmt: skip
+
+
+def captured(model: nn.Module, batch: dict[str, Tensor]) -> Captured:
+    one = read_batch(batch, model)
+    return capture(model, one.args, one.kwargs, forms=parameter_forms(model, torch.float32))
+
+
+def run(graph: Captured, model: nn.Module, leaves: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients by parameter of a captured graph on the model's own values."""
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    arguments = []
+    for node in graph.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node.name in graph.parameters:
+            name, _, rows = graph.parameters[node.name].partition("[")
+            start, _, stop = rows.rstrip("]").partition(":")
+            arguments.append(weights[name][int(start) : int(stop)] if rows else weights[name])
+        elif node.name in graph.buffers:
+            arguments.append(buffers[graph.buffers[node.name]])
+        elif node.name in graph.inputs:
+            arguments.append(leaves[graph.inputs[node.name]])
+        else:
+            arguments.append(graph.constants.get(node.name, torch.zeros(2, dtype=torch.int64)))
+    (loss,) = fx.Interpreter(fx.GraphModule({}, graph.graph)).run(*arguments)
+    loss.backward()
+    return loss.detach(), {n: w.grad for n, w in weights.items() if w.grad is not None}
+
+
+def compare(
+    model: nn.Module, batch: dict[str, Tensor], cuts: Mapping[str, tuple[int, ...]], *, bitwise: bool
+) -> Tiled:
+    """Run the plain graph and the tiled one; gradients within 1e-5 of scale, or equal."""
+    plain = captured(model, batch)
+    tiled = tile(plain, cuts)
+    leaves = read_batch(batch, model).leaves
+    loss, grads = run(plain, model, leaves)
+    ours, found = run(tiled.captured, model, leaves)
+    torch.testing.assert_close(ours, loss, rtol=0 if bitwise else 1e-5, atol=0)
+    assert set(found) == set(grads)
+    for name, want in grads.items():
+        off = float((found[name] - want).abs().max()) / (float(want.abs().max()) or 1.0)
+        assert off <= (0.0 if bitwise else 1e-5), (name, off)
+    return tiled
+
+
+def bounds(rows: int) -> st.SearchStrategy[tuple[int, ...]]:
+    inner = st.sets(st.integers(1, rows - 1), min_size=1, max_size=4)
+    return inner.map(lambda cuts: (0, *sorted(cuts), rows))
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    table=bounds(50),
+    mix=bounds(8),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    reduction=st.sampled_from(["mean", "sum"]),
+    softcap=st.sampled_from([0.0, 5.0]),
+)
+def test_a_cut_table_embeds_and_predicts_as_the_whole_one(
+    table: tuple[int, ...], mix: tuple[int, ...], smoothing: float, reduction: str, softcap: float
+) -> None:
+    torch.manual_seed(0)
+    model = TwoWay(smoothing, reduction, softcap)
+    ids = torch.randint(0, 50, (3, 7))
+    labels = torch.randint(0, 50, (3, 7))
+    labels[0, :4] = 7
+    ids[1, 2] = 3
+    cuts = {"table.weight": table, "head_bias": table, "mix.weight": mix, "mix.bias": mix}
+    tiled = compare(model, {"ids": ids, "labels": labels}, cuts, bitwise=False)
+    assert not tiled.left
+    names = set(tiled.captured.parameters.values())
+    assert names == {f"{n}[{a}:{b}]" for n, c in cuts.items() for a, b in itertools.pairwise(c)}
+    assert tiled.captured.trainable >= names
+
+
+def test_a_reader_that_needs_the_whole_weight_gets_it_put_together() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (nn.functional.linear(x, self.w) @ self.w).square().mean()
+
+    model = Reads()
+    plain = captured(model, {"x": torch.randn(3, 4)})
+    assert families(plain) == ()
+    compare(model, {"x": torch.randn(3, 4)}, {"w": (0, 2, 6)}, bitwise=False)
+
+
+def test_ids_and_labels_outside_of_the_vocabulary_are_not_silent() -> None:
+    model = TwoWay()
+    ids, labels = torch.randint(0, 50, (1, 6)), torch.randint(8, 50, (1, 6))
+    cuts = {"table.weight": (0, 20, 40, 50)}
+    tiled = tile(captured(model, {"ids": ids, "labels": labels}), cuts).captured
+    for wrong in (-1, 50):
+        bad = torch.where(torch.arange(6) == 2, wrong, ids)
+        with pytest.raises(IndexError):
+            run(tiled, model, [bad, labels])
+        loss, _ = run(tiled, model, [ids, torch.where(torch.arange(6) == 2, wrong, labels)])
+        assert loss.isnan()
+
+
+def _experts(kind: str) -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        return t.MixtralForCausalLM(t.MixtralConfig(**_SHAPE, num_local_experts=5, num_experts_per_tok=2))
+    if kind == "qwen3_moe":
+        shape = {**_SHAPE, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
+        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**shape))
+    if kind == "gpt_oss":
+        shape = {**_SHAPE, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+        return t.GptOssForCausalLM(t.GptOssConfig(**shape))
+    return t.DeepseekV3ForCausalLM(
+        t.DeepseekV3Config(
+            **_SHAPE, moe_intermediate_size=16, n_routed_experts=6, n_shared_experts=1,
+            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=0, q_lora_rank=8,
+            kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek"])
+def test_a_cut_bank_of_experts_is_bitwise_the_whole_one(kind: str) -> None:
+    model = _experts(kind)
+    torch.manual_seed(1)
+    ids = torch.randint(3, 8, (1, 5))  # few tokens: some experts have none
+    plain = captured(model, {"input_ids": ids, "labels": ids})
+    bank = next(f for f in families(plain) if "experts" in f.names[0])
+    assert len(bank.names) == 2
+    cuts = dict.fromkeys(bank.names, (0, 1, bank.rows - 1, bank.rows))
+    compare(model, {"input_ids": ids, "labels": ids}, cuts, bitwise=True)
+
+
+def test_operators_of_tiles_keep_torchs_rules() -> None:
+    ops = torch.ops.megacompile
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    start, count = torch.tensor([2]), torch.tensor([3])
+    for op in (ops.take_rows.default, ops.put_rows.default):
+        torch.library.opcheck(op, (x, start, count))
+        assert torch.autograd.gradcheck(lambda x, op=op: op(x, start, count), (x,))
+    taken = ops.take_rows(x, start, count)
+    assert torch.equal(taken[:3], x[2:5]) and not taken[3:].any()
+    assert torch.equal(ops.put_rows(taken, start, count)[2:5], x[2:5])
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(600, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(600, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 599, -3, 700])
+    for softcap in (0.0, 2.0):
+        arguments = (hidden, weight, bias, labels, softcap, 1)  # a workspace that needs three chunks
+        torch.library.opcheck(ops.head_tile.default, arguments)
+        parts, _ = ops.head_tile(*arguments)
+        z = hidden @ weight.t() + bias
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        target = torch.stack([z[0, 0], z[1, 599], z[2, 0] * 0, z[3, 0] * 0])
+        plain = torch.stack([z.logsumexp(1), target, z.sum(1)])
+        torch.testing.assert_close(parts, plain)
+        grad = torch.randn_like(plain)
+        leaves = (hidden, weight, bias)
+        got, want = (torch.autograd.grad(p, leaves, grad, retain_graph=True) for p in (parts, plain))
+        torch.testing.assert_close(got, want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 1 << 14)), min_size=1, max_size=4),
+    st.integers(1, 1 << 28),
+)
+def test_the_ladder_of_cuts(sizes: list[tuple[int, int]], budget: int) -> None:
+    made = [Family((f"w{i}",), rows, rows * width) for i, (rows, width) in enumerate(sizes)]
+    found = tuple(sorted(made, key=lambda f: -f.nbytes))
+    cuts = list(ladder(found, budget))
+    pieces = [largest_piece(found, c) for c in cuts]
+    assert pieces == sorted(pieces, reverse=True)
+    assert {} in list(ladder(found, 4 * found[0].nbytes))
+    finest = choose_cuts(found, LEAST_PIECE)
+    assert cuts[-1] == finest
+    for family in found:
+        limits = finest.get(family.names[0], (0, family.rows))
+        assert limits[0] == 0 and limits[-1] == family.rows and list(limits) == sorted(set(limits))
+        assert len(limits) <= 65
+        if family.nbytes <= LEAST_PIECE:
+            assert len(limits) == 2
+
+
+def test_pieces_keep_the_order_and_the_optimizer_group() -> None:
+    whole = {
+        "a": Parameter("a", (3,), (1,), torch.float32, 0),
+        "b": Parameter("b", (5, 2), (2, 1), torch.float32, 1),
+    }
+    pieces = cut_parameters(whole, {"b": (0, 4, 5)})
+    assert list(pieces) == ["a", "b[0:4]", "b[4:5]"]
+    assert (pieces["b[4:5]"].shape, pieces["b[4:5]"].first_row, pieces["b[4:5]"].whole) == ((1, 2), 4, "b")
+    assert {p.param_group for n, p in pieces.items() if n != "a"} == {1}
+
+
+# ---- whole programs -----------------------------------------------------------------------------
+
+
+def vocabulary(size: int, width: int, *, tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {**_SHAPE, "vocab_size": size, "hidden_size": width, "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(**shape)).train()
+
+
+def tokens(size: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, size, (2, 8), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def least_budget(model: nn.Module, batch: Any, dtype: torch.dtype) -> int:
+    with pytest.raises(megacompile.BudgetError) as error:
+        start(copy.deepcopy(model), "1kB", batch, dtype)
+    assert error.value.least_bytes is not None
+    return error.value.least_bytes
+
+
+def start(model: nn.Module, budget: str, batch: Any, dtype: torch.dtype = torch.float32) -> Program:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return megacompile.compile(
+        model, budget, optimizer=optimizer, compute_dtype=dtype, max_grad_norm=1.0, example_batch=batch
+    )
+
+
+def gradients(program: Program) -> dict[str, Tensor]:
+    """What forward_backward left on the host, by the model's parameter."""
+    program.wait()
+    runtime = program._runtime
+    assert runtime is not None
+    return {
+        name: torch.cat([slot_view(runtime._grads[g], runtime.state.groups[g].slots[i]) for g, i in places])
+        for name, places in program._homes.items()
+    }
+
+
+def check_gradients(program: Program, model: nn.Module, batch: Any, *, bitwise: bool = False) -> None:
+    loss = EagerTrainer(model, torch.optim.AdamW(model.parameters())).backward([batch], [1.0])
+    out = program.forward_backward(batch)
+    assert float(out.loss) == pytest.approx(float(loss), rel=0 if bitwise else 1e-5)
+    found = gradients(program)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        off = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert off <= (0.0 if bitwise else 1e-5), (name, float(off))
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_of_256k_trains_far_below_its_table(tied: bool) -> None:
+    """Table 16.8 MB, logits 16.8 MB; the budget is 5 MB."""
+    model, batch = vocabulary(262144, 16, tied=tied), tokens(262144)
+    plain = copy.deepcopy(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    program = start(model, "5MB", batch)
+    part = program._scheduled().compiled.part
+    assert sum(b.name.startswith("lm_head[") for b in part.blocks) >= 8
+    assert sum(b.name.startswith("model.embed_tokens[") for b in part.blocks) >= 8
+    assert all(torch.equal(before[n], v) for n, v in program.state_dict().items() if n in before)
+    check_gradients(program, plain, batch)
+    program.optimizer_step()
+    first = float(program.evaluate(batch))
+    assert float(program.train_step(batch).loss) == pytest.approx(first, rel=1e-6)
+    assert float(program.evaluate(batch)) < first
+    assert program.memory.device_peak_bytes <= 5_000_000
+    assert program.memory.predicted_peak_bytes <= 1.03 * program.memory.device_peak_bytes
+    program.load_state_dict(before)
+    program.sync_to(model)
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    program.close()
+
+
+def test_the_least_budget_is_the_tiled_one_and_trains() -> None:
+    model, batch = vocabulary(32768, 32, tied=True), tokens(32768)  # a table of 4.2 MB
+    least = least_budget(model, batch, torch.float32)
+    assert least < 4_194_304
+    with pytest.raises(megacompile.BudgetError):
+        start(copy.deepcopy(model), f"{least - 1}B", batch)
+    plain = copy.deepcopy(model)
+    program = start(model, f"{least}B", batch)
+    check_gradients(program, plain, batch)
+    assert program.memory.device_peak_bytes <= least
+    program.close()
+    roomy = start(plain, "1GB", batch)
+    assert roomy._compiler.cuts == {}
+    roomy.close()
+
+
+def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
+    model, batch = vocabulary(65536, 32, tied=True), tokens(65536)
+    exact = copy.deepcopy(model)
+    EagerTrainer(exact, torch.optim.AdamW(exact.parameters())).backward([batch], [1.0])
+    low = copy.deepcopy(model).bfloat16()
+    EagerTrainer(low, torch.optim.AdamW(low.parameters())).backward([batch], [1.0])
+    low_grads = {n: p.grad.float() for n, p in low.named_parameters() if p.grad is not None}
+    program = start(model, f"{least_budget(model, batch, torch.bfloat16)}B", batch, torch.bfloat16)
+    assert program._compiler.cuts
+    program.forward_backward(batch)
+    for name, grad in gradients(program).items():
+        want = exact.get_parameter(name).grad
+        assert want is not None
+        ours, theirs = ((g - want).abs().max() / want.abs().max() for g in (grad, low_grads[name]))
+        assert ours <= theirs + 1e-2, name
+    program.close()
+
+
+def test_experts_and_linear_layers_larger_than_the_budget_train() -> None:
+    import transformers as t
+
+    torch.manual_seed(0)
+    shape = {**_SHAPE, "hidden_size": 64, "intermediate_size": 512}
+    model = t.MixtralForCausalLM(t.MixtralConfig(**shape, num_local_experts=16, num_experts_per_tok=2))
+    bank = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
+    batch, plain = tokens(96), copy.deepcopy(model.train())
+    program = start(model, f"{bank // 2}B", batch)
+    check_gradients(program, plain, batch, bitwise=True)
+    program.close()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 16384)
+        self.down = nn.Linear(16384, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(torch.tanh(self.up(x))), y)
+
+
+def test_a_linear_layer_larger_than_the_budget_trains() -> None:
+    torch.manual_seed(0)
+    model, batch = Wide(), {"x": torch.randn(4, 64), "y": torch.randn(4, 3)}
+    plain = copy.deepcopy(model)
+    program = start(model, f"{model.up.weight.nbytes}B", batch)  # and its gradient needs as much
+    check_gradients(program, plain, batch)
+    program.close()
