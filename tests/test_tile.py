@@ -288,10 +288,14 @@ def gradients(program: Program) -> dict[str, Tensor]:
     program.wait()
     runtime = program._runtime
     assert runtime is not None
-    return {
-        name: torch.cat([slot_view(runtime._grads[g], runtime.state.groups[g].slots[i]) for g, i in places])
-        for name, places in program._homes.items()
-    }
+
+    def piece(group: int, slot: int) -> Tensor:
+        layout, raw = runtime.state.groups[group], runtime._grads[group]
+        dtype = torch.float32 if raw.nbytes == 4 * layout.elements else torch.bfloat16
+        return slot_view(raw.view(dtype), layout.slots[slot]).float()
+
+    homes = program._homes.items()
+    return {name: torch.cat([piece(*place) for place in places]) for name, places in homes}
 
 
 def check_gradients(program: Program, model: nn.Module, batch: Any, *, bitwise: bool = False) -> None:
