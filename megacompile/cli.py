@@ -159,6 +159,7 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
     add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
     add("--host-budget", metavar="SIZE", help="host memory there is")
+    add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
     add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
     add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
 

@@ -7,11 +7,12 @@ definition in its docstring, so that a report can be checked by hand.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacompile.assemble import Assembly
 from megacompile.machine import Machine
-from megacompile.plan import Mode
+from megacompile.offload import buffer_bytes, place_group
+from megacompile.plan import Mode, Plan
 from megacompile.planner import Planned, alive_before
 from megacompile.step import STREAMS, Step, Stream, kept_gradients, memory_curve
 from megacompile.workload import Workload
@@ -62,17 +63,40 @@ def lower_bound(work: Workload, model_flops: float, mode: Mode, machine: Machine
 
 @dataclass(frozen=True)
 class Host:
-    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``stash`` offloaded tensors."""
+    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``stash`` offloaded tensors.
+
+    ``window`` are the buffers that state on NVMe passes through; ``nvme`` lies on the drive and is not in
+    ``total``.
+    """
 
     masters: int
     moments: int
     gradients: int
     buffers: int
     stash: int
+    window: int = 0
+    nvme: int = 0
 
     @property
     def total(self) -> int:
-        return self.masters + self.moments + self.gradients + self.buffers + self.stash
+        return self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
+
+
+def with_drive(host: Host, assembly: Assembly, plan: Plan) -> Host:
+    """Host bytes where the plan leaves the state of some groups on NVMe."""
+    states = [g.state for g in plan.groups]
+    if all(state == "host" for state in states):
+        return host
+    places = [place_group(g, "fp32", state) for g, state in zip(assembly.groups, states, strict=True)]
+    kept = [g for g, state in zip(assembly.groups, states, strict=True) if state == "host" and g.trainable]
+    moments = sum(8 * g.elements for g in kept)
+    return replace(
+        host,
+        masters=sum(p.ram_bytes for p in places) - moments,
+        moments=moments,
+        window=plan.window * sum(buffer_bytes(places)),
+        nvme=sum(p.storage_bytes for p in places),
+    )
 
 
 def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:

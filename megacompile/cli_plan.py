@@ -17,7 +17,16 @@ from typing import Literal
 import torch
 
 from megacompile.batch import read_batch
-from megacompile.cli_figures import Bound, Host, Stall, compute_parts, host_bytes, lower_bound, stalls
+from megacompile.cli_figures import (
+    Bound,
+    Host,
+    Stall,
+    compute_parts,
+    host_bytes,
+    lower_bound,
+    stalls,
+    with_drive,
+)
 from megacompile.compiler import Compiled, Compiler, Scheduled
 from megacompile.dump import write_dump
 from megacompile.errors import BudgetError
@@ -25,6 +34,7 @@ from megacompile.machine import Machine
 from megacompile.machines import Dtype, MachineProfile
 from megacompile.passes import lower
 from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes
 from megacompile.planner import Planned, search
 from megacompile.presets import Model
 from megacompile.schedule import Schedule
@@ -49,6 +59,7 @@ class Question:
     micro_batches: int = 1
     dtype: Dtype = "bf16"
     host_budget: int | None = None
+    nvme_budget: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -109,7 +120,9 @@ class Answer:
         return planned.host.total if planned else self.least.hosts["clipped" if clip else "streamed"].total
 
     def fits_host(self, clip: bool) -> bool:
-        budget = self.question.host_budget
+        budget, drive, planned = self.question.host_budget, self.question.nvme_budget, self.prediction(clip)
+        if planned is not None and drive is not None and planned.host.nvme > drive:
+            return False
         return budget is None or self.host_need(clip) <= budget
 
     def fits(self, clip: bool) -> bool:
@@ -164,13 +177,14 @@ class Study:
         host = host_bytes(compiled.assembly, planned.step, mode)
         if question.host_budget is not None and host.total > question.host_budget and host.stash:
             planned = without_stash(work, planned, mode, question) or planned
+        planned = on_drive(work, planned, compiled, mode, question) or planned
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         bound = lower_bound(work, flops, mode, question.machine)
         seconds = planned.timeline.step_seconds
         return Prediction(
             mode, planned, seconds, question.tokens / seconds, flops / seconds,
             flops / seconds / question.profile.peak(question.dtype), bound,
-            host_bytes(compiled.assembly, planned.step, mode),
+            with_drive(host_bytes(compiled.assembly, planned.step, mode), compiled.assembly, planned.plan),
             compute_parts(planned.step, question.machine, flops), stalls(planned),
         )  # fmt: skip
 
@@ -257,7 +271,19 @@ def schedule_of(answer: Answer, clip: bool) -> Schedule | None:
         return None
     title = f"train step of {answer.model.name}."
     mode, plan = prediction.mode, prediction.planned.plan
-    return Schedule(title, answer.work, plan, mode, q.machine, q.hbm_budget, tokens=q.tokens)
+    work = with_state_bytes(answer.work, answer.compiled.assembly.groups, "fp32")
+    return Schedule(title, work, plan, mode, q.machine, q.hbm_budget, tokens=q.tokens)
+
+
+def on_drive(
+    work: Workload, planned: Planned, compiled: Compiled, mode: Mode, question: Question
+) -> Planned | None:
+    """The plan with as much state on NVMe as the host budget demands; None where nothing is to be moved."""
+    if question.nvme_budget is None or question.host_budget is None:
+        return None
+    layouts, tiers = compiled.assembly.groups, Tiers("fp32", question.host_budget, stored=True)
+    sized = with_state_bytes(work, layouts, "fp32")
+    return choose_tiers(planned, sized, mode, question.machine, layouts, tiers)
 
 
 def dump(answer: Answer, folder: Path, clip: bool) -> None:
@@ -265,7 +291,7 @@ def dump(answer: Answer, folder: Path, clip: bool) -> None:
     prediction, schedule = answer.prediction(clip), schedule_of(answer, clip)
     if prediction is None or schedule is None:
         return
-    proof = verify(schedule.step, answer.work, budget_bytes=schedule.budget_bytes)
+    proof = verify(schedule.step, schedule.work, budget_bytes=schedule.budget_bytes)
     source, planned = schedule.source, prediction.planned
     scheduled = Scheduled(answer.compiled, prediction.mode, planned, proof, schedule.title, source)
     write_dump(folder / "train", scheduled, schedule)

@@ -100,7 +100,7 @@ def _question(options: argparse.Namespace) -> Question:
     )
     return Question(
         profile, options.batch, options.seq, _device_budget(options, profile), options.micro_batches,
-        options.dtype, _host_budget(options, profile),
+        options.dtype, _host_budget(options, profile), _nvme_budget(options),
     )  # fmt: skip
 
 
@@ -121,6 +121,17 @@ def _host_budget(options: argparse.Namespace, profile: MachineProfile) -> int | 
     # a user's own host may be larger than the profile's
     available = profile.host_bytes if given.endswith("%") or given == "auto" else _ANY
     return parse_bytes(_size(given), what="--host-budget", available=available or _ANY)
+
+
+def _nvme_budget(options: argparse.Namespace) -> int | None:
+    given = options.nvme_budget
+    if given is None:
+        return None
+    if given.endswith("%") or given == "auto":
+        raise MegacompileError(f"--nvme-budget {given}: of what? Give a size, as 4TB.")
+    if options.host_budget is None:
+        raise MegacompileError("--nvme-budget needs --host-budget: what does not fit there goes to NVMe.")
+    return parse_bytes(_size(given), what="--nvme-budget", available=_ANY)
 
 
 def _size(text: str) -> float | str:

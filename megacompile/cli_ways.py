@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cli_plan import Answer, Question, Study, find_least
+from megacompile.cli_figures import with_drive
+from megacompile.cli_plan import Answer, Prediction, Question, Study, find_least, on_drive
 from megacompile.errors import MegacompileError
 from megacompile.formats import CODINGS, state_bytes
 from megacompile.machines import PROFILES
@@ -110,6 +111,8 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
         if less < need:
             speed = other.tokens_per_second if other else None
             yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept", speed)
+    if here is not None and q.nvme_budget is None:
+        yield from _to_drive(answer, here)
     groups = answer.compiled.assembly.groups
     for form in CODINGS:
         saved = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
@@ -120,6 +123,16 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
         stash = planned.host.stash
         yield WayOut("a smaller batch or shorter sequences", stash, need - stash <= q.host_budget,
                      "no activations wait on the host")  # fmt: skip
+
+
+def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
+    asked = replace(answer.question, nvme_budget=_ANY)
+    found = on_drive(answer.work, here.planned, answer.compiled, here.mode, asked)
+    if found is not None and found is not here.planned:
+        host = with_drive(here.host, answer.compiled.assembly, found.plan)
+        speed = asked.tokens / found.timeline.step_seconds
+        yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, True,
+                     "state on a drive", speed)  # fmt: skip
 
 
 def _round_up(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from megacompile.cli_plan import Answer, Prediction
 from megacompile.cli_ways import Largest, Point, WayOut
 from megacompile.formats import CODINGS, state_bytes
 from megacompile.plan_text import plan_table
+from megacompile.plan_tiers import describe_traffic
 from megacompile.planner import describe_peak
 from megacompile.step import STREAMS
 from megacompile.units import format_bytes
@@ -76,6 +77,7 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         + ("" if answer.fits_device() else "  << too small"),
         f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}"
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
+        *_drive(answer, shown),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)}; host "
         f"{format_bytes(least['clipped'].total)} with clipping, "
         f"{format_bytes(least['streamed'].total)} without",
@@ -94,6 +96,17 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         lines.append(textwrap.fill(describe_peak(answer.least.step, answer.work), 98, initial_indent="  ",
                                    subsequent_indent="  "))  # fmt: skip
     return "\n".join(lines)
+
+
+def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
+    """What lies on the drive and what moves over it, where anything does."""
+    budget = answer.question.nvme_budget
+    if shown is None or not shown.host.nvme or budget is None:
+        return []
+    verdict = "" if shown.host.nvme <= budget else "  << too small"
+    traffic = describe_traffic(shown.planned.step, shown.seconds)
+    line = f"  NVMe    uses {format_bytes(shown.host.nvme)} of {format_bytes(budget)}{verdict}"
+    return [line, textwrap.fill(traffic, 98, initial_indent="    ", subsequent_indent="    ")]
 
 
 def _ways(ways: Sequence[WayOut]) -> str:
@@ -199,7 +212,8 @@ def _host(answer: Answer, clip: bool) -> str:
     found = hosts(answer)
     lines = ["Host memory            streamed   clipped  accumulated"]
     kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
-             ("gradient buffers", "buffers"), ("waiting activations", "stash"))  # fmt: skip
+             ("gradient buffers", "buffers"), ("waiting activations", "stash"),
+             ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
     for label, field in kinds:
         cells = [getattr(h, field) for h in found.values()]
         if any(cells):

@@ -25,6 +25,7 @@ from megacompile.plan import Mode
 from megacompile.planner import search
 from megacompile.presets import load_model
 from megacompile.report import hosts
+from megacompile.schedule import Schedule
 from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -203,6 +204,25 @@ def test_a_layer_is_explained_and_the_page_written(
     assert code == 2 and "layers." in err
 
 
+def test_what_the_host_has_no_room_for_goes_to_a_drive(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    dump = tmp_path / "dump"
+    tight = ("--hbm-budget", "3MB", "--host-budget", "3MB", "--no-clip")
+    code, out, _ = plan(*tight)
+    assert code == 1 and re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
+    code, out, _ = plan(*tight, "--nvme-budget", "1GB")
+    assert code == 0 and "written per step" in out and "reads from NVMe" in out
+    code, out, _ = plan(*tight, "--nvme-budget", "1GB", "--json", "--dump", str(dump))
+    found = json.loads(out)
+    host = found["host_bytes"]["streamed"]
+    assert host["total"] <= 3 * 10**6 and host["nvme"] > 0 and found["fits"]
+    schedule = Schedule.from_json((dump / "train" / "schedule.json").read_text())
+    assert sum(op.nbytes for op in schedule.step.ops if op.kind == "write") > 0
+    code, out, _ = plan(*tight, "--nvme-budget", "10kB")
+    assert code == 1 and "too small" in out
+
+
 def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, _ = plan("--hbm-budget", "3MB", "--json", "--dump", str(tmp_path / "dump"))
     found = json.loads(out)
@@ -249,6 +269,7 @@ def test_a_sweep_prints_a_table_and_draws(
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),
         (["plan", "--model", "x", "--machine", "h200", "--host-budget", "90%"], "of what"),
         (["plan", "--model", "x", "--machine", "h200", "--price", "2"], "--tokens"),
+        (["plan", "--model", "x", "--machine", "h200", "--nvme-budget", "4TB"], "--host-budget"),
         (["plan", "--model", "x", "--machine", "h200", "--plot", "a.png"], "--sweep"),
         (["plan", "--model", "x", "--machine", "h200", "--sweep", "batch", "--html", "a"], "one of the two"),
         (["plan", "--model", "x", "--machine", "h200", "--explain", "a", "--json"], "one of the two"),
