@@ -235,10 +235,10 @@ class Compiler:
 
     def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned:
         """Decide where the state lives, or keep to what was decided; what never fits is left as it is."""
-        if self.placement is not None:
+        if self.placement is not None and self.placement.window:
             states, window = self.placement.states, self.placement.window
             return with_states(planned, assembly.work, mode, self.machine, states, window)
-        if self.tiers is None:
+        if self.placement is not None or self.tiers is None:
             return planned
         chosen = choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
         return chosen or planned

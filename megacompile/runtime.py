@@ -60,7 +60,7 @@ class Runtime:
         self._bound = program
         if self.state.offload is not None and self.state.offload.unsettled:
             self.finish()
-            self.state.offload.begin()
+            self._guarded(self.state.offload.begin)
         self._prepare(program.step)
         self._inputs = inputs
         self._updates = {k: v for k, v in self._updates.items() if v[2] < v[0]}
@@ -281,16 +281,15 @@ class Runtime:
     def _store_op(
         self, stream: Stream, event: Event, after: Sequence[Event], run: Callable[[], None]
     ) -> None:
-        """Submit a transfer to or from storage; one that fails leaves a group without its state."""
+        self.device.submit(stream, event, after, lambda: self._guarded(run))
 
-        def guarded() -> None:
-            try:
-                run()
-            except StorageError:
-                self._lost = True
-                raise
-
-        self.device.submit(stream, event, after, guarded)
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """A transfer to or from storage that fails leaves a group without its state."""
+        try:
+            run()
+        except StorageError:
+            self._lost = True
+            raise
 
     @property
     def _offload(self) -> Offload:
