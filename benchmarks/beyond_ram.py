@@ -7,7 +7,8 @@ Two processes run the same steps: one with its state on NVMe and a hard limit on
 control group where this user may make one, else a limit on its private memory), one in RAM without a limit,
 which needs all of the state there (``--no-reference`` leaves it out). No process ever holds the model's
 initial weights: every tensor comes from a generator of its own, seeded by its name. Losses and
-digests of all masters and moments are compared. Exit code 1 where anything differs or the limit is passed.
+digests of all masters and moments are compared. Exit code 1 where anything differs or the peak is more
+than 5 % above the limit.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def main() -> int:
     times = stored["state_bytes"] / size.ram
     print(f"limit {size.ram / 1e9:.2f} GB by {stored['limit']}: the state is {times:.1f} times that; "
           f"peak RSS {stored['peak_bytes'] / 1e9:.2f} GB")  # fmt: skip
-    fits = stored["peak_bytes"] <= size.ram
+    fits = (
+        stored["peak_bytes"] <= 1.05 * size.ram
+    )  # RSS also counts pages of libraries, which the limit may not
     if options.no_reference:
         return 0 if fits else 1
     reference = _run(options, "in-ram", None)

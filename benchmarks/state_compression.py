@@ -39,12 +39,12 @@ def main() -> None:
     options = parser.parse_args()
     print(machine_line() + f", {options.threads} threads")
     arrays = state_of_a_run(options.steps)
-    print(f"{'codec':<18}{'array':<12}{'ratio':>7}{'compress':>10}{'restore':>9}  GB/s")
+    print(f"{'codec':<20}{'array':<12}{'ratio':>7}{'compress':>10}{'restore':>9}  GB/s")
     totals: dict[str, list[tuple[float, float, float]]] = {}
     for codec, functions in codecs().items():
         for name, array in arrays.items():
             ratio, down, up = measure(functions, array, WIDTHS[name], options.threads)
-            print(f"{codec:<18}{name:<12}{ratio:>7.3f}{down:>10.2f}{up:>9.2f}")
+            print(f"{codec:<20}{name:<12}{ratio:>7.3f}{down:>10.2f}{up:>9.2f}")
             totals.setdefault(codec, []).append(
                 (array.nbytes / ratio, array.nbytes / down, array.nbytes / up)
             )
