@@ -106,7 +106,7 @@ class Storage:
     ) -> None:
         blocks = self.regions[region]
         assert memory.nbytes == sum(b.nbytes for b in blocks) and memory.data_ptr() % PAGE == 0
-        view = memoryview(memory.numpy())
+        view = memory.numpy().data
         parts = [view[b.start : b.start + b.nbytes] for b in blocks]
         tasks = [pool.submit(run, region, i, part) for i, part in enumerate(parts)]
         failures = [e for e in [task.exception() for task in tasks] if e is not None]

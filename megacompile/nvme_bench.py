@@ -1,20 +1,20 @@
 """``megacompile bench nvme``: what the drive behind a directory gives, and how much of it the engine reaches.
 
 The drive's own rates come from plain direct transfers by a few threads, at several block sizes and
-queue depths; the engine then moves regions of the same total size, with checksums, in turns with the
-drive's best setting, so that a drive whose speed drifts is compared with itself.
+queue depths. The engine then moves regions, with checksums, in turns with the drive's best setting, so
+that a drive whose speed drifts is compared with itself.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -74,13 +74,15 @@ def measure_drive(folder: str | os.PathLike[str], nbytes: int) -> DriveReport:
     """Measure with a scratch file of ``nbytes`` (rounded to whole regions), removed afterwards."""
     (path,) = check_directories([folder])
     count = max(2, nbytes // REGION_BYTES)
+    count += count % 2
     regions = {f"region {i}": REGION_BYTES for i in range(count)}
     storage = Storage([path], regions)
     try:
         file, direct = _open(storage.paths[0])
         try:
-            rates = tuple(_rate(file, count * REGION_BYTES, b, d) for b in BLOCKS for d in DEPTHS)
-            engine, drive = _compare(storage, file, rates)
+            half = count // 2 * REGION_BYTES
+            rates = tuple(_rate(file, half, half, b, d) for b in BLOCKS for d in DEPTHS)
+            engine, drive = _compare(storage, file, half, rates)
         finally:
             os.close(file)
     finally:
@@ -95,51 +97,61 @@ def _open(path: Path) -> tuple[int, bool]:
         return os.open(path, os.O_RDWR), False
 
 
-def _rate(file: int, total: int, block: int, depth: int) -> Rate:
-    def move(calls: list[Callable[..., int]]) -> float:
-        with ThreadPoolExecutor(depth * len(calls)) as pool:
-            start = time.perf_counter()
-            tasks = [
-                pool.submit(_lane, call, file, range(lane * block, total, depth * block), block)
-                for call in calls
-                for lane in range(depth)
-            ]
-            moved = sum(task.result() for task in tasks)
-        return moved / (time.perf_counter() - start)
+class _Drive:
+    """Plain direct transfers of a part of a file: ``depth`` threads, one block each at a time."""
 
-    write = move([os.pwritev])  # first, so that there is something to read
-    return Rate(block, depth, move([os.preadv]), write, move([os.preadv, os.pwritev]))
+    def __init__(self, file: int, block: int, depth: int) -> None:
+        self.block, self.depth, self._file = block, depth, file
+        self._pool = ThreadPoolExecutor(2 * depth)
+        self._memory = [mmap.mmap(-1, block) for _ in range(2 * depth)]
+        noise = os.urandom(block)
+        for memory in self._memory:
+            memory.write(noise)
+
+    def seconds(self, start: int, nbytes: int, *calls: Callable[..., int]) -> float:
+        """Time to move the part once with each of ``calls``, all of them at once."""
+        began = time.perf_counter()
+        tasks = [
+            self._pool.submit(self._lane, call, self._memory[i * self.depth + lane], start, lane, nbytes)
+            for i, call in enumerate(calls)
+            for lane in range(self.depth)
+        ]
+        for task in tasks:
+            task.result()
+        return time.perf_counter() - began
+
+    def _lane(self, call: Callable[..., int], memory: mmap.mmap, start: int, lane: int, nbytes: int) -> None:
+        for offset in range(start + lane * self.block, start + nbytes, self.depth * self.block):
+            if call(self._file, [memory], offset) != self.block:
+                raise MegacompileError(f"The drive moves less than a block at byte {offset}: is it full?")
 
 
-def _lane(call: Callable[..., int], file: int, offsets: range, block: int) -> int:
-    """One thread's transfers, each as long as the one before took."""
-    memory = mmap.mmap(-1, block)
-    memory.write(os.urandom(1 << 20) * (block >> 20))
-    moved = 0
-    for offset in offsets:
-        size = call(file, [memory], offset)
-        if size <= 0:
-            raise MegacompileError(f"The drive moves nothing at byte {offset}: is it full?")
-        moved += size
-    return moved
+def _rate(file: int, start: int, nbytes: int, block: int, depth: int) -> Rate:
+    drive = _Drive(file, block, depth)
+    write = nbytes / drive.seconds(start, nbytes, os.pwritev)  # first, so that there is something to read
+    read = nbytes / drive.seconds(start, nbytes, os.preadv)
+    both = 2 * nbytes / drive.seconds(start, nbytes, os.preadv, os.pwritev)
+    return Rate(block, depth, read, write, both)
 
 
 def _compare(
-    storage: Storage, file: int, rates: tuple[Rate, ...]
+    storage: Storage, file: int, start: int, rates: tuple[Rate, ...]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Region by region in turns: the engine on the first half of the file, the drive alone on the rest."""
     memory = HostArena(REGION_BYTES).take((REGION_BYTES,), torch.uint8).random_(0, 256)
-    total = storage.nbytes
+    regions = list(storage.regions)[: start // REGION_BYTES]
     best = [max(rates, key=lambda r: r.read), max(rates, key=lambda r: r.write)]
-    found: dict[str, list[float]] = {"read": [], "write": [], "drive read": [], "drive write": []}
+    drives = [_Drive(file, r.block_bytes, r.depth) for r in best]
+    moves = (storage.read, storage.write)
+    engine: list[list[float]] = [[], []]
+    alone: list[list[float]] = [[], []]
     for _ in range(ROUNDS):
-        for name, move in (("write", storage.write), ("read", storage.read)):
-            start = time.perf_counter()
-            for region in storage.regions:
-                move(region, memory)
-            found[name].append(total / (time.perf_counter() - start))
-        rate = _rate(file, total, best[0].block_bytes, best[0].depth)
-        found["drive read"].append(rate.read)
-        rate = _rate(file, total, best[1].block_bytes, best[1].depth)
-        found["drive write"].append(rate.write)
-    middle = {name: statistics.median(values) for name, values in found.items()}
-    return (middle["read"], middle["write"]), (middle["drive read"], middle["drive write"])
+        for way, call in ((1, os.pwritev), (0, os.preadv)):
+            for number, region in enumerate(regions):
+                began = time.perf_counter()
+                moves[way](region, memory)
+                engine[way].append(time.perf_counter() - began)
+                place = start + number * REGION_BYTES
+                alone[way].append(drives[way].seconds(place, REGION_BYTES, call))
+    read, write, drive_read, drive_write = (REGION_BYTES / median(t) for t in (*engine, *alone))
+    return (read, write), (drive_read, drive_write)

@@ -64,7 +64,8 @@ def with_states(
 ) -> Planned:
     """The plan over another placement of the state, lowered and simulated again; its peak is the same."""
     groups = tuple(
-        replace(group, state=state) for group, state in zip(planned.plan.groups, states, strict=True)
+        replace(group, state=state)  # type: ignore[arg-type]
+        for group, state in zip(planned.plan.groups, states, strict=True)
     )
     plan = replace(planned.plan, groups=groups, window=max(window, 1))
     if plan == planned.plan:

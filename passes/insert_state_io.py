@@ -8,6 +8,7 @@ that are still in the window when their group is prefetched again are not read a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from megacompile.passes.insert_offload import _weave
 from megacompile.plan import Mode, Plan
@@ -30,7 +31,7 @@ def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
 
 def _stage_weights(
     ops: list[Op],
-    states: list[str],
+    states: Sequence[str],
     work: Workload,
     window: int,
     before: dict[int, list[Op]],
@@ -58,7 +59,7 @@ def _stage_weights(
 
 def _pass_state(
     ops: list[Op],
-    states: list[str],
+    states: Sequence[str],
     work: Workload,
     window: int,
     before: dict[int, list[Op]],
