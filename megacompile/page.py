@@ -1,8 +1,8 @@
 """A schedule as one self-contained HTML page: timeline, memory curve and code, linked to each other.
 
 In:  a :class:`~megacompile.schedule.Schedule`. Out: the text of a page that needs no network. The
-data are columns, one entry per operation; ``page.js`` draws them. Everything that comes from a model
-is embedded as JSON and shown as text, so no name can become markup.
+data are columns, one entry per operation; the scripts beside this module draw them. Everything that
+comes from a model is embedded as JSON and shown as text, so no name can become markup.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megacompile.units import format_bytes
 if TYPE_CHECKING:
     from megacompile.schedule import Schedule
 
+_SCRIPTS = ("page_model.js", "page_draw.js", "page_panels.js", "page_input.js")  # one scope, in this order
 _STREAM_NAMES = {
     "compute": "compute",
     "h2d": "host → device",
@@ -39,7 +40,7 @@ def render_page(schedule: Schedule) -> str:
     page = _asset("page.html")
     for mark, text in (
         ("/*style*/", _asset("page.css")),
-        ("/*script*/", _asset("page.js")),
+        ("/*script*/", "\n".join(_asset(name) for name in _SCRIPTS)),
         ("/*data*/", data.replace("<", "\\u003c")),
     ):
         before, after = page.split(mark)

@@ -13,6 +13,7 @@ import pytest
 
 from megacompile.cli import _build, main
 from megacompile.machines import load_machine
+from megacompile.page import _SCRIPTS
 from megacompile.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +83,6 @@ def _heading(line: str) -> str:
 def test_what_the_package_reads_at_run_time_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["megacompile"]
-    for name in ("page.html", "page.css", "page.js", "host_adam.c", "py.typed"):
+    for name in ("page.html", "page.css", *_SCRIPTS, "host_adam.c", "py.typed"):
         assert (ROOT / "megacompile" / name).is_file()
         assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
