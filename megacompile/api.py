@@ -18,7 +18,9 @@ from megacompile.errors import BudgetError, MegacompileError
 from megacompile.formats import StateFormat, check_format
 from megacompile.nvme import check_directories
 from megacompile.optimizer import adopt
+from megacompile.plan import Plan
 from megacompile.plan_tiers import Tiers
+from megacompile.policies import SEARCH, Policy, chosen
 from megacompile.program import Program, is_owned
 from megacompile.state import Weights
 from megacompile.units import RESERVE, host_available, parse_bytes
@@ -43,6 +45,8 @@ def compile(
     optimizer_state: StateFormat = "fp32",
     weights: Weights | None = None,
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    policy: str | Policy = SEARCH,
+    plan: Plan | str | Path | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -70,6 +74,9 @@ def compile(
     weights: gives the value of a parameter that is on the meta device, by its name.
     offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
         room for. Scratch files there belong to this program alone and go with it.
+    policy: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
+        or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
+    plan: a :class:`~megacompile.plan.Plan`, or the path of a plan.json that a dump wrote, as it is or edited.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -118,6 +125,7 @@ def compile(
         dump=Path(folder) if folder else None,
         kernels=kernels,
         tiers=Tiers(form, host, bool(folders)),
+        policy=chosen(policy, plan),
     )
     program = Program(
         model,

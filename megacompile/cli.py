@@ -51,6 +51,9 @@ _MODELS_EXAMPLES = """example:
   megacompile models
 
 Any path to a config.json and any hub id works as well; of these only the geometry is read."""
+_PROFILE_EXAMPLES = """example:
+  megacompile profile --out machine.json --nvme /mnt/drive
+  megacompile plan --model llama-3.1-8b --machine machine.json"""
 _MACHINES_EXAMPLES = """example:
   megacompile machines
 
@@ -129,6 +132,11 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
     add("models", "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES)
     add("machines", "built-in machines, their rates and sources",
         "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES)  # fmt: skip
+    measure = add("profile", "measure this machine into a machine.json",
+                  "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
+                  _PROFILE_EXAMPLES)  # fmt: skip
+    measure.add_argument("--out", metavar="FILE", default="machine.json", help="the file (machine.json)")
+    measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
     add("doctor", "what this machine would limit",
         "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
     parts = add("bench", "measure parts of megacompile on this machine",
@@ -223,6 +231,20 @@ def _run_machines(_: argparse.Namespace) -> int:
     return 0
 
 
+def _run_profile(options: argparse.Namespace) -> int:
+    from megacompile.machines import profile_json
+    from megacompile.profile import describe, profile
+
+    nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
+    measured = profile(nvme)
+    try:
+        Path(options.out).expanduser().write_text(profile_json(measured) + "\n")
+    except OSError as error:
+        raise MegacompileError(f"--out {options.out}: {error.strerror or error}.") from error
+    print(f"{describe(measured)}\nwritten to {options.out}: use it as --machine {options.out}")
+    return 0
+
+
 def _run_doctor(_: argparse.Namespace) -> int:
     from megacompile.cli_doctor import examine
 
@@ -248,7 +270,8 @@ def _run_bench(options: argparse.Namespace) -> int:
 
 _BENCHES = {"nvme": run_nvme}
 _COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
-             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench}  # fmt: skip
+             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench,
+             "profile": _run_profile}  # fmt: skip
 
 
 def write_json(value: object) -> None:
@@ -256,11 +279,11 @@ def write_json(value: object) -> None:
     print(json.dumps(value, indent=1, allow_nan=False))
 
 
-def folder_of(text: str) -> Path:
+def folder_of(text: str, what: str = "--dump") -> Path:
     """A directory that can be written to; made where it is missing."""
     path = Path(text).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MegacompileError(f"--dump {text}: {error.strerror or error}.") from error
+        raise MegacompileError(f"{what} {text}: {error.strerror or error}.") from error
     return path

@@ -10,10 +10,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from megacompile.assemble import Assembly
+from megacompile.least import alive_before
 from megacompile.machine import Machine
 from megacompile.offload import buffer_bytes, place_group
 from megacompile.plan import Mode, Plan
-from megacompile.planner import Planned, alive_before
+from megacompile.planner import Planned
 from megacompile.step import STREAMS, Step, Stream, kept_gradients, memory_curve
 from megacompile.workload import Workload
 
@@ -78,6 +79,10 @@ class Host:
     nvme: int = 0
 
     @property
+    def state(self) -> int:
+        return self.masters + self.moments
+
+    @property
     def total(self) -> int:
         return self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
 
@@ -103,14 +108,11 @@ def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:
     """What a step keeps in host memory; gradients that are summed are kept in fp32."""
     elements = {g.index: g.elements for g in assembly.groups}
     trained = sum(g.elements for g in assembly.groups if g.trainable)
-    stash = high = 0
-    for op in step.ops:
-        stash += op.nbytes if op.kind == "offload" else -op.nbytes if op.kind == "reload" else 0
-        high = max(high, stash)
+    stash = sum(op.nbytes for op in step.ops if op.kind == "offload")  # each has a buffer of its own
     gradients = sum(
         assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
     )
-    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), high)
+    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash)
 
 
 def alive_at_peak(step: Step) -> dict[str, int]:

@@ -8,7 +8,6 @@ least budgets instead of predictions.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from megacompile.cli_figures import (
     stalls,
     with_drive,
 )
-from megacompile.compiler import Compiled, Compiler, Scheduled
+from megacompile.compiler import Compiled, Scheduled
 from megacompile.dump import write_dump
 from megacompile.errors import BudgetError
 from megacompile.machine import Machine
@@ -38,8 +37,8 @@ from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes
 from megacompile.planner import Planned, search
 from megacompile.presets import Model
 from megacompile.schedule import Schedule
-from megacompile.simulate import simulate
 from megacompile.step import Step, peak_bytes
+from megacompile.unroll import compile_repeated
 from megacompile.verify import verify
 from megacompile.workload import BlockWork, Call, Workload
 
@@ -136,18 +135,16 @@ class Study:
         self.model = model
         self.progress = progress
         self._dtype = dtype
+        self._winners: dict[tuple[int, int, Mode], list[Plan]] = {}  # so that sweeps never get slower
         self._captured: dict[tuple[int, int], tuple[Compiled, Workload, float]] = {}
 
     def captured(self, batch: int, seq: int) -> tuple[Compiled, Workload, float]:
         """The compiled batch, its workload, and the share of model FLOPs that its graph misses."""
         if (batch, seq) not in self._captured:
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
-            compiler = Compiler(
-                self.model.module, optimizer=None, compute_dtype=_DTYPES[self._dtype], budget_bytes=1
-            )
             ids = torch.zeros(batch, seq, dtype=torch.long)
             kind = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
-            compiled = compiler.compile(kind, evaluate=False)
+            compiled = compile_repeated(self.model, kind, _DTYPES[self._dtype])
             flops = self.model.step_flops(batch, seq)
             self._captured[batch, seq] = (compiled, *complete_flops(compiled.assembly.work, flops))
         return self._captured[batch, seq]
@@ -170,13 +167,18 @@ class Study:
         self, question: Question, compiled: Compiled, work: Workload, clip: bool
     ) -> Prediction | None:
         mode = Mode("train", question.micro_batches, deferred=clip)
+        state = host_bytes(compiled.assembly, Step((), {}, 1), mode)
+        host = None
+        if question.host_budget is not None and question.nvme_budget is None:
+            host = max(0, question.host_budget - state.state)
+        known = self._winners.setdefault((question.batch, question.seq, mode), [])
         try:
-            planned = search(work, mode, question.machine, question.hbm_budget)
+            planned = search(
+                work, mode, question.machine, question.hbm_budget, host_budget=host, also=known[-8:]
+            )
         except BudgetError:
             return None
-        host = host_bytes(compiled.assembly, planned.step, mode)
-        if question.host_budget is not None and host.total > question.host_budget and host.stash:
-            planned = without_stash(work, planned, mode, question) or planned
+        known.append(planned.plan)
         planned = on_drive(work, planned, compiled, mode, question) or planned
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         bound = lower_bound(work, flops, mode, question.machine)
@@ -241,27 +243,6 @@ def find_least(compiled: Compiled, work: Workload, micro_batches: int) -> Least:
         "streamed": host_bytes(compiled.assembly, lower(work, plan, streaming), streaming),
     }
     return Least(step, peak, {name: replace(host, stash=0) for name, host in hosts.items()})
-
-
-def without_stash(work: Workload, planned: Planned, mode: Mode, question: Question) -> Planned | None:
-    """The fastest plan with one choice for all blocks that parks no activations on the host.
-
-    For a host budget that the planner's own choice exceeds; it does not know that budget.
-    """
-    best: Planned | None = None
-    stream = (GroupPlan("stream", planned.plan.groups[0].lead),) * len(work.groups)
-    choices = ("all", "some", "none", "least")
-    for groups, choice in itertools.product((planned.plan.groups, stream), choices):
-        blocks = (BlockPlan(choice, "device"),) * len(work.blocks)
-        plan = replace(planned.plan, blocks=blocks, groups=groups)
-        step = lower(work, plan, mode)
-        peak = peak_bytes(step)
-        if peak > question.hbm_budget:
-            continue
-        timeline = simulate(step, question.machine)
-        if best is None or timeline.step_seconds < best.timeline.step_seconds:
-            best = Planned(plan, step, timeline, peak, planned.evaluations)
-    return best
 
 
 def schedule_of(answer: Answer, clip: bool) -> Schedule | None:

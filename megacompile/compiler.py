@@ -22,6 +22,7 @@ from megacompile.differentiate import DifferentiatedTemplate, differentiate
 from megacompile.dump import write_dump
 from megacompile.emit import emit_step
 from megacompile.errors import CaptureError, MegacompileError
+from megacompile.formats import state_bytes
 from megacompile.fuse import fuse, read_switches
 from megacompile.fuse_report import Fusions
 from megacompile.machine import Machine, nominal_cpu, this_cpu
@@ -31,7 +32,8 @@ from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, Template, partition
 from megacompile.plan import Mode
 from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes, with_states
-from megacompile.planner import Planned, search
+from megacompile.planner import Planned, follow, search
+from megacompile.policies import Policy
 from megacompile.schedule import Schedule
 from megacompile.tile import Cuts, Tiled, tile
 from megacompile.tile_choice import choose, ladder
@@ -86,6 +88,7 @@ class Compiler:
         dump: Path | None = None,
         kernels: Mapping[str, bool] | bool | None = None,
         tiers: Tiers | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.model = model
         self.tiers = tiers
@@ -98,6 +101,7 @@ class Compiler:
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
         self._loss_fn = loss_fn
         self._machine = machine
+        self._policy = policy
         self._dump = dump
         self._kernels = read_switches(kernels)
         self._dumped = 0
@@ -222,8 +226,7 @@ class Compiler:
         evaluate = mode.kind == "evaluate"
 
         def plan(compiled: Compiled) -> Planned:
-            found = search(compiled.assembly.work, mode, self.machine, self.budget_bytes)
-            return self._place(found, compiled.assembly, mode)
+            return self._place(self._find(compiled.assembly, mode), compiled.assembly, mode)
 
         if self.cuts is not None:
             compiled = self.compile(batch, evaluate=evaluate)
@@ -242,6 +245,17 @@ class Compiler:
             return planned
         chosen = choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
         return chosen or planned
+
+    def _find(self, assembly: Assembly, mode: Mode) -> Planned:
+        """By the policy, if there is one, for steps that train; else by the search."""
+        work, machine, budget = assembly.work, self.machine, self.budget_bytes
+        if self._policy is not None and mode.kind in ("train", "accumulate"):
+            return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget)
+        host = None
+        if self.tiers is not None and not self.tiers.stored:
+            state = sum(state_bytes(assembly.groups, self.tiers.form).values())
+            host = max(0, self.tiers.host_budget_bytes - state)
+        return search(work, mode, machine, budget, host_budget=host)
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""

@@ -14,7 +14,8 @@ class Machine:
     """Sustained rates; bytes and floating-point operations per second.
 
     ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
-    ``shared_cores`` says that transfers and updates take time from compute, as on a CPU. The drive's
+    ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
+    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half). The drive's
     rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme`` measured one.
     """
 
@@ -27,6 +28,8 @@ class Machine:
     launch_seconds: float = 0.0
     copy_seconds: float = 0.0
     shared_cores: bool = False
+    shared_memory: bool = False
+    cores: int = 2
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
 
@@ -42,25 +45,50 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
 
 @cache
 def this_cpu(dtype: torch.dtype) -> Machine:
-    """Rates of this CPU from half a second of measuring: products, elementwise operators, copies."""
+    """Rates of this CPU from a second of measuring, as the CPU backend uses them.
+
+    Products and elementwise operators run on all of torch's threads, copies on one, Adam on half.
+    """
+    cores = torch.get_num_threads()
     size = 1024
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     product = _fastest(lambda: a @ b)
     source, target = torch.ones(4 << 20), torch.ones(4 << 20)
-    copy = _fastest(lambda: target.copy_(source))
     elementwise = _fastest(lambda: source * target)
-    bandwidth = source.nbytes / copy
+    copy = copy_bandwidth()
     return Machine(
         name="this CPU",
         flops=2 * size**3 / product,
         memory_bandwidth=3 * source.nbytes / elementwise,
-        h2d_bandwidth=bandwidth,
-        d2h_bandwidth=bandwidth,
-        host_bandwidth=2 * bandwidth,
+        h2d_bandwidth=copy,
+        d2h_bandwidth=copy,
+        host_bandwidth=adam_bandwidth(max(1, cores // 2)),
         launch_seconds=50e-6,
         copy_seconds=20e-6,
         shared_cores=True,
+        cores=max(2, cores),
     )
+
+
+def copy_bandwidth(elements: int = 4 << 20) -> float:
+    """Bytes per second that one thread copies, as the CPU backend's transfers do."""
+    source, target = torch.ones(elements), torch.ones(elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return source.nbytes / _fastest(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
+    """Bytes per second of host memory that an Adam step moves, at 28 per parameter."""
+    from megacompile.host_adam import AdamHyper, adamw_step
+
+    high, low = torch.zeros(elements, dtype=torch.bfloat16), torch.zeros(elements, dtype=torch.int16)
+    first, second, grad = (torch.full((elements,), 1e-3) for _ in range(3))
+    hyper = AdamHyper(lr=1e-3)
+    return 28 * elements / _fastest(lambda: adamw_step((high, low), first, second, grad, hyper, threads))
 
 
 def _fastest(run: object, repeats: int = 8) -> float:

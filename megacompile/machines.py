@@ -113,7 +113,7 @@ def _built_in(
         name, flops=bf16 * 1e12 * share, memory_bandwidth=memory * 1e9 * DEVICE_MEMORY,
         h2d_bandwidth=_LINKS[link] * LINK, d2h_bandwidth=_LINKS[link] * LINK,
         host_bandwidth=_HOSTS[host] * HOST_MEMORY, launch_seconds=LAUNCH_SECONDS,
-        copy_seconds=COPY_SECONDS,
+        copy_seconds=COPY_SECONDS, shared_memory=True,
     )  # fmt: skip
     return MachineProfile(
         machine, title, device_bytes=gigabytes * 10**9, host_bytes=480 * 10**9 if on_chip else None,
@@ -212,8 +212,9 @@ def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
     return MachineProfile(machine, **_checked(given, MachineProfile, what))
 
 
-_TEXTS, _FLAGS, _MAY_BE_ZERO = {"name", "title"}, {"shared_cores"}, {"launch_seconds", "copy_seconds"}
-_SIZES = {"device_bytes", "host_bytes"}
+_TEXTS, _FLAGS = {"name", "title"}, {"shared_cores", "shared_memory"}
+_MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
+_SIZES = {"device_bytes", "host_bytes", "cores"}
 
 
 def _checked(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from megacompile.codec import parse_json
 from megacompile.errors import MegacompileError
 from megacompile.plan_text import plan_lines
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Plan:
     micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
     take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
     those through which state from NVMe passes, and as many for weights.
+    ``workload`` is the digest of what the plan was made for; an empty one goes with any that has as many
+    blocks and groups.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -56,6 +58,7 @@ class Plan:
     grad_lag: int = 1
     ring: int = 2
     window: int = 2
+    workload: str = ""
 
     names: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()), compare=False, repr=False)
 

@@ -1,25 +1,39 @@
 """The planner: search for the fastest plan that fits, scored by simulating the step it leads to.
 
 Candidates are lowered by the very passes that make the final step; their peak is exact and their time
-simulated. Block choices are tried as prefixes ("the first n blocks keep nothing, the rest everything"),
-by bisection, since a step that keeps more never needs less memory. The search is deterministic.
+simulated. Starts come from a linear program over counts (:mod:`~megacompile.mixture`) whose room is
+corrected until the step just fits, and from plans that treat everything alike; local search improves the
+best of them. The search is deterministic: it is limited by the operations that it lowers, not by time.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 
-from megacompile.errors import BudgetError
+from megacompile.arrange import CHOICES, Arrangement, Shape, arrange, shapes, uniform, with_late
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.least import describe_peak, infeasible, least_plans
 from megacompile.machine import Machine
-from megacompile.passes import lower
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.simulate import Timeline, simulate
-from megacompile.step import DEVICE_TOKENS, Step, Token, memory_curve, peak_bytes
+from megacompile.mixture import Mixer
+from megacompile.neighbours import neighbours
+from megacompile.passes import finish, lower_memory
+from megacompile.plan import Mode, Plan
+from megacompile.simulate import Timeline, duration, simulate
+from megacompile.step import Op, Step, host_bytes, peak_bytes
 from megacompile.units import format_bytes
 from megacompile.workload import Workload
+
+_STARTS, _LIMIT = 90_000, 180_000  # operations lowered before local search begins, and in all
+_EVALUATIONS = 300  # where steps are short
+_CORRECTIONS = 6  # solutions of the linear program per start
+_BETTER = 1 - 1e-9
+_CLOSE = 1.003  # to the goal: no more to be looked for
+_EVERYTHING = 1e15  # bytes that no device has
 
 
 @dataclass(frozen=True)
@@ -32,178 +46,250 @@ class Planned:
     peak_bytes: int
     evaluations: int
 
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds
 
-def search(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Planned:
-    """The fastest plan found whose step never holds more than ``budget_bytes``.
+
+def search(
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    host_budget: int | None = None,
+    also: Sequence[Plan] = (),
+) -> Planned:
+    """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
+
+    ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
+    stashes; where no plan meets it, it is as if not given, and the caller refuses. ``also`` are plans to
+    score as well, such as those of smaller budgets: what is found is never slower than one of them that
+    fits. On an interrupt the best plan so far is returned, if any.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
-    search = _Search(work, mode, machine, budget_bytes)
-    best: Planned | None = None
-    for shape in _shapes(mode):
-        best = _faster(best, search.fill(shape))
-    if best is None:
-        raise _infeasible(work, mode, budget_bytes)
-    best = search.hold(best)
-    return replace(best, evaluations=search.evaluations)
+    found = _Search(work, mode, machine, budget_bytes, host_budget)
+    try:
+        with _without_garbage_collection():
+            found.run(also)
+    except KeyboardInterrupt:
+        if found.best is None:
+            raise
+    if found.best is None and host_budget is not None:
+        return search(work, mode, machine, budget_bytes)
+    if found.best is None:
+        raise infeasible(work, mode, budget_bytes)
+    plan = replace(found.best.plan, workload=work.digest)
+    return replace(found.best, plan=plan, evaluations=found.evaluations)
 
 
-def _faster(best: Planned | None, other: Planned | None) -> Planned | None:
-    """The faster of two; the first where they tie, so that the order of trials decides."""
-    if best is None or other is None:
-        return best or other
-    return other if other.timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-9) else best
+def follow(plan: Plan, work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Planned:
+    """The step of a given plan, if the plan was made for this workload and fits.
+
+    Raises :class:`MegacompileError` for a plan of another model or batch, :class:`BudgetError` for one
+    that holds more than ``budget_bytes``.
+    """
+    check_fits(plan, work)
+    step = lower_memory(work, plan, mode)
+    peak = peak_bytes(step)
+    if peak > budget_bytes:
+        raise BudgetError(
+            f"The given plan holds {format_bytes(peak)} on the device and hbm_budget is "
+            f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
+            least_bytes=peak,
+        )
+    step = finish(step, work, plan, mode)
+    return Planned(plan, step, simulate(step, machine), peak, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The part of a plan that is the same for all blocks and groups of a candidate."""
-
-    stash: str
-    keep: str
-    lead: int
-    grad_lag: int
-    order: str
-
-
-def _shapes(mode: Mode) -> Iterator[_Shape]:
-    orders = ["depth", "breadth"] if mode.micro_batches > 1 else ["depth"]
-    for order, keep, (lead, lag), stash in itertools.product(
-        orders, ["step", "micro", "stream"], [(2, 1), (1, 1), (0, 0)], ["device", "host"]
-    ):
-        if keep == "micro" and mode.micro_batches == 1:
-            continue
-        yield _Shape(stash, keep, lead, lag, order)
+def check_fits(plan: Plan, work: Workload) -> None:
+    """Raise :class:`MegacompileError` where a plan is not one for this workload."""
+    if plan.workload and plan.workload != work.digest:
+        raise MegacompileError(
+            "The plan was made for another model, batch or version (its digest is "
+            f"{plan.workload[:8]}…, this workload's {work.digest[:8]}…): plan again."
+        )
+    if (len(plan.blocks), len(plan.groups)) != (len(work.blocks), len(work.groups)):
+        raise MegacompileError(
+            f"The plan has {len(plan.blocks)} blocks and {len(plan.groups)} weight groups, this model has "
+            f"{len(work.blocks)} and {len(work.groups)}: plan again."
+        )
+    for block, planned in zip(work.blocks, plan.blocks, strict=True):
+        if planned.choice not in CHOICES:
+            raise MegacompileError(
+                f"The plan keeps {planned.choice!r} of {block.name}: choose from {', '.join(CHOICES)}."
+            )
 
 
-# (what the first blocks keep, what the rest keeps): each pair is one family of prefixes
-_FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Steps hold no cycles, and collections would walk the whole captured model each time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Search:
-    """Lowers, measures and simulates candidates; each plan once."""
+    """Lowers, measures and simulates candidates, each plan once; keeps the best."""
 
-    def __init__(self, work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> None:
-        self.work, self.mode, self.machine, self.budget_bytes = work, mode, machine, budget_bytes
-        self._seen: dict[Plan, Planned | None] = {}
+    def __init__(
+        self, work: Workload, mode: Mode, machine: Machine, budget_bytes: int, host_budget: int | None
+    ) -> None:
+        self.work, self.mode, self.machine = work, mode, machine
+        self.budget_bytes, self.host_budget = budget_bytes, host_budget
+        self.best: Planned | None = None
+        self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
+        self.lowered = 0  # operations so far
+        self.evaluations = 0
+        self._seen: set[Plan] = set()
+
+    def run(self, also: Sequence[Plan]) -> None:
+        for plan in also:
+            self.score(replace(plan, workload=""))
+        self._mixtures()
+        self._uniform()
+        if self.best is None:
+            for plan in least_plans(self.work, self.mode):
+                self.score(plan)
+        if self.best is not None:
+            self._improve()
 
     @property
-    def evaluations(self) -> int:
-        return len(self._seen)
+    def _spent(self) -> bool:
+        return self.lowered >= _LIMIT or self.evaluations >= _EVALUATIONS
 
-    def attempt(self, plan: Plan) -> Planned | None:
-        """The plan's step and time, or None where it does not fit."""
-        if plan not in self._seen:
-            step = lower(self.work, plan, self.mode)
-            peak = peak_bytes(step)
-            self._seen[plan] = (
-                Planned(plan, step, simulate(step, self.machine), peak, 0)
-                if peak <= self.budget_bytes
-                else None
-            )
-        return self._seen[plan]
+    # ---- one candidate ------------------------------------------------------------------------------
 
-    def fill(self, shape: _Shape) -> Planned | None:
-        """The best of a shape: per family the shortest prefix that fits, by bisection."""
-        count = len(self.work.blocks)
+    def measure(self, plan: Plan) -> tuple[Step, int, bool]:
+        """The step before its waits, its peak, and whether it fits device and host."""
+        self.evaluations += 1
+        step = lower_memory(self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        peak = peak_bytes(step)
+        fits = peak <= self.budget_bytes and (
+            self.host_budget is None or host_bytes(step, self.work) <= self.host_budget
+        )
+        return step, peak, fits
 
-        def mixed(first: str, rest: str, n: int) -> Planned | None:
-            return self.attempt(_plan(self.work, shape, (first,) * n + (rest,) * (count - n)))
+    def score(self, plan: Plan) -> bool:
+        """Whether a plan fits and is faster than the best so far, which it then becomes."""
+        if plan in self._seen or not self._may_win(plan):
+            return False
+        self._seen.add(plan)
+        step, peak, fits = self.measure(plan)
+        return fits and self._simulate(plan, step, peak)
 
-        uniform = [mixed(name, name, count) for name in ("all", "some", "none", "least")]
-        best = functools.reduce(_faster, uniform)
-        fits_whole = uniform[0] is not None and shape.stash == "device"
-        if fits_whole or self.mode.kind in ("evaluate", "update"):
-            return best
-        for first, rest in _FAMILIES:
-            if mixed(first, rest, count) is not None:
-                of_family = functools.partial(mixed, first, rest)
-                best = _faster(best, of_family(_shortest(count, of_family)))
-        return best
+    def _simulate(self, plan: Plan, step: Step, peak: int) -> bool:
+        step = finish(step, self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        timeline = simulate(step, self.machine)
+        if self.best is not None and timeline.step_seconds >= self.best.seconds * _BETTER:
+            return False
+        self.best = Planned(plan, step, timeline, peak, 0)
+        return True
 
-    def hold(self, best: Planned) -> Planned:
-        """Spend what memory is left on weight groups that stay for the whole step, last ones first.
+    def _may_win(self, plan: Plan) -> bool:
+        """False where compute alone takes as long as the best step."""
+        if self.best is None:
+            return True
+        compute = sum(
+            self._compute[b][p.choice] if p.choice in self._compute[b] else self._compute[b]["none"]
+            for b, p in enumerate(plan.blocks)
+        )
+        return compute < self.best.seconds
 
-        Groups of the last layers are wanted again soonest, and every group that stays saves its
-        second journey.
-        """
-        groups = best.plan.groups
+    @cached_property
+    def _compute(self) -> list[dict[str, float]]:
+        """Per block and choice the seconds of its functions in a step."""
 
-        def holding(count: int) -> Planned | None:
-            kept = tuple(
-                replace(g, keep="step") if i >= len(groups) - count else g for i, g in enumerate(groups)
-            )
-            return self.attempt(replace(best.plan, groups=kept))
+        def seconds(kind: str, call: object) -> float:
+            if call is None:
+                return 0.0
+            op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore
+            return duration(op, self.machine)
 
-        if all(g.keep == "step" for g in groups) or self.mode.kind in ("evaluate", "update"):
-            return best
-        streamed = _shortest(len(groups), lambda n: holding(len(groups) - n))
-        return _faster(best, holding(len(groups) - streamed)) or best
+        if self.mode.kind == "update":
+            return [dict.fromkeys([c.name for c in b.choices] + ["none"], 0.0) for b in self.work.blocks]
+        return [
+            {
+                c.name: self.mode.micro_batches
+                * (
+                    seconds("forward", c.forward)
+                    + (self.mode.kind != "evaluate")
+                    * (seconds("recompute", c.recompute) + seconds("backward", c.backward))
+                )
+                for c in b.choices
+            }
+            for b in self.work.blocks
+        ]
 
+    # ---- starts -------------------------------------------------------------------------------------
 
-def _shortest(high: int, candidate: Callable[[int], Planned | None]) -> int:
-    """The least n in [0, high] whose candidate fits, given that ``high`` does and more fits better."""
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if candidate(middle) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    def _mixtures(self) -> None:
+        if self.mode.kind in ("evaluate", "update"):
+            return
+        arrangements: tuple[Arrangement, ...] = ("runs", "spread")
+        mixers = {}
+        for shape, arrangement in product(shapes(self.mode), arrangements):
+            if self.lowered > _STARTS:
+                return
+            if shape.order not in mixers:
+                mixer = mixers[shape.order] = Mixer(self.work, self.mode, self.machine, shape.order)
+                ideal = mixer.solve(_EVERYTHING, None)
+                if ideal is not None:
+                    self.goal = min(self.goal or ideal.seconds, ideal.seconds)
+            self._fill(mixers[shape.order], shape, arrangement)
 
+    def _fill(self, mixer: Mixer, shape: Shape, arrangement: Arrangement) -> None:
+        """Correct the program's room until the step that comes of it just fits, and score that one."""
+        room, host_room = float(self.budget_bytes), self.host_budget
+        fits_at, fails_at = 0.0, _EVERYTHING
+        fitting: tuple[Plan, Step, int] | None = None
+        for _ in range(_CORRECTIONS):
+            mixture = mixer.solve(room, host_room)
+            if mixture is None:
+                break
+            plan = arrange(self.work, shape, mixture, arrangement)
+            if not self.mode.keeps_gradients:
+                plan = with_late(plan, self.work, mixture.late)
+            step, peak, fits = self.measure(plan)
+            if fits:
+                same, fits_at = fitting is not None and fitting[0] == plan, room
+                fitting = plan, step, peak
+                if same or self.budget_bytes - peak < 0.01 * self.budget_bytes:
+                    break
+            else:
+                fails_at = room
+                if host_room is not None:
+                    host_room -= max(0, host_bytes(step, self.work) - (self.host_budget or 0))
+            room += 0.98 * (self.budget_bytes - peak)
+            if not fits_at < room < fails_at:
+                room = (fits_at + min(fails_at, self.budget_bytes)) / 2
+        if fitting is not None and fitting[0] not in self._seen:
+            self._seen.add(fitting[0])
+            self._simulate(*fitting)
 
-def _plan(work: Workload, shape: _Shape, names: Sequence[str]) -> Plan:
-    return Plan(
-        blocks=tuple(BlockPlan(n, shape.stash) for n in names),  # type: ignore[arg-type]
-        groups=tuple(GroupPlan(shape.keep, shape.lead) for _ in work.groups),  # type: ignore[arg-type]
-        order=shape.order,  # type: ignore[arg-type]
-        grad_lag=shape.grad_lag,
-    )
+    def _uniform(self) -> None:
+        keeps = ("step", "stream") if self.mode.micro_batches == 1 else ("step", "micro", "stream")
+        for shape in shapes(self.mode):
+            for choice, stash, keep in product(CHOICES, ("device", "host"), keeps):
+                self.score(uniform(self.work, shape, choice, stash, keep))
 
+    # ---- local search -------------------------------------------------------------------------------
 
-def _infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
-    def lowered(shape: _Shape, names: Sequence[str]) -> tuple[int, Step]:
-        step = lower(work, _plan(work, shape, names), mode)
-        return peak_bytes(step), step
-
-    count = len(work.blocks)
-    uniform = [(*lowered(s, (c,) * count), s) for s in _shapes(mode) for c in ("none", "some", "least")]
-    peak, step, shape = min(uniform, key=lambda found: found[0])
-    for first, rest in _FAMILIES:  # blocks that differ may need less when they are treated differently
-        for n in range(1, count):
-            mixed = lowered(shape, (first,) * n + (rest,) * (count - n))
-            peak, step = min((peak, step), mixed, key=lambda found: found[0])
-    return BudgetError(
-        f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
-        f"model and batch is {peak} bytes ({format_bytes(peak)}); {describe_peak(step, work)}. "
-        "Raise the budget, or make the batch or the sequences smaller.",
-        least_bytes=peak,
-    )
-
-
-def describe_peak(step: Step, work: Workload) -> str:
-    """What is alive at the highest point, in one clause: the operation, slots, stashes, workspace."""
-    curve = memory_curve(step)
-    if not curve:
-        return "nothing runs on the device"
-    index, peak = max(curve, key=lambda point: point[1])
-    op = step.ops[index]
-    where = f"{op.kind} of {work.blocks[op.block].name}" if op.block >= 0 else op.kind
-    alive = alive_before(step, index)
-    stashes = sum(step.token_bytes[t] for t in alive)
-    workspace = peak - stashes - step.slab_bytes - step.constant_bytes
-    return (
-        f"at its highest point, {where}, it holds {format_bytes(step.slab_bytes)} of weight slots, "
-        f"{format_bytes(stashes)} of activations and gradients, and {format_bytes(workspace)} of "
-        "that block's own tensors"
-    )
-
-
-def alive_before(step: Step, index: int) -> set[Token]:
-    """Device tokens alive when the operation at ``index`` starts."""
-    alive: set[Token] = set()
-    for op in step.ops[:index]:
-        alive |= {t for t in op.writes if t[0] in DEVICE_TOKENS}
-        alive -= {*op.donates, *op.frees}
-    return alive
+    def _improve(self) -> None:
+        """First improvement over the neighbours of the best, until none helps or the limit is reached."""
+        assert self.best is not None
+        while not self._spent and self.best.seconds > self.goal * _CLOSE:
+            start = self.best.plan
+            for plan in neighbours(self.work, self.mode, start):
+                if self._spent:
+                    return
+                self.score(plan)
+            if self.best.plan == start:
+                return

@@ -203,12 +203,18 @@ def load_model(name: str) -> Model:
     config that cannot be read or is no causal language model.
     """
     _need_transformers()
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     config = _config(name)
     _need_decoder(name, config)
+    return build(name, config)
+
+
+def build(name: str, config: Any) -> Model:
+    """The model of a transformers config on the meta device."""
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config).train()

@@ -14,9 +14,9 @@ from megacompile.cli_figures import Host, alive_at_peak, idle_causes
 from megacompile.cli_plan import Answer, Prediction
 from megacompile.cli_ways import Largest, Point, WayOut
 from megacompile.formats import CODINGS, state_bytes
+from megacompile.least import describe_peak
 from megacompile.plan_text import plan_table
 from megacompile.plan_tiers import describe_traffic
-from megacompile.planner import describe_peak
 from megacompile.step import STREAMS
 from megacompile.units import format_bytes
 

@@ -21,6 +21,7 @@ from megacompile.codec import from_plain, parse_json, to_plain
 from megacompile.emit import emit_step, statement
 from megacompile.errors import MegacompileError
 from megacompile.explain import explain
+from megacompile.least import describe_peak
 from megacompile.machine import Machine
 from megacompile.measured import Measured, compare, comparison_table
 from megacompile.page import render_page
@@ -28,7 +29,6 @@ from megacompile.passes import lower
 from megacompile.plan import Mode, Plan
 from megacompile.plan_text import plan_table
 from megacompile.plan_tiers import describe_traffic
-from megacompile.planner import describe_peak
 from megacompile.simulate import Timeline, simulate
 from megacompile.step import STREAMS, Op, Step, peak_bytes
 from megacompile.trace import chrome_trace

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from megacompile.workload import Workload
+
 Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
 
@@ -55,7 +57,8 @@ class Op:
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
-    ``choice`` is what a block keeps, or whether a read is of "weights" or "state".
+    ``seconds`` is measured, 0 where it was not. ``choice`` is what a block keeps, or whether a read is of
+    "weights" or "state".
     """
 
     kind: Kind
@@ -74,6 +77,7 @@ class Op:
     end_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
+    seconds: float = 0.0
     offset: int = -1
 
     @property
@@ -169,3 +173,11 @@ def memory_curve(step: Step) -> list[tuple[int, int]]:
 def peak_bytes(step: Step) -> int:
     """Device bytes at the step's highest point."""
     return max((b for _, b in memory_curve(step)), default=step.slab_bytes + step.constant_bytes)
+
+
+def host_bytes(step: Step, work: Workload) -> int:
+    """Host bytes of a step beyond masters and moments: kept gradients, the ring, and stashes."""
+    groups = work.groups
+    kept = sum(groups[g].nbytes if own else 4 * groups[g].elements for g, own in kept_gradients(step).items())
+    stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")  # each has a buffer of its own
+    return kept + sum(step.ring) + stashes

@@ -118,4 +118,5 @@ def _op(
         end_bytes=call.end_bytes,
         flops=call.flops,
         moved_bytes=call.moved_bytes,
+        seconds=call.seconds,
     )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megacompile.errors import BudgetError
+from megacompile import planner
+from megacompile.errors import BudgetError, MegacompileError
 from megacompile.machine import Machine
 from megacompile.passes import lower
 from megacompile.plan import Mode, Plan
 from megacompile.planner import Planned, search
-from megacompile.simulate import simulate
-from megacompile.step import Step, peak_bytes
+from megacompile.simulate import Timeline, simulate
+from megacompile.step import Step, host_bytes, peak_bytes
 from megacompile.verify import verify
 from megacompile.workload import Workload
 from tests.schedule.problems import MODES, chain, machines, modes, uniform, workloads
@@ -139,3 +141,93 @@ def test_an_infeasible_budget_tells_what_needs_it() -> None:
     message = str(caught.value)
     assert re.search(r"of layers\.\d, it holds", message), message
     assert "weight slots" in message and "make the batch" in message
+
+
+@settings(max_examples=10)
+@given(workloads(4), modes, machines(), st.lists(st.floats(0, 1), min_size=3, max_size=3))
+def test_a_sweep_that_hands_on_its_winners_never_gets_slower(
+    work: Workload, mode: Mode, machine: Machine, parts: list[float]
+) -> None:
+    low, high = budgets(work, mode)
+    seconds: list[float] = []
+    plans: list[Plan] = []
+    for part in sorted(parts):
+        found = search(work, mode, machine, low + int(part * (high - low)), also=plans)
+        plans.append(found.plan)
+        seconds.append(found.seconds)
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
+
+
+def test_a_host_budget_is_kept_where_a_plan_can() -> None:
+    """Stashes and late updates cost host bytes; with room for the ring alone there are none."""
+    work = chain(6)
+    low, _ = budgets(work, TRAIN)
+    slow = replace(MACHINE, host_bandwidth=100.0)
+    free = search(work, TRAIN, slow, low + 500)
+    ring = 2 * 1000
+    tight = search(work, TRAIN, slow, low + 500, host_budget=ring)
+    assert host_bytes(free.step, work) > ring >= host_bytes(tight.step, work)
+    assert free.seconds <= tight.seconds
+
+
+def test_where_no_plan_meets_the_host_budget_it_is_as_if_not_given() -> None:
+    work = chain(4)
+    assert search(work, TRAIN, MACHINE, PLENTY, host_budget=1) == search(work, TRAIN, MACHINE, PLENTY)
+
+
+def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = chain(6)
+    calls = 0
+
+    def interrupted(step: Step, machine: Machine) -> Timeline:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return simulate(step, machine)
+
+    monkeypatch.setattr(planner, "simulate", interrupted)
+    found = search(work, TRAIN, MACHINE, PLENTY)
+    assert calls == 4 and found.peak_bytes <= PLENTY
+    monkeypatch.setattr(planner, "simulate", lambda step, machine: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        search(work, TRAIN, MACHINE, PLENTY)
+
+
+def test_late_updates_help_where_the_host_is_the_roof() -> None:
+    """In the order of the backward the first layer's update comes last, and the next step waits for it."""
+    work, slow = chain(8), replace(MACHINE, host_bandwidth=1000.0)
+    found = search(work, TRAIN, slow, PLENTY)
+    late = {g.update for g in found.plan.groups}
+    early = replace(
+        found.plan, workload="", groups=tuple(replace(g, update="early") for g in found.plan.groups)
+    )
+    assert "late" in late
+    assert found.seconds < 0.9 * takes(lower(work, early, TRAIN), slow)
+
+
+@settings(max_examples=40)
+@given(workloads(5))
+def test_a_workload_file_is_exact_and_its_digest_tells_workloads_apart(work: Workload) -> None:
+    again = Workload.from_json(work.to_json())
+    assert again == work and again.digest == work.digest
+    other = replace(work, constant_bytes=work.constant_bytes + 1)
+    assert other.digest != work.digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 1, "work": 3}', '{"version": 1, "work": [[], [], [], NaN]}',
+     '{"version": 1, "work": [[], [], [], true, 0]}', '{"version": 1, "work": [[[1]], [], [], 0]}',
+     "[" * 100000],
+)  # fmt: skip
+def test_a_wrong_workload_file_is_refused(text: str) -> None:
+    with pytest.raises(MegacompileError, match="workload file"):
+        Workload.from_json(text)
+
+
+def test_a_truncated_workload_file_is_refused() -> None:
+    text = chain(2).to_json()
+    for length in range(0, len(text), 7):
+        with pytest.raises(MegacompileError, match="workload file"):
+            Workload.from_json(text[:length])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.contention import draws_memory, shared_times
 from megacompile.machine import Machine
 from megacompile.passes import lower
 from megacompile.plan import Mode, Plan
@@ -39,7 +40,7 @@ def test_a_faster_part_never_makes_the_step_slower(
 
 
 @settings(max_examples=100)
-@given(scheduled(), st.booleans().flatmap(lambda shared: machines(shared_cores=shared)))
+@given(scheduled(), machines())
 def test_a_step_takes_at_least_what_each_stream_works(problem: Problem, machine: Machine) -> None:
     step = problem[3]
     line = simulate(step, machine)
@@ -47,9 +48,57 @@ def test_a_step_takes_at_least_what_each_stream_works(problem: Problem, machine:
     for stream in STREAMS:
         assert line.busy[stream] == pytest.approx(sum(duration(op, machine) for op in step.on(stream)))
         assert line.step_seconds >= line.busy[stream] * (1 - CLOSE)
-    if machine.shared_cores:
-        on_cores = sum(t for s, t in line.busy.items() if not s.startswith("nvme"))
-        assert line.step_seconds >= on_cores * (1 - CLOSE)
+
+
+SHARED = st.sampled_from([{"shared_memory": True}, {"shared_cores": True, "cores": 2}])
+
+
+@settings(max_examples=100)
+@given(scheduled(), machines(), SHARED)
+def test_sharing_only_ever_slows_and_never_gives_more_than_there_is(
+    problem: Problem, machine: Machine, shared: dict[str, object]
+) -> None:
+    step, crowded = problem[3], replace(machine, **shared)  # type: ignore[arg-type]
+    alone, line = simulate(step, machine), simulate(step, crowded)
+    slack = max(line.ends, default=0.0) * CLOSE
+    assert line.step_seconds >= alone.step_seconds * (1 - CLOSE)
+    for op, start, end in zip(step.ops, line.starts, line.ends, strict=True):
+        assert end - start >= duration(op, machine) * (1 - CLOSE) - slack
+    if crowded.shared_memory:
+        moved = sum(op.nbytes for op in step.ops if draws_memory(op))
+        assert line.step_seconds >= moved / machine.host_bandwidth * (1 - CLOSE)
+    else:
+        for i, op in enumerate(step.ops):
+            assert all(line.starts[i] >= line.ends[j] - slack for j in before(step, i, op))
+
+
+def before(step: Step, index: int, op: Op) -> list[int]:
+    """Earlier operations of this step that an operation waits for, and the one before it on its stream."""
+    earlier = step.ops[:index]
+    found = [j for j, other in enumerate(earlier) if other.stream == op.stream][-1:]
+    return found + [max(j for j, o in enumerate(earlier) if o.event == e) for e in op.waits
+                    if any(o.event == e for o in earlier)]  # fmt: skip
+
+
+def test_two_copies_and_an_update_share_host_memory() -> None:
+    """Each alone takes 1 s and draws all of the host's bandwidth: together they take 3 s."""
+    machine = Machine("m", 1.0, 1.0, 10.0, 10.0, 10.0, shared_memory=True)
+    ops = tuple(Op(k, s, group=i, nbytes=10) for i, (k, s) in enumerate(
+        [("prefetch", "h2d"), ("push_grad", "d2h"), ("adam", "host")]))  # type: ignore[arg-type]  # fmt: skip
+    line = simulate(Step(ops, {}, 1), machine)
+    assert [e - s for s, e in zip(line.starts, line.ends, strict=True)] == pytest.approx([3.0] * 3)
+
+
+@settings(max_examples=60)
+@given(scheduled(), machines())
+def test_with_room_for_all_sharing_changes_nothing(problem: Problem, machine: Machine) -> None:
+    step = problem[3]
+    seconds = [duration(op, machine) for op in step.ops]
+    starts, ends = shared_times(step.ops, seconds, machine, 2)
+    line = simulate(step, machine)
+    count = len(step.ops)
+    assert starts[count:] == pytest.approx(line.starts)
+    assert ends[count:] == pytest.approx(line.ends)
 
 
 @settings(max_examples=100)

@@ -1,0 +1,221 @@
+"""How good the plans are: against a lower bound, against fixed schedules, and against all plans.
+
+    python -m benchmarks.plan_quality [--only TEXT] [--scaling PNG] [--tiny]
+
+Each instance of ``benchmarks/instances`` is searched; the table gives its distance to the linear relaxation
+of the whole-step problem (:mod:`benchmarks.relaxation`) and by how much fixed schedules are slower. A fixed
+schedule that does not fit the budget is a dash. ``--tiny`` compares with all plans of small problems,
+``--scaling`` times the search at growing depth and draws it. Times of the search are of this machine as
+loaded as it is; everything else is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.instances import Instance, load_instances, load_workload, shortened
+from benchmarks.peers import greedysnake_plans, megatrain_step, zero3_step
+from benchmarks.relaxation import relaxed_seconds
+from benchmarks.report import machine_line
+from megacompile.arrange import shapes, uniform
+from megacompile.machine import Machine
+from megacompile.machines import load_machine
+from megacompile.passes import finish, lower_memory
+from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.planner import search
+from megacompile.simulate import simulate
+from megacompile.step import Step, peak_bytes
+from megacompile.workload import Workload
+
+Stash = Literal["device", "host"]
+Keep = Literal["stream", "step"]
+Update = Literal["early", "late"]
+RIVALS = ("uniform", "GreedySnake", "MegaTrain", "ZeRO-3")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds per step of one instance; a rival that does not fit is None."""
+
+    name: str
+    level: str
+    bound: float
+    found: float
+    search_seconds: float
+    evaluations: int
+    rivals: dict[str, float | None]
+
+    @property
+    def distance(self) -> float:
+        return self.found / self.bound - 1
+
+
+def measure(instance: Instance) -> Result:
+    """Search one instance and score its rivals."""
+    work, mode, machine, budget = instance.work, instance.mode, instance.rates, instance.budget_bytes
+    start = time.process_time()
+    planned = search(work, mode, machine, budget)
+    seconds = time.process_time() - start
+    rivals = {
+        "uniform": best_plan(work, mode, machine, budget, uniform_plans(work, mode)),
+        "GreedySnake": best_plan(work, mode, machine, budget, greedysnake_plans(work, mode)),
+        "MegaTrain": fitting(megatrain_step(work, mode), machine, budget),
+        "ZeRO-3": fitting(zero3_step(work, mode), machine, budget),
+    }
+    bound = relaxed_seconds(work, mode, machine, budget)
+    return Result(instance.name, instance.level, bound, planned.seconds, seconds, planned.evaluations, rivals)
+
+
+def uniform_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
+    """One treatment for all blocks and one for all groups, in every combination."""
+    keeps = ("step", "stream") if mode.micro_batches == 1 else ("step", "micro", "stream")
+    for shape in shapes(mode):
+        for choice, stash, keep in product(("all", "some", "none", "least"), ("device", "host"), keeps):
+            yield uniform(work, shape, choice, stash, keep)
+
+
+def best_plan(
+    work: Workload, mode: Mode, machine: Machine, budget: int, plans: Iterable[Plan]
+) -> float | None:
+    """Seconds of the fastest of some plans that fits."""
+    best = math.inf
+    for plan in dict.fromkeys(plans):
+        step = lower_memory(work, plan, mode)
+        if peak_bytes(step) <= budget:
+            best = min(best, simulate(finish(step, work, plan, mode), machine).step_seconds)
+    return best if best < math.inf else None
+
+
+def fitting(step: Step, machine: Machine, budget: int) -> float | None:
+    return simulate(step, machine).step_seconds if peak_bytes(step) <= budget else None
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: one row per instance, medians by budget level below."""
+    lines = ["| instance | bound | found | distance | " + " | ".join(RIVALS) + " |",
+             "|---|--:|--:|--:|" + "--:|" * len(RIVALS)]  # fmt: skip
+    for r in results:
+        cells = [f"+{x / r.found - 1:.0%}" if x is not None else "–" for x in (r.rivals[n] for n in RIVALS)]
+        lines.append(
+            f"| {r.name} | {r.bound:.3f} s | {r.found:.3f} s | {r.distance:.1%} | " + " | ".join(cells) + " |"
+        )
+    others = [r for r in results if r.level != "least"]
+    lines.append("")
+    for label, group in (
+        ("least budgets", [r for r in results if r.level == "least"]),
+        ("all others", others),
+    ):
+        if group:
+            d = [r.distance for r in group]
+            lines.append(f"{label}: {len(group)} instances, distance to the bound median "
+                         f"{statistics.median(d):.1%}, worst {max(d):.1%}")  # fmt: skip
+    worse = [(r.name, n) for r in results for n in RIVALS
+             if r.rivals[n] is not None and r.rivals[n] < r.found * (1 - 1e-6)]  # type: ignore[operator]  # fmt: skip
+    lines.append(f"slower than a fixed schedule: {worse or 'never'}")
+    for n in RIVALS:
+        gains = [x / r.found for r in results if (x := r.rivals[n]) is not None]
+        if gains:
+            middle, most = statistics.median(gains), max(gains)
+            lines.append(f"{n} takes {middle:.2f}× as long (median), {most:.2f}× at most; it fits "
+                         f"{len(gains)} of {len(results)}")  # fmt: skip
+    cpu = [r.search_seconds for r in results]
+    lines.append(f"search: median {statistics.median(cpu):.1f} s of CPU time, most {max(cpu):.1f} s")
+    return "\n".join(lines)
+
+
+# ---- all plans of tiny problems ---------------------------------------------------------------------
+
+
+def all_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
+    """Every choice and stash per block, every residency and update per group, every shape."""
+    stashes: tuple[Stash, ...] = ("device", "host")
+    keeps: tuple[Keep, ...] = ("stream", "step")
+    updates: tuple[Update, ...] = ("early", "late") if not mode.keeps_gradients else ("early",)
+    per_block = [
+        [BlockPlan(n, s) for n in dict.fromkeys(c.name for c in b.choices) for s in stashes]
+        for b in work.blocks
+    ]
+    for shape in shapes(mode):
+        group = [GroupPlan(k, shape.lead, update=u) for k in keeps for u in updates]
+        for blocks, groups in product(product(*per_block), product(group, repeat=len(work.groups))):
+            yield Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
+
+
+def tiny() -> str:
+    """The search beside the best of all plans, on models cut to their ends and one layer."""
+    lines = ["| problem | plans | best of all | found | off |", "|---|--:|--:|--:|--:|"]
+    for name, machine_name, clip, part in product(
+        ("qwen2.5-0.5b-4x2048", "llama-3.1-8b-1x4096"), ("rtx-3090", "gh200"), (False, True), (0.2, 0.6)
+    ):
+        work, mode = shortened(load_workload(name), 3), Mode("train", deferred=clip)
+        machine = load_machine(machine_name).machine
+        plans = list(all_plans(work, mode))
+        peaks = [peak_bytes(lower_memory(work, p, mode)) for p in plans]
+        budget = int(min(peaks) + part * (max(peaks) - min(peaks)))
+        fit = [p for p, peak in zip(plans, peaks, strict=True) if peak <= budget]
+        best = best_plan(work, mode, machine, budget, fit)
+        assert best is not None
+        found = search(work, mode, machine, budget).seconds
+        title = f"{name} cut to 3 blocks, {machine_name}, {budget / 1e9:.2f} GB" + ", clip" * clip
+        lines.append(f"| {title} | {len(plans)} | {best:.4f} s | {found:.4f} s | {found / best - 1:+.1%} |")
+    return "\n".join(lines)
+
+
+def scaling(png: Path | None) -> str:
+    """CPU seconds of the search over depth, for a 70B-like model cut to fewer layers."""
+    work = load_workload("llama-3.1-70b-4x4096")
+    instance = next(i for i in load_instances() if i.workload == "llama-3.1-70b-4x4096" and i.level == "half")
+    rows = []
+    for layers in (10, 20, 40, 80):
+        part = shortened(work, layers + 2)  # embedding and head
+        start = time.process_time()
+        planned = search(part, instance.mode, instance.rates, instance.budget_bytes * layers // 80)
+        rows.append((layers, time.process_time() - start, planned.evaluations))
+    if png is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        plt.plot([r[0] for r in rows], [r[1] for r in rows], "o-")
+        plt.xlabel("layers")
+        plt.ylabel("CPU seconds of the search")
+        plt.ylim(0)
+        plt.savefig(png, dpi=120)
+    lines = ["| layers | search | evaluations |", "|--:|--:|--:|"]
+    return "\n".join([*lines, *(f"| {n} | {t:.2f} s | {e} |" for n, t, e in rows)])
+
+
+def main() -> None:
+    """Run what was asked for and print it as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="instances whose name contains this text")
+    parser.add_argument("--scaling", type=Path, metavar="PNG", help="time the search over depth instead")
+    parser.add_argument("--tiny", action="store_true", help="compare with all plans of tiny problems instead")
+    options = parser.parse_args()
+    print(f"{machine_line()}\n")
+    if options.scaling:
+        print(scaling(options.scaling))
+        return
+    if options.tiny:
+        print(tiny())
+        return
+    results = []
+    for instance in load_instances():
+        if options.only in instance.name:
+            results.append(measure(instance))
+            r = results[-1]
+            print(f"# {r.name}: {r.distance:.1%}, {r.search_seconds:.1f} s, {r.evaluations}", flush=True)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Planning from a few layers gives the very partition that capturing the whole model gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.batch import read_batch
+from megacompile.compiler import Compiler
+from megacompile.presets import Model, build
+from megacompile.unroll import compile_repeated
+
+transformers = pytest.importorskip("transformers")
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 6},
+    "qwen3": {"num_hidden_layers": 5, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma3_text": {"num_hidden_layers": 9, "head_dim": 8, "sliding_window": 8},
+    "gpt_oss": {"num_hidden_layers": 5, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 8},
+    "mixtral": {"num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_hidden_layers": 7, "num_key_value_heads": 4, "n_routed_experts": 4,
+                    "num_experts_per_tok": 2, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1,
+                    "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8,
+                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}  # fmt: skip
+
+
+def small_model(kind: str) -> Model:
+    config = transformers.CONFIG_MAPPING[kind](**(_SMALL | _MODELS[kind]))
+    return build(kind, config)
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(kind)
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
+    whole = Compiler(model.module, optimizer=None, compute_dtype=torch.bfloat16, budget_bytes=1)
+    expected = whole.compile(batch, evaluate=False)
+    found = compile_repeated(model, batch, torch.bfloat16)
+    assert len(found.captured.graph.nodes) < len(expected.captured.graph.nodes)
+    assert found.assembly.work == expected.assembly.work
+    assert found.assembly.groups == expected.assembly.groups
+    assert found.assembly.places == expected.assembly.places
+
+
+def test_a_model_of_few_layers_is_captured_whole() -> None:
+    config = transformers.CONFIG_MAPPING["llama"](**(_SMALL | {"num_hidden_layers": 2}))
+    model = build("llama", config)
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
+    assert len(compile_repeated(model, batch, torch.bfloat16).assembly.work.blocks) >= 3
