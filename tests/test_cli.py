@@ -108,7 +108,7 @@ def test_host_bytes_are_twelve_per_parameter_and_two_or_four_for_kept_gradients(
     assert answer.clipped.host.masters + answer.clipped.host.moments == 12 * parameters
     assert answer.clipped.host.gradients == 2 * parameters
     assert hosts(answer)["accumulated"].gradients == 4 * parameters
-    assert answer.streamed.host.gradients == 0
+    assert answer.streamed.host.gradients < answer.clipped.host.gradients  # of late updates alone
     assert answer.streamed.host.buffers > 0
 
 
