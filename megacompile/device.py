@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble import Slot
+from megacompile.host_adam import AdamHyper
+from megacompile.state import HostState
 from megacompile.step import Event, Step, Stream
 from megacompile.workers import Trace
 
@@ -102,6 +104,9 @@ class Device(Protocol):
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
         """Copy between host and device, inside an operation's ``run``."""
+
+    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
+        """One Adam step of a group whose state is on the device, on the compute stream."""
 
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool

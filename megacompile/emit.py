@@ -202,6 +202,9 @@ def statement(
     elif op.kind == "push_grad":
         arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
                       f"to={_home(op.writes[0], ring)}"]  # fmt: skip
+    elif op.kind == "accumulate":
+        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
+                      f"to={_token(op.writes[0])}"]  # fmt: skip
     elif op.kind == "adam":
         arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
     elif op.kind in ("norm", "write"):

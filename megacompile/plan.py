@@ -28,7 +28,8 @@ class GroupPlan:
     ``keep``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
     backward, "step" holds it for the whole step. ``lead`` counts compute operations between the
     start of a prefetch and the first use. ``state``: "host" holds masters and moments in RAM; "nvme"
-    leaves only the streamed weights there; "nvme-all" leaves nothing there. ``update``: where updates
+    leaves only the streamed weights there; "nvme-all" leaves nothing there;
+    "device" keeps all of it on the device, where it is updated. ``update``: where updates
     need not wait for the end of the backward, "early" updates when the gradient has landed, "late" after
     the backward, in the order of the next forward, with the gradient kept on the host until then. A
     forward waits for its own groups alone, so late updates of some groups let it start sooner.
@@ -36,7 +37,7 @@ class GroupPlan:
 
     keep: Literal["stream", "micro", "step"] = "stream"
     lead: int = 2
-    state: Literal["host", "nvme", "nvme-all"] = "host"
+    state: Literal["host", "nvme", "nvme-all", "device"] = "host"
     update: Literal["early", "late"] = "early"
 
 

@@ -23,7 +23,8 @@ from megacompile.errors import BudgetExceededError, ProgramError, StorageError
 from megacompile.host_adam import AdamHyper
 from megacompile.joint import Ref
 from megacompile.offload import Offload
-from megacompile.state import HostState, slot_view
+from megacompile.resident import ResidentState
+from megacompile.state import HostState, add_gradients, slot_view
 from megacompile.step import Event, Step, Stream, Token
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.workers import Trace
@@ -36,6 +37,7 @@ class Runtime:
         self.state = state
         self.device = device
         device.own(state.weights)
+        self.resident = ResidentState(state, device.torch_device)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)  # of the last two runs: what ran when
         self._bound: BoundStep = None  # type: ignore[assignment]
         self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
@@ -117,9 +119,13 @@ class Runtime:
 
     @property
     def has_gradients(self) -> bool:
-        return bool(self._landed)
+        return bool(self._landed or self.resident.landed)
 
     def _prepare(self, step: Step) -> None:
+        if not self.resident.settled(step):
+            self.finish()
+            self.resident.move(step)
+        self.resident.prepare(step)
         self._constants = self.device.prepare(step, self._bound.constants)
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
@@ -136,6 +142,7 @@ class Runtime:
             self._store.clear()
             self._resident.clear()
             self._landed.clear()
+            self.resident.landed.clear()
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -235,7 +242,31 @@ class Runtime:
 
         self.device.submit("d2h", ("push_grad", group, block, micro), after, push)
 
+    def accumulate(
+        self, *, group: int, block: int, micro: int, to: Token, free: Any, after: Sequence[Event] = ()
+    ) -> None:
+        self.device.wait(after)
+        start = self.device.clock()
+        landed, slots = self.resident.landed, self._bound.assembly.groups[group].slots
+        fresh = to[0] == "dring" or group not in landed
+        if to[0] == "dgrad":
+            landed.add(group)
+        add_gradients(
+            self.resident.gradient(group, to), slots, self._store["wg", group, block, micro], fresh
+        )
+        self._free(free)
+        self.device.reached(("accumulate", group, block, micro))
+        self.device.note(("accumulate", group, block, micro), start)
+
     def norm(self, *, group: int, after: Sequence[Event] = ()) -> None:
+        if group in self.resident.weights:
+            self.device.wait(after)
+            start = self.device.clock()
+            taken = self.device.read(self.resident.norms(group))
+            self._norms |= dict(zip(self.resident.names(group), taken, strict=True))
+            self.device.reached(("norm", group))
+            self.device.note(("norm", group), start)
+            return
         layout, norms = self._bound.assembly.groups[group], self._norms
         grad = self._gradient(group, ("hgrad", group))
 
@@ -298,6 +329,10 @@ class Runtime:
 
     def adam(self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()) -> None:
         self._check_loss()
+        if grad[0] in ("dgrad", "dring"):
+            self.device.wait(after)
+            self._update_resident(group, grad)
+            return
         home = self._gradient(group, grad)
         self._landed.discard(group)
         progress = self._updates[self.device.step]
@@ -320,6 +355,23 @@ class Runtime:
                 unwritten.add(group)  # its write ends the update
 
         self.device.submit("host", ("adam", group), after, update)
+
+    def _update_resident(self, group: int, grad: Token) -> None:
+        """One update on the compute stream; what clip_scale found is known by now."""
+        start = self.device.clock()
+        self.resident.landed.discard(group)
+        progress = self._updates[self.device.step]
+        deferred = grad[0] == "dgrad" and "clip_scale" in self._bound.kinds
+        if deferred and self._results.skipped:
+            progress[0] -= 1
+        else:
+            self.state.steps[group] += 1
+            progress[1] += 1
+            hypers = [_scaled(h, self._scale if deferred else 1.0) for h in self._inputs.hypers[group]]
+            self.device.update(self.state, group, self.resident.gradient(group, grad), hypers)
+            progress[2] += 1
+        self.device.reached(("adam", group))
+        self.device.note(("adam", group), start)
 
     # ---- values ----------------------------------------------------------------------------------
 
@@ -359,7 +411,7 @@ class Runtime:
             return self._store["x", item.value, micro]
         if item.kind == "weight":
             group, slot = self._bound.assembly.places[item.name]
-            return self._resident[group][slot]
+            return (self._resident.get(group) or self.resident.weights[group])[slot]
         if item.kind == "buffer":
             return self._constants[item.name]
         return self.device.send(torch.tensor([self._inputs.seeds[micro], item.site]))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megacompile.assemble import Slot
 from megacompile.meter import StorageMeter
-from megacompile.state import slot_view
+from megacompile.host_adam import AdamHyper
+from megacompile.state import HostState, add_gradients
 from megacompile.step import Event, Step, Stream
 from megacompile.workers import Streams, Trace
 
@@ -128,16 +129,8 @@ class CpuDevice:
     ) -> None:
         add_gradients(home, slots, parts, fresh)
 
-
-def add_gradients(
-    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
-) -> None:
-    """Land host gradients in a flat bucket; what a fresh bucket gets no gradient for is zero."""
-    if fresh and len(parts) < len(slots):
-        home.zero_()
-    for index, grad in parts:
-        place = slot_view(home, slots[index])
-        place.copy_(grad) if fresh else place.add_(grad)
+    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
+        state.update(group, grad, hypers, threads=torch.get_num_threads())
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from megacompile.arena import HostArena
 from megacompile.assemble import Slot
 from megacompile.errors import BudgetError, BudgetExceededError
-from megacompile.runtime_cpu import add_gradients
-from megacompile.state import slot_view
+from megacompile.host_adam import AdamHyper
+from megacompile.kernels.adamw import adamw_
+from megacompile.state import HostState, add_gradients, slot_view
 from megacompile.step import Event, Step, Stream
 from megacompile.streams_cuda import CudaApi, CudaStreams, Flag, Tail
 from megacompile.units import format_bytes
@@ -228,6 +229,13 @@ class CudaDevice:
                 landing.free.set()
 
         return tail
+
+    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
+        """By the kernel, or its reference in plain torch where triton is missing."""
+        for weights, low, first, second, part, hyper in state.device_runs(group, grad, hypers):
+            scale = None if hyper.grad_scale == 1.0 else self.send(torch.tensor([hyper.grad_scale]))
+            adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
+                   hyper.weight_decay, hyper.step, scale)  # fmt: skip
 
 
 def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:

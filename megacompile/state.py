@@ -249,3 +249,14 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 def _strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
     start = flat.storage_offset() + offset
     return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
+
+
+def add_gradients(
+    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+) -> None:
+    """Land host gradients in a flat bucket; what a fresh bucket gets no gradient for is zero."""
+    if fresh and len(parts) < len(slots):
+        home.zero_()
+    for index, grad in parts:
+        place = slot_view(home, slots[index])
+        place.copy_(grad) if fresh else place.add_(grad)

@@ -29,6 +29,7 @@ Kind = Literal[
     "offload",  # a block's saved tensors: device -> host
     "reload",  # and back
     "push_grad",  # a block's contribution to a group's gradient: device -> host
+    "accumulate",  # a block's contribution to the gradient of a group whose state is on the device
     "norm",  # squared norms of a group's landed gradient
     "clip_scale",  # the clipping coefficient from all norms
     "adam",  # update of a group's masters and moments
@@ -42,7 +43,8 @@ tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro
 group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot),
 ("stash", block, micro), ("norm", group), ("scale",), ("window", slot) a buffer that a group's state passes
 through, ("staged", slot) one that streamed weights pass through; ("disk", group, part) on NVMe, where part
-0 is the streamed weights and part 1 the rest."""
+0 is the streamed weights and part 1 the rest. ("resident", group) is state on the device, ("dgrad",
+group) a gradient that waits there for its update, ("dring", 0) the buffer of one that does not."""
 
 Event = tuple[Any, ...]
 """The name of an operation's completion: its kind followed by numbers."""
@@ -87,7 +89,7 @@ class Op:
             return (self.kind, self.block, self.micro)
         if self.kind == "read":
             return (f"read_{self.choice}", self.group)
-        if self.kind == "push_grad":
+        if self.kind in ("push_grad", "accumulate"):
             return (self.kind, self.group, self.block, self.micro)
         if self.kind == "evict" and self.group < 0:
             place = (self.block, self.micro) if self.block >= 0 else self.frees[0][1:]
@@ -111,7 +113,8 @@ class Step:
 
     ``slab_bytes`` is the size of the region that weight slots live in, ``ring`` the bytes of each host
     buffer that gradients stream through, ``window`` how many buffers state and weights from NVMe each
-    pass through, ``done`` the properties that passes have provided so far.
+    pass through, ``resident`` the groups whose state is on the device (counted in ``constant_bytes``),
+    ``done`` the properties that passes have provided so far.
     """
 
     ops: tuple[Op, ...]
@@ -120,6 +123,7 @@ class Step:
     slab_bytes: int = 0
     constant_bytes: int = 0
     ring: tuple[int, ...] = ()
+    resident: tuple[int, ...] = ()
     window: int = 0
     done: frozenset[str] = frozenset()
 

@@ -17,7 +17,7 @@ from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token, mem
 from megacompile.workload import Workload
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
-_LASTING = ("master", "hgrad", "disk")  # what outlives the step
+_LASTING = ("master", "hgrad", "disk", "resident", "dgrad")  # what outlives the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
         op = access.op
         if index % len(step.ops) == 0:
             updated = set()
-        if op.kind == "push_grad":
+        if op.kind in ("push_grad", "accumulate"):
             landed = held[op.writes[0]]
-            if landed and (op.writes[0][0] == "ring" or landed[0].group != op.group):
+            if landed and (op.writes[0][0] in ("ring", "dring") or landed[0].group != op.group):
                 raise ScheduleError(f"{name(op)} overwrites what {name(landed[0])} left for adam.")
             landed.append(op)
         elif op.kind in ("norm", "adam"):
@@ -210,6 +210,8 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
             if op.kind == "adam":
                 held[op.reads[0]] = []
                 updated.add(op.group)
+        elif any(t[0] == "resident" and t[1] in updated for t in op.reads):
+            raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
         elif op.kind == "prefetch" and op.group in updated:
             raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
 

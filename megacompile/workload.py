@@ -83,7 +83,7 @@ class GroupWork:
 
     ``nbytes`` on the device; ``elements`` counts parameters; a group that is not ``trainable`` has no
     gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
-    beyond the weights that are streamed.
+    beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32.
     """
 
     name: str
@@ -91,6 +91,7 @@ class GroupWork:
     elements: int
     trainable: bool = True
     state_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megacompile.passes.insert_offload import insert_offload
 from megacompile.passes.insert_prefetch import insert_prefetch
 from megacompile.passes.insert_recompute import insert_recompute
 from megacompile.passes.insert_state_io import insert_state_io
+from megacompile.passes.keep_state import keep_state
 from megacompile.passes.synchronize import synchronize
 from megacompile.plan import Mode, Plan
 from megacompile.step import Step
@@ -44,8 +45,9 @@ def _pass(run: Callable[..., Step], requires: str, provides: str) -> Pass:
 PASSES: tuple[Pass, ...] = (
     _pass(compute_order, "", "order"),
     _pass(insert_recompute, "order", "recompute"),
+    _pass(keep_state, "order recompute", "resident"),
     _pass(insert_offload, "order recompute", "offload"),
-    _pass(insert_prefetch, "order recompute", "prefetch"),
+    _pass(insert_prefetch, "order recompute resident", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
     _pass(insert_state_io, "prefetch gradients", "state_io"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),

@@ -6,12 +6,16 @@ which streams through a small ring of host buffers where it is the only one; whe
 gradients are kept per group, norms are taken as they land, and adam runs after the backward in the
 order in which the next forward will want the groups. Either way adam follows the last prefetch of its
 group: a step computes with the weights that it began with.
+
+Of groups whose state is on the device, gradients stay there, in a buffer of their own where they wait
+for their update, and adam runs on the compute stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacompile.passes.keep_state import gradients_that_wait
 from megacompile.plan import Mode, Plan
 from megacompile.step import Op, Step, Token
 from megacompile.workload import Workload
@@ -44,10 +48,12 @@ class _Inserter:
                 self.fetched[op.group] = index
             elif op.kind == "backward":
                 last.update({g: index for g, _ in work.blocks[op.block].grad_groups})
+        self.resident = set(step.resident)
+        self.waiting = gradients_that_wait(step.ops, work, mode) & self.resident
         self.kept: set[int] = set()  # groups whose adam waits for the end of the backward
         self.late: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
         if not mode.keeps_gradients:
-            self.kept = {g for g in last if plan.groups[g].update == "late"}
+            self.kept = {g for g in last if plan.groups[g].update == "late"} - self.resident
             self.late = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
 
     def pass_by(self, index: int, op: Op) -> None:
@@ -57,9 +63,12 @@ class _Inserter:
             self.ops += [free for lag, free in self.frees if lag <= 0]
             self.frees = [(lag, free) for lag, free in self.frees if lag > 0]
             for group, nbytes in self.work.blocks[op.block].grad_groups:
-                self._push(op, group, nbytes)
+                if group in self.resident:
+                    self._accumulate(op, group, nbytes)
+                else:
+                    self._push(op, group, nbytes)
         elif op.group in self.late and index == self.fetched[op.group]:
-            self.ops.append(_adam(self.work, op.group, ("hgrad", op.group)))
+            self.ops.append(self._adam(op.group, ("hgrad", op.group)))
 
     def _push(self, op: Op, group: int, nbytes: int) -> None:
         home = self._home(group)
@@ -78,9 +87,24 @@ class _Inserter:
         if self.left[group]:
             return
         if self.mode.kind == "train" and self.mode.keeps_gradients:
-            self.ops.append(_norm(self.work, group))
+            self.ops.append(self._norm(group))
         elif not self.mode.keeps_gradients and group not in self.late | self.kept:
-            self.ops.append(_adam(self.work, group, home))
+            self.ops.append(self._adam(group, home))
+
+    def _accumulate(self, op: Op, group: int, nbytes: int) -> None:
+        home: Token = ("dgrad", group) if group in self.waiting else ("dring", 0)
+        token: Token = ("wg", group, op.block, op.micro)
+        self.ops.append(
+            Op("accumulate", "compute", block=op.block, group=group, micro=op.micro,
+               reads=(token,), writes=(home,), frees=(token,), nbytes=nbytes)
+        )  # fmt: skip
+        self.left[group] -= 1
+        if self.left[group]:
+            return
+        if self.mode.kind == "train" and self.mode.keeps_gradients:
+            self.ops.append(self._norm(group))
+        elif home[0] == "dring":
+            self.ops.append(self._adam(group, home))
 
     def _home(self, group: int) -> Token:
         shared = len(self.work.contributions[group]) > 1
@@ -89,29 +113,34 @@ class _Inserter:
         return ("ring", self.pushes % self.plan.ring)
 
     def finish(self) -> None:
+        """Norms and updates that wait for the end of the backward; those of the host are issued first."""
         self.ops += [free for _, free in self.frees]
-        groups = list(self.work.contributions)
+        groups = sorted(self.work.contributions, key=lambda g: g in self.resident)
         if self.mode.kind == "update":
-            self.ops += [_norm(self.work, group) for group in reversed(groups)]
+            self.ops += [self._norm(group) for group in reversed(groups)]
         if self.mode.kind == "update" or (self.mode.kind == "train" and self.mode.keeps_gradients):
-            self.ops += _updates(self.work, groups)
-        else:
-            self.ops += [_adam(self.work, g, ("hgrad", g)) for g in groups if g in self.kept]
+            self.ops += self._updates(groups)
+        elif self.mode.kind == "train":
+            waiting = self.kept | self.waiting
+            self.ops += [self._adam(g, self._kept_home(g)) for g in groups if g in waiting]
 
+    def _kept_home(self, group: int) -> Token:
+        return ("dgrad" if group in self.resident else "hgrad", group)
 
-def _norm(work: Workload, group: int) -> Op:
-    return Op("norm", "host", group=group, reads=(("hgrad", group),), writes=(("norm", group),),
-              nbytes=work.groups[group].elements * 4)  # fmt: skip
+    def _norm(self, group: int) -> Op:
+        return Op("norm", "compute" if group in self.resident else "host", group=group,
+                  reads=(self._kept_home(group),), writes=(("norm", group),),
+                  nbytes=self.work.groups[group].elements * 4)  # fmt: skip
 
+    def _adam(self, group: int, home: Token, *extra: Token) -> Op:
+        on_device = group in self.resident
+        return Op("adam", "compute" if on_device else "host", group=group, reads=(home, *extra),
+                  writes=(("resident" if on_device else "master", group),),
+                  nbytes=self.work.groups[group].elements * 28)  # fmt: skip
 
-def _adam(work: Workload, group: int, home: Token, *extra: Token) -> Op:
-    return Op("adam", "host", group=group, reads=(home, *extra), writes=(("master", group),),
-              nbytes=work.groups[group].elements * 28)  # fmt: skip
-
-
-def _updates(work: Workload, groups: list[int]) -> Iterator[Op]:
-    """The clipping coefficient, then updates in the order of first use."""
-    yield Op("clip_scale", "host", reads=tuple(("norm", g) for g in groups),
-             writes=(("scale",),))  # fmt: skip
-    for group in groups:
-        yield _adam(work, group, ("hgrad", group), ("scale",))
+    def _updates(self, groups: list[int]) -> Iterator[Op]:
+        """The clipping coefficient, then updates in the order of first use."""
+        yield Op("clip_scale", "host", reads=tuple(("norm", g) for g in groups),
+                 writes=(("scale",),))  # fmt: skip
+        for group in groups:
+            yield self._adam(group, self._kept_home(group), ("scale",))

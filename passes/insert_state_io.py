@@ -19,7 +19,7 @@ from megacompile.workload import Workload
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Insert read before each prefetch and adam of groups on NVMe, and write after each adam."""
     states = [group.state for group in plan.groups]
-    if all(state == "host" for state in states):
+    if all(state in ("host", "device") for state in states):
         return step
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
@@ -66,7 +66,7 @@ def _pass_state(
     after: dict[int, list[Op]],
 ) -> None:
     """The first reads start before the backward; one that follows waits for the write before it."""
-    adams = [i for i, op in enumerate(ops) if op.kind == "adam" and states[op.group] != "host"]
+    adams = [i for i, op in enumerate(ops) if op.kind == "adam" and states[op.group].startswith("nvme")]
     begin = next((i for i, op in enumerate(ops) if op.kind == "backward"), 0)
     for number, index in enumerate(adams):
         op = ops[index]

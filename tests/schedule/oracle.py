@@ -224,7 +224,7 @@ class _Run:
         self.ended.add(index)
         symbol = (op.event, index // len(self.step.ops))
         for token in op.writes:
-            sums = token[0] in ("hgrad", "g") and token in memory.content
+            sums = token[0] in ("hgrad", "dgrad", "g") and token in memory.content
             memory.content[token] = (memory.content[token], symbol) if sums else symbol
         if op.kind == "adam":
             memory.content.pop(op.reads[0], None)

@@ -23,7 +23,7 @@ def chain(blocks: int, *, tied: bool = False, frozen: frozenset[int] = frozenset
     values = [ValueWork(64, False, True)] + [ValueWork(100, True)] * (blocks - 1)
     values.append(ValueWork(LOSS_BYTES, True))
     owner = [0 if tied and b == blocks - 1 else b for b in range(blocks)]
-    groups = [GroupWork(f"layers.{g}", 1000, 250, g not in frozen, 2000) for g in range(max(owner) + 1)]
+    groups = [GroupWork(f"layers.{g}", 1000, 250, g not in frozen, 2000, 1000) for g in range(max(owner) + 1)]
     works = []
     for b in range(blocks):
         out, g = values[b + 1].nbytes, owner[b]
@@ -94,7 +94,7 @@ def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
     """Any dataflow that a partition may produce: skips, shared and frozen groups, detached uses."""
     count = draw(st.integers(1, max_blocks))
     groups = [
-        GroupWork(f"group.{g}", draw(sizes), draw(sizes), draw(st.integers(0, 3)) > 0, draw(sizes))
+        GroupWork(f"group.{g}", draw(sizes), draw(sizes), draw(st.integers(0, 3)) > 0, draw(sizes), draw(sizes))
         for g in range(draw(st.integers(1, count + 1)))
     ]
     values = [ValueWork(draw(sizes), False, True) for _ in range(draw(st.integers(1, 2)))]
@@ -204,7 +204,7 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
         GroupPlan,
         keep=st.sampled_from(["stream", "micro", "step"]),
         lead=st.integers(0, 4),
-        state=st.sampled_from(["host", "host", "nvme", "nvme-all"]),
+        state=st.sampled_from(["host", "host", "nvme", "nvme-all", "device"]),
         update=st.sampled_from(["early", "late"]),
     )
     return Plan(

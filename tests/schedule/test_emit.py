@@ -60,7 +60,7 @@ def meant(op: Op) -> Called:
     elif kind in ("offload", "reload"):
         stash = op.reads if kind == "offload" else op.writes
         arguments = {"block": op.block, "micro": op.micro, "stash": list(stash)}
-    elif kind == "push_grad":
+    elif kind in ("push_grad", "accumulate"):
         arguments = {"group": op.group, "block": op.block, "micro": op.micro, "to": op.writes[0]}
     elif kind == "adam":
         arguments = {"group": op.group, "grad": op.reads[0]}

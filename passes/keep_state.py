@@ -1,0 +1,47 @@
+"""Keep the state of some weight groups on the device: their blocks read it where it is updated.
+
+Such a group is never fetched and its gradient never leaves. It takes its weights, masters and moments
+all the time, its gradient in FP32 where that has to wait (clipping, several contributions), and all such
+groups together one buffer for a gradient that is used at once.
+"""
+
+from __future__ import annotations
+
+from megacompile.plan import Mode, Plan
+from megacompile.step import Op, Step, Token
+from megacompile.workload import Workload
+
+
+def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Let blocks read ("resident", group) for ("w", group), and count what the groups take."""
+    resident = tuple(g for g, group in enumerate(plan.groups) if group.state == "device")
+    if not resident:
+        return step
+    kept = set(resident)
+
+    def where(token: Token) -> Token:
+        return ("resident", token[1]) if token[0] == "w" and token[1] in kept else token
+
+    ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in step.ops)
+    nbytes = sum(work.groups[g].nbytes + work.groups[g].state_bytes for g in resident)
+    waiting = gradients_that_wait(ops, work, mode) & kept
+    nbytes += sum(work.groups[g].gradient_bytes for g in waiting)
+    used = [g for g in resident if g in work.contributions and g not in waiting]
+    nbytes += max((work.groups[g].nbytes for g in used), default=0)
+    return step.with_(ops=ops, resident=resident, constant_bytes=step.constant_bytes + nbytes)
+
+
+def gradients_that_wait(ops: tuple[Op, ...], work: Workload, mode: Mode) -> set[int]:
+    """Trained groups on the device whose update does not directly follow their gradient.
+
+    Between steps of accumulation, gradients wait through other steps too.
+    """
+    if mode.keeps_gradients:
+        return set(work.contributions)
+    waiting = {g for g, blocks in work.contributions.items() if len(blocks) > 1}
+    given: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if op.kind == "backward":
+            given |= {g: index for g, _ in work.blocks[op.block].grad_groups}
+        waiting |= {t[1] for t in op.reads if t[0] == "resident" and given.get(t[1], index) < index}
+    return waiting
