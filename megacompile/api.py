@@ -17,7 +17,7 @@ from megacompile.compiler import Compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.formats import StateFormat, check_format
 from megacompile.nvme import check_directories
-from megacompile.optimizer import adopt
+from megacompile.optimizer import adopt, updates_like_adamw
 from megacompile.plan import Plan
 from megacompile.plan_tiers import Tiers
 from megacompile.policies import SEARCH, Policy, chosen
@@ -126,6 +126,7 @@ def compile(
         kernels=kernels,
         tiers=Tiers(form, host, bool(folders)),
         policy=chosen(policy, plan),
+        device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
     )
     program = Program(
         model,

@@ -31,9 +31,10 @@ from megacompile.offload import Placement
 from megacompile.optimizer import param_group_of
 from megacompile.partition import Partition, Template, partition
 from megacompile.plan import Mode
-from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes, with_states
+from megacompile.plan_tiers import Tiers, choose_tiers, with_states
 from megacompile.planner import Planned, follow, search
 from megacompile.policies import Policy
+from megacompile.residency import reside, with_state
 from megacompile.schedule import Schedule
 from megacompile.tile import Cuts, Tiled, tile
 from megacompile.tile_choice import choose, ladder
@@ -89,6 +90,7 @@ class Compiler:
         kernels: Mapping[str, bool] | bool | None = None,
         tiers: Tiers | None = None,
         policy: Policy | None = None,
+        device_state: bool = False,
     ) -> None:
         self.model = model
         self.tiers = tiers
@@ -104,6 +106,8 @@ class Compiler:
         self._policy = policy
         self._dump = dump
         self._kernels = read_switches(kernels)
+        self._device_state = device_state
+        self._resident: tuple[int, ...] | None = None
         self._dumped = 0
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
@@ -174,9 +178,7 @@ class Compiler:
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
         parameters = cut_parameters(self.parameters, cuts)
         assembly = assemble(part, templates, parameters, constants, self.layouts)
-        if self.tiers is not None:
-            work = with_state_bytes(assembly.work, assembly.groups, self.tiers.form)
-            assembly = replace(assembly, work=work)
+        assembly = with_state(assembly, self.tiers.form if self.tiers is not None else "fp32")
         self._check_places(assembly, part)
         compiled = Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)
         self._compiled[key] = compiled
@@ -197,6 +199,11 @@ class Compiler:
             return found
         compiled, planned = self._plan(batch, mode)
         work = compiled.assembly.work
+        chosen = self._policy is not None and mode.kind in ("train", "accumulate")  # as given, and no more
+        if not chosen and all(group.state == "host" for group in planned.plan.groups):
+            planned = reside(planned, work, mode, self.machine, self.budget_bytes, self._may_reside(mode))
+        if self._resident is None and mode.kind in ("train", "accumulate"):
+            self._resident = planned.step.resident
         proof = verify(planned.step, work, budget_bytes=self.budget_bytes)
         title = (
             f"{mode.kind} step of {type(self.model).__name__}: {work.parameters / 1e6:.1f} M parameters, "
@@ -256,6 +263,14 @@ class Compiler:
             state = sum(state_bytes(assembly.groups, self.tiers.form).values())
             host = max(0, self.tiers.host_budget_bytes - state)
         return search(work, mode, machine, budget, host_budget=host)
+
+    def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
+        """Groups whose state may be on the device: any for the first program that trains, later its own."""
+        if not self._device_state:
+            return ()
+        if self._resident is None:
+            return None if mode.kind in ("train", "accumulate") else ()
+        return self._resident
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""

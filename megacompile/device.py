@@ -93,6 +93,9 @@ class Device(Protocol):
     def load(self, leaf: Tensor) -> Tensor:
         """A leaf of the batch on the device, contiguous, issued on the compute stream."""
 
+    def hold(self, tensor: Tensor) -> None:
+        """A device tensor that is counted with the step's constants."""
+
     def send(self, tensor: Tensor) -> Tensor:
         """A few host bytes on the device, not counted, issued on the compute stream."""
 

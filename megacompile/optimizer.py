@@ -104,6 +104,14 @@ def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
+def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the device's AdamW kernel takes the steps that this optimizer would."""
+    return all(
+        isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay") or not g["weight_decay"]
+        for g in optimizer.param_groups
+    ) and not any(g.get("maximize") for g in optimizer.param_groups)
+
+
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Index of the optimizer's param group by ``id`` of the parameter."""
     return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble import GroupLayout
+from megacompile.device import Device
 from megacompile.state import HostState, slot_view
 from megacompile.step import Step, Token
 
@@ -19,9 +20,10 @@ from megacompile.step import Step, Token
 class ResidentState:
     """Views of the weights that blocks read, and buffers for gradients, by group."""
 
-    def __init__(self, state: HostState, device: torch.device) -> None:
+    def __init__(self, state: HostState, device: Device) -> None:
         self.state = state
-        self.device = device
+        self.device = device.torch_device
+        self._hold = device.hold
         self.weights: dict[int, list[Tensor]] = {}
         self.landed: set[int] = set()
         self._gradients: dict[int, Tensor] = {}
@@ -41,7 +43,8 @@ class ResidentState:
         for group in step.resident:
             if group not in self.weights:
                 self.state.move(group, self.device)
-                weights = self.state.weights[group]
+                weights = self.state.arrays[group]["weights"]
+                self._hold(weights)
                 self.weights[group] = [slot_view(weights, s) for s in self.state.groups[group].slots]
 
     def prepare(self, step: Step) -> None:

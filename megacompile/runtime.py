@@ -37,7 +37,7 @@ class Runtime:
         self.state = state
         self.device = device
         device.own(state.weights)
-        self.resident = ResidentState(state, device.torch_device)
+        self.resident = ResidentState(state, device)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)  # of the last two runs: what ran when
         self._bound: BoundStep = None  # type: ignore[assignment]
         self._updates: dict[int, list[int]] = {}  # step number -> [planned, begun, done] updates
@@ -251,9 +251,7 @@ class Runtime:
         fresh = to[0] == "dring" or group not in landed
         if to[0] == "dgrad":
             landed.add(group)
-        add_gradients(
-            self.resident.gradient(group, to), slots, self._store["wg", group, block, micro], fresh
-        )
+        add_gradients(self.resident.gradient(group, to), slots, self._store["wg", group, block, micro], fresh)
         self._free(free)
         self.device.reached(("accumulate", group, block, micro))
         self.device.note(("accumulate", group, block, micro), start)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble import Slot
-from megacompile.meter import StorageMeter
 from megacompile.host_adam import AdamHyper
+from megacompile.meter import StorageMeter
 from megacompile.state import HostState, add_gradients
 from megacompile.step import Event, Step, Stream
 from megacompile.workers import Streams, Trace
@@ -72,7 +72,7 @@ class CpuDevice:
     # ---- memory ----------------------------------------------------------------------------------
 
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self._slab.nbytes != step.slab_bytes and step.slab_bytes:
+        if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
             self.drain()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8)
@@ -109,6 +109,9 @@ class CpuDevice:
     def load(self, leaf: Tensor) -> Tensor:
         with self._meter:
             return leaf.clone(memory_format=torch.contiguous_format)
+
+    def hold(self, tensor: Tensor) -> None:
+        self._meter.ignore(tensor)
 
     def send(self, tensor: Tensor) -> Tensor:
         self._meter.ignore(tensor)

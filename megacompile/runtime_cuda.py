@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megacompile.arena import HostArena
 from megacompile.assemble import Slot
-from megacompile.errors import BudgetError, BudgetExceededError
+from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
 from megacompile.host_adam import AdamHyper
 from megacompile.kernels.adamw import adamw_
 from megacompile.state import HostState, add_gradients, slot_view
@@ -94,6 +94,7 @@ class CudaDevice:
         self._landing = [_Landing() for _ in range(_LANDING)]
         self._landings = 0
         self._read: Any = None
+        self._waited: frozenset[Event] = frozenset()
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class CudaDevice:
     # ---- memory ----------------------------------------------------------------------------------
 
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._slab.nbytes != step.slab_bytes and step.slab_bytes:
+        if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
             self.drain()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -186,6 +187,9 @@ class CudaDevice:
     def load(self, leaf: Tensor) -> Tensor:
         return self.send(leaf) if leaf.device.type == "cpu" else leaf.clone()
 
+    def hold(self, tensor: Tensor) -> None:
+        pass  # torch's allocator counts all
+
     def send(self, tensor: Tensor) -> Tensor:
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         self.api.copy(target, self.api.pin(tensor.contiguous()))
@@ -232,7 +236,12 @@ class CudaDevice:
 
     def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
         """By the kernel, or its reference in plain torch where triton is missing."""
-        for weights, low, first, second, part, hyper in state.device_runs(group, grad, hypers):
+        for weights, low, first, second, part, hyper in state.plain_runs(group, grad, hypers):
+            if hyper.maximize or (hyper.weight_decay and not hyper.decoupled):
+                raise ProgramError(
+                    "The optimizer's weight_decay or maximize was changed to what the device's AdamW cannot "
+                    "do: set it before compile."
+                )
             scale = None if hyper.grad_scale == 1.0 else self.send(torch.tensor([hyper.grad_scale]))
             adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
                    hyper.weight_decay, hyper.step, scale)  # fmt: skip

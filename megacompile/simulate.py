@@ -77,7 +77,7 @@ def duration(op: Op, machine: Machine) -> float:
     if op.kind in ("prefetch", "reload"):
         return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
     if op.kind == "accumulate" or (op.kind in ("adam", "norm") and op.stream == "compute"):
-        return machine.launch_seconds + op.nbytes / machine.memory_bandwidth
+        return op.nbytes / machine.memory_bandwidth
     if op.kind in ("push_grad", "offload"):
         return machine.copy_seconds + op.nbytes / machine.d2h_bandwidth
     if op.kind in ("adam", "norm"):

@@ -38,7 +38,8 @@ class HostState:
 
     ``arrays`` holds by group, by name, what :func:`~megacompile.formats.group_arrays` lists, as far as it
     is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
-    in one arena, which leaves ``transient_bytes`` for what steps need.
+    in one arena, which leaves ``transient_bytes`` for what steps need. :meth:`move` brings a group to the
+    device, where single parameters can still be read and written.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HostState:
         self.weights = [a["weights"] for a in self.arrays if "weights" in a]  # what is streamed from RAM
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [0] * len(self.groups)
+        self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._runs = [group_runs(group, form) for group in self.groups]
         self._padding = [padding_of(group) for group in self.groups]
 
@@ -68,6 +70,16 @@ class HostState:
         kept = [a for place in self._places for a in place.in_ram]
         sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
         return sizes | {"window": self._window * sum(buffer_bytes(self._places))}
+
+    def move(self, group: int, device: torch.device) -> None:
+        """Bring a group's arrays to a device, or back to where they lay on the host."""
+        home = self._homes.setdefault(group, self.arrays[group])
+        if device.type == "cpu":
+            for name, array in self.arrays[group].items():
+                home[name].copy_(array)
+            self.arrays[group] = home
+        else:
+            self.arrays[group] = {name: array.to(device) for name, array in home.items()}
 
     def take(
         self, model: nn.Module, homes: Mapping[str, Sequence[tuple[int, int]]], weights: Weights | None = None
@@ -114,7 +126,13 @@ class HostState:
         flat = value.view(-1)
         for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
             piece = slice(start, start + CHUNK)
-            host_adam.split(flat[piece].float(), high[piece], low[piece])
+            if high.device.type == "cpu":
+                host_adam.split(flat[piece].float(), high[piece], low[piece])
+                continue
+            halves = torch.empty_like(high[piece], device="cpu"), torch.empty_like(low[piece], device="cpu")
+            host_adam.split(flat[piece].float(), *halves)
+            high[piece].copy_(halves[0])
+            low[piece].copy_(halves[1])
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape."""
@@ -136,9 +154,9 @@ class HostState:
     def _gather(self, slot: Slot, flat: Tensor, low: Tensor | None) -> Tensor:
         start, stop = slot.offset, slot.offset + slot.parameter.numel
         if low is None:
-            return slot_view(flat, slot).clone(memory_format=torch.preserve_format)
+            return slot_view(flat, slot).to("cpu", copy=True)
         out = torch.empty(stop - start)
-        host_adam.join(flat[start:stop], low[start:stop], out)
+        host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
         return _strided(out, 0, slot)
 
     def streamed(self, group: int, slot: int | None) -> Tensor:
@@ -147,6 +165,18 @@ class HostState:
             return self.arrays[group]["weights"]
         assert self.offload is not None
         return self.offload.weights(group, slot)
+
+    def plain_runs(
+        self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments."""
+        arrays, low = self.arrays[group], self._low(group)
+        for run in self._runs[group]:
+            assert not run.place.coded, "coded moments are updated on the host"
+            part = slice(run.start, run.stop)
+            first, second = _moments(arrays, run.place, self.form)
+            lows = None if low is None else low[part]
+            yield arrays["weights"][part], lows, first, second, grad[part], hypers[run.param_group]
 
     def update(
         self,

@@ -94,7 +94,9 @@ def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
     """Any dataflow that a partition may produce: skips, shared and frozen groups, detached uses."""
     count = draw(st.integers(1, max_blocks))
     groups = [
-        GroupWork(f"group.{g}", draw(sizes), draw(sizes), draw(st.integers(0, 3)) > 0, draw(sizes), draw(sizes))
+        GroupWork(
+            f"group.{g}", draw(sizes), draw(sizes), draw(st.integers(0, 3)) > 0, draw(sizes), draw(sizes)
+        )
         for g in range(draw(st.integers(1, count + 1)))
     ]
     values = [ValueWork(draw(sizes), False, True) for _ in range(draw(st.integers(1, 2)))]

@@ -1,0 +1,172 @@
+"""State on the device: no transfers where a model fits, the same bits at every budget, one state for all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from megacompile.machine import nominal_cpu
+from megacompile.plan import Mode
+from megacompile.residency import resident_plan, search_with_state
+from tests.cuda.fake import FakeCuda
+from tests.models import batch_for, build
+from tests.schedule.problems import chain
+
+TRANSFERS = {"prefetch", "evict", "push_grad", "offload", "reload"}
+
+
+def compiled(model: nn.Module, budget: str, **options: Any) -> megacompile.Program:
+    options.setdefault("compute_dtype", torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return megacompile.compile(model, budget, optimizer=optimizer, **options)
+
+
+def least_budget(model: nn.Module, batch: Any, **options: Any) -> int:
+    with pytest.raises(megacompile.BudgetError) as error:
+        compiled(copy.deepcopy(model), "1kB", example_batch=batch, **options)
+    assert error.value.least_bytes is not None
+    return error.value.least_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plain", {}),
+        ("gpt2-dropout", {"max_grad_norm": 0.5}),  # a tied table: two contributions to one gradient
+        ("gpt2", {"compute_dtype": torch.bfloat16}),
+    ],
+)
+def test_a_model_that_fits_runs_without_transfers_and_bitwise_the_same(
+    name: str, options: dict[str, Any]
+) -> None:
+    model = build(name)
+    batches = [batch_for(name, i) for i in range(3)]
+    least = least_budget(model, batches[0], **options)
+    states, losses = [], []
+    for budget in (f"{least}B", "1GB"):
+        program = compiled(copy.deepcopy(model), budget, **options)
+        losses.append([float(program.train_step(batch).loss) for batch in batches])
+        states.append(program.state_dict())
+        kinds = {op.kind for op in program.schedule.step.ops}
+        assert bool(kinds & TRANSFERS) == (budget != "1GB")
+        memory = program.memory
+        assert 0.97 * memory.predicted_peak_bytes <= memory.device_peak_bytes <= memory.predicted_peak_bytes
+        program.close()
+    assert losses[0] == losses[1]
+    assert all(torch.equal(states[1][n], v) for n, v in states[0].items())
+
+
+def test_between_all_and_nothing_some_groups_stay() -> None:
+    model, batch = build("plain"), batch_for("plain")
+    whole = compiled(copy.deepcopy(model), "1GB", example_batch=batch)
+    need = whole.memory.predicted_peak_bytes
+    groups = len(whole.plan.groups)
+    whole.close()
+    counts = []
+    for fraction in (1.0, 0.8, 0.6):
+        program = compiled(copy.deepcopy(model), f"{int(need * fraction)}B", example_batch=batch)
+        program.train_step(batch)
+        assert program.memory.device_peak_bytes <= need * fraction
+        kept = [g.state == "device" for g in program.plan.groups]
+        assert kept == sorted(kept, reverse=True), "the first groups of the forward come first"
+        counts.append(sum(kept))
+        program.close()
+    assert counts[0] == groups > counts[1] > counts[2]
+
+
+def test_accumulation_evaluation_and_state_with_state_on_the_device() -> None:
+    """All programs of a model find its state, wherever it is."""
+    model = build("plain")
+    least = least_budget(model, batch_for("plain"), max_grad_norm=0.5)
+    streamed = compiled(copy.deepcopy(model), f"{least}B", max_grad_norm=0.5)
+    held = compiled(copy.deepcopy(model), "1GB", max_grad_norm=0.5)
+    values = []
+    for program in (streamed, held):
+        program.train_step(batch_for("plain"))
+        for i in range(3):
+            program.forward_backward(batch_for("plain", i), weight=1 / 3)
+        seen = [float(program.evaluate(batch_for("plain")))]
+        norm = program.optimizer_step().grad_norm
+        assert norm is not None
+        program.train_step([batch_for("plain", 5), batch_for("plain", 6)])
+        state = program.state_dict()
+        program.load_state_dict({n: v + 1 for n, v in state.items()})
+        seen += [float(norm), float(program.train_step(batch_for("plain", 7)).loss)]
+        values.append((seen, program.state_dict()))
+        assert all(torch.equal(values[0][1][n], v) for n, v in program.state_dict().items())
+        program.close()
+    assert values[0][0] == values[1][0]
+    assert held.plan.groups[0].state == "device"
+    assert held.memory.host_bytes["masters"] == 0
+
+
+def test_a_gradient_that_is_not_finite_leaves_state_on_the_device_alone() -> None:
+    program = compiled(build("plain"), "1GB", on_nonfinite="skip")
+    batch = batch_for("plain")
+    program.train_step(batch)
+    before = program.state_dict()
+    program.train_step({k: v * float("inf") for k, v in batch.items()})
+    assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.train_step(batch)
+    assert any(not torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.close()
+
+
+def test_a_longer_batch_takes_the_place_of_state() -> None:
+    """A program for which not all of it fits moves some to the host; the numbers do not notice."""
+    model, short, long = build("plain"), batch_for("plain", size=4), batch_for("plain", size=16)
+    need = compiled(copy.deepcopy(model), "1GB", example_batch=short).memory.predicted_peak_bytes
+    tight = compiled(copy.deepcopy(model), f"{need}B")
+    wide = compiled(copy.deepcopy(model), "1GB")
+    losses = [
+        [float(p.train_step(batch).loss) for batch in (short, long, short, long)] for p in (tight, wide)
+    ]
+    assert losses[0] == losses[1]
+    plans = [[g.state for g in s.planned.plan.groups] for s in tight._compiler._scheduled.values()]
+    assert set(plans[0]) == {"device"} != set(plans[1])
+    assert tight.memory.device_peak_bytes <= need
+    for program in (tight, wide):
+        program.close()
+
+
+def test_the_device_kernel_takes_the_same_steps() -> None:
+    """What CUDA runs on such groups, by its reference here, against host Adam."""
+    from megacompile.host_adam import AdamHyper
+    from megacompile.runtime_cuda import CudaDevice
+    from megacompile.state import HostState
+
+    program = compiled(build("plain"), "1GB", example_batch=batch_for("plain"))
+    layouts = program._compiler.layouts
+    ours, theirs = HostState(layouts), HostState(layouts)
+    device = CudaDevice(FakeCuda(), 10**9)
+    torch.manual_seed(0)
+    for state in (ours, theirs):
+        torch.manual_seed(1)
+        for weights in state.weights:
+            weights.copy_(torch.randn_like(weights))
+    for step in range(1, 4):
+        for layout in layouts:
+            grad = torch.randn(layout.elements)
+            hyper = AdamHyper(1e-2, weight_decay=0.1, step=step, grad_scale=0.5)
+            with device.start([]):
+                device.update(ours, layout.index, grad, [hyper])
+            theirs.update(layout.index, grad, [hyper], threads=1)
+    for a, b in zip(ours.weights, theirs.weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    device.close()
+    program.close()
+
+
+def test_the_choice_follows_time() -> None:
+    """State goes to the device only where the simulated step gets faster by it."""
+    work, machine = chain(6), nominal_cpu(torch.float32)
+    found = search_with_state(work, Mode("train"), machine, 10**6, None)
+    assert all(g.state == "device" for g in found.plan.groups)
+    assert search_with_state(work, Mode("train"), machine, 10**6, ()).step.resident == ()
+    plan = resident_plan(found.plan, (0,))
+    assert plan == found.plan
