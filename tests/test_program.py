@@ -18,6 +18,8 @@ from torch import nn
 
 import megacompile
 from megacompile import runtime_cpu
+from megacompile import state as host_state
+from megacompile.compiler import Compiler
 from tests.models import Plain, batch_for, build
 from tests.reference import EagerTrainer
 
@@ -229,6 +231,7 @@ def test_nonfinite_gradient_leaves_the_state_whole(policy: str) -> None:
 
 @pytest.mark.parametrize("where", ["prefetch", "push_grad", "update"])
 def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
     program = compiled(build("plain"), max_grad_norm=1.0)
     batch = batch_for("plain")
     program.train_step(batch)
@@ -241,7 +244,7 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         if where == "prefetch":
             patch.setattr(runtime_cpu, "_copy", broken)
         elif where == "push_grad":
-            patch.setattr(runtime_cpu, "slot_view", broken)
+            patch.setattr(host_state, "slot_view", broken)
         else:
             patch.setattr(type(program._runtime.state), "update", broken)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="planted fault"):

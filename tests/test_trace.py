@@ -16,8 +16,9 @@ from tests.models import batch_for, build
 
 @pytest.fixture(scope="module")
 def program() -> Any:
+    """At a budget at which all streams have work to do."""
     program = megacompile.compile(
-        build("llama"), "3MB", compute_dtype=torch.float32, max_grad_norm=1.0, seed=1,
+        build("llama"), "1200kB", compute_dtype=torch.float32, max_grad_norm=1.0, seed=1,
         example_batch=batch_for("llama", size=4, length=64),
     )  # fmt: skip
     yield program

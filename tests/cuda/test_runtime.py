@@ -14,6 +14,7 @@ from torch import nn
 import megacompile
 from megacompile import api as api_module
 from megacompile.backends import Backend, open_backend
+from megacompile.compiler import Compiler
 from megacompile.errors import BudgetExceededError
 from megacompile.runtime_cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
 from tests.cuda.fake import FakeCuda
@@ -32,6 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return backend if device == "cuda" else open_backend(device, dtype)
 
     monkeypatch.setattr(api_module, "open_backend", choose)
+    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
     yield fake
 
 

@@ -1,0 +1,132 @@
+"""Cases, their results on disk, and the tables made of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: ``call`` names a function of this package, ``settings`` are its arguments."""
+
+    part: str
+    name: str
+    call: str
+    settings: dict[str, Any]
+    seconds: int = 120
+    """When it is stopped at the latest."""
+
+
+def hardware() -> Result:
+    """What the figures belong to."""
+    import triton
+
+    found: Result = {
+        "cpu_cores": os.cpu_count(), "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+        "device": "CPU",
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+def run_case(case: Case, folder: Path, *, apart: bool) -> Result:
+    """The case's result, from disk if it is there, otherwise from a run that is kept.
+
+    ``apart`` runs it in a process of its own, which may fail and leaves nothing behind.
+    """
+    path = folder / f"{case.part}.json"
+    known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+    if case.name in known and "failed" not in known[case.name]:
+        return known[case.name]
+    known[case.name] = _apart(case) if apart else _here(case)
+    folder.mkdir(parents=True, exist_ok=True)
+    passing = path.with_suffix(".part")
+    passing.write_text(json.dumps(known, indent=1) + "\n")
+    passing.replace(path)
+    return known[case.name]
+
+
+def call(name: str, settings: dict[str, Any]) -> Result:
+    """Run a case's function, named as "module.function" of this package."""
+    module, function = name.split(".")
+    result: Result = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(**settings)
+    return result
+
+
+def _here(case: Case) -> Result:
+    try:
+        return call(case.call, case.settings) | {"settings": case.settings}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}", "settings": case.settings}
+
+
+def _apart(case: Case) -> Result:
+    task = json.dumps({"call": case.call, "settings": case.settings})
+    command = [sys.executable, "-m", "benchmarks.gpu", "--case", task]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, error = process.communicate(timeout=case.seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with its children
+        process.communicate()
+        return {"failed": f"not over after {case.seconds} s", "settings": case.settings}
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        reason = error.strip().splitlines()[-1] if error.strip() else "no output"
+        failed = f"exit status {process.returncode}: {reason}"
+        return {"failed": failed, "log": error[-3000:], "settings": case.settings}
+    result: Result = json.loads(lines[-1])
+    return result | {"settings": case.settings, "wall_seconds": round(time.monotonic() - start, 1)}
+
+
+def markdown(folder: Path, parts: Sequence[str]) -> str:
+    """All results in one page; what was not measured says why."""
+    first = folder / "hardware.json"
+    about = json.loads(first.read_text()) if first.exists() else {}
+    lines = ["# Measured on " + str(about.get("device", "nothing yet")), ""]
+    lines += ["Hardware and versions: " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]
+    for part in parts:
+        path = folder / f"{part}.json"
+        known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+        lines += [f"## {part}", ""]
+        if not known:
+            lines += ["Not measured.", ""]
+            continue
+        hidden = ("settings", "log", "failed", "not measured")
+        columns = list(dict.fromkeys(k for r in known.values() for k in r if k not in hidden))
+        lines += ["| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for name, result in known.items():
+            why = result.get("not measured") or result.get("failed")
+            if why:
+                lines.append(f"| {name} | not measured: {why} |" + " |" * (len(columns) - 1))
+            else:
+                lines.append(f"| {name} | " + " | ".join(_shown(result.get(c)) for c in columns) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
