@@ -97,7 +97,7 @@ def _write_shards(
     names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
     for batch in batches:
         for name, tensor in batch.items():
-            shard[name] = tensor.detach()
+            shard[name] = tensor.detach().cpu()
             if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
                 yield _write(folder / next(names), shard)
                 shard = {}

@@ -450,7 +450,7 @@ class Program:
             raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
         plan = scheduled.planned.plan
-        states = tuple(g.state for g in plan.groups)
+        states = tuple("host" if g.state == "device" else g.state for g in plan.groups)
         stored = any(state != "host" for state in states)
         placement = Placement(states, plan.window if stored else 0, self._offload_dirs if stored else ())
         transient = host_transient_bytes(scheduled.planned.step, layouts)

@@ -486,7 +486,9 @@ class Runtime:
         """Host memory for what steps need: out of the arena while it has some."""
         arena = self.state.arena
         if padded(nbytes) <= arena.free_bytes:
-            return arena.take((nbytes,), torch.uint8)
+            piece = arena.take((nbytes,), torch.uint8)
+            self.device.own([piece])
+            return piece
         return self.device.host_empty(nbytes)
 
     def _gradient(self, group: int, home: Token) -> Tensor:

@@ -86,7 +86,8 @@ class CudaDevice:
         api.limit(allowed_bytes)
         cores = os.cpu_count() or 1
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
-        share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4)}
+        share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
+                 "nvme_write": 1}  # fmt: skip
         self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
         self.peak_bytes = 0
         self._slab = torch.empty(0, dtype=torch.uint8)

@@ -170,7 +170,7 @@ class HostState:
         self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:
         """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments."""
-        arrays, low = self.arrays[group], self._low(group)
+        arrays, low = self.arrays[group], self.arrays[group].get("low")
         for run in self._runs[group]:
             assert not run.place.coded, "coded moments are updated on the host"
             part = slice(run.start, run.stop)

@@ -1,8 +1,8 @@
 """CUDA streams with the order of the light step: who issues, who waits, and for what.
 
 The calling thread issues the compute stream. ``h2d`` and ``d2h`` have a thread each that issues their
-copies, ``host`` a thread that works itself, and ``land`` one that finishes on the host what a copy to
-the host began (its tail). An operation leaves a :class:`Mark`, and a wait for it has up to three parts:
+copies, ``host`` and those of NVMe one that works itself, and ``land`` finishes on the host what a copy
+to the host began (its tail). An operation leaves a :class:`Mark`, and a wait for it has up to three parts:
 
 - until it is *issued*, on the host: a CUDA stream that waits for an event which is not yet recorded
   waits for nothing. For work on the host, issued means over.
@@ -81,11 +81,12 @@ class CudaStreams:
         self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
         self._closed = False
         self._copies = {name: api.stream(name) for name in ("h2d", "d2h")}
-        self._queues: dict[str, SimpleQueue[Any]] = {n: SimpleQueue() for n in ("h2d", "d2h", "host", "land")}
-        works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "land": self._land}
+        works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "nvme_read": self._work,
+                 "nvme_write": self._work, "land": self._land}  # fmt: skip
+        self._queues: dict[str, SimpleQueue[Any]] = {n: SimpleQueue() for n in works}  # tails come last
         self._threads = [
-            threading.Thread(target=works[n], args=(n,), name=f"megacompile-{n}", daemon=True)
-            for n in self._queues
+            threading.Thread(target=work, args=(n,), name=f"megacompile-{n}", daemon=True)
+            for n, work in works.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -102,8 +103,8 @@ class CudaStreams:
     def submit(self, stream: str, event: Event, after: Iterable[Event], run: Run) -> None:
         """Queue an operation; what it waits for are the latest marks of ``after`` now."""
         needed = tuple(self._marks[e] for e in after if e in self._marks)
-        mark = Mark()
-        self._queues[stream].put((self.step, run, needed, self._pushed, mark, event, self.trace))
+        mark, pushed = Mark(), self._pushed if stream == "host" else None
+        self._queues[stream].put((self.step, run, needed, pushed, mark, event, self.trace))
         self._marks[event] = mark
         if stream == "d2h":
             self._pushed = mark
@@ -139,9 +140,9 @@ class CudaStreams:
     def drain(self) -> None:
         """Wait until all that was submitted is over, then raise what went wrong, if anything did."""
         if not self._closed:
-            for name in ("h2d", "d2h", "host", "land"):  # tails come from d2h
+            for queue in self._queues.values():
                 over = Flag()
-                self._queues[name].put(over)
+                queue.put(over)
                 over.wait()
             for stream in (self.compute, *self._copies.values()):
                 stream.synchronize()

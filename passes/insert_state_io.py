@@ -18,7 +18,7 @@ from megacompile.workload import Workload
 
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Insert read before each prefetch and adam of groups on NVMe, and write after each adam."""
-    states = [group.state for group in plan.groups]
+    states: list[str] = [group.state for group in plan.groups]
     if all(state in ("host", "device") for state in states):
         return step
     before: dict[int, list[Op]] = defaultdict(list)

@@ -58,7 +58,7 @@ def issue(streams: CudaStreams, api: RecordedApi, op: Op, name: tuple[int, int],
         return
 
     def run() -> streams_cuda.Tail | None:
-        if op.stream == "host":
+        if op.stream in ("host", "nvme_read", "nvme_write"):
             api.work(name)
             return None
         api.launch(name)
