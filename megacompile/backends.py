@@ -58,5 +58,5 @@ def _machine(device: torch.device, dtype: Dtype) -> Machine:
     """The built-in profile that a card's name fits best; an H100's where none does."""
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
     shared = {name: sum(part in words for part in name.split("-")) for name in PROFILES}
-    best = max(shared, key=lambda name: shared[name])
+    best = max(shared, key=lambda name: (shared[name], "sxm" in name))
     return PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)

@@ -55,6 +55,9 @@ class CudaMemory(CudaApi, Protocol):
     def register(self, tensor: Tensor) -> None:
         """Page-lock the memory of a host tensor where it is."""
 
+    def release(self) -> None:
+        """Undo what :meth:`register` did."""
+
     def limit(self, nbytes: int) -> None:
         """Make torch's allocator refuse to hold more."""
 
@@ -128,6 +131,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self.streams.close()
+        self.api.release()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -301,6 +305,7 @@ class TorchCuda:
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
         self._refused = False
+        self._registered: list[int] = []
 
     def stream(self, name: str) -> Any:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -335,13 +340,23 @@ class TorchCuda:
         stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(start, stop - start, 1))
-        if code != 0:
+        if code == 0:
+            self._registered.append(start)
+        else:
             self._refused = True
             print(
                 f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers "
                 "will be slower. Raise the limit of locked memory (ulimit -l unlimited).",
                 file=sys.stderr,
             )
+
+    def release(self) -> None:
+        """Memory that is given back while it is registered could not be registered again."""
+        torch.cuda.synchronize(self.device)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for start in self._registered:
+            runtime.cudaHostUnregister(start)
+        self._registered.clear()
 
     def limit(self, nbytes: int) -> None:
         torch.cuda.empty_cache()

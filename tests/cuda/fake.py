@@ -80,6 +80,7 @@ class FakeCuda:
         self.seed = seed
         self.copies = 0
         self.registered = 0
+        self.released = False
         self.limited = 0
         self.reserved = 0
         self._context = context_bytes
@@ -115,6 +116,10 @@ class FakeCuda:
 
     def register(self, tensor: Tensor) -> None:
         self.registered += tensor.nbytes
+        self.released = False
+
+    def release(self) -> None:
+        self.released = True
 
     def limit(self, nbytes: int) -> None:
         self.limited = nbytes

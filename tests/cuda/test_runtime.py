@@ -69,6 +69,7 @@ def test_training_is_bitwise_that_of_the_cpu_device(
     assert all(torch.equal(ours[n], v) for n, v in state.items())
     assert gpu.copies > 0
     assert gpu.registered > 0
+    assert gpu.released
 
 
 def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> None:
