@@ -26,6 +26,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
     files = {
         "00_capture.py.txt": function_source(compiled.captured.graph, "forward", "The captured loss."),
         "00_fuse.txt": _fusions(scheduled),
+        "00_tile.txt": _tiles(scheduled),
         "01_partition.txt": _partition(scheduled),
         "02_options.txt": _options(scheduled),
         "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
@@ -45,6 +46,13 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
 def _fusions(scheduled: Scheduled) -> str:
     graph = scheduled.compiled.fused.graph
     return f"{scheduled.compiled.fusions}\n\n" + function_source(graph, "forward", "The loss after fusion.")
+
+
+def _tiles(scheduled: Scheduled) -> str:
+    tiled = scheduled.compiled.tiled
+    lines = [f"{name}: {len(rows) - 1} pieces of up to {rows[1]} rows" for name, rows in tiled.cuts.items()]
+    lines += [f"{miss.where}: its logits stay whole: {miss.reason}" for miss in tiled.left]
+    return "\n".join(lines or ["no weight is cut"]) + "\n"
 
 
 def _partition(scheduled: Scheduled) -> str:
