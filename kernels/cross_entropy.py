@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import chunks
 from megacompile.kernels._triton import (
     AotCase,
     accumulator,
@@ -153,8 +154,10 @@ def new_state(logits: Tensor, tokens: int) -> Tensor:
 def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
     """Fold the logits of columns [start, start + logits.shape[1]) into ``state``."""
     if not runs_triton(logits):
-        return accumulate_reference(state, logits, labels, start, terms)
-    return accumulate_triton(state, logits, labels, start, terms)
+        for part in chunks(*logits.shape):
+            accumulate_reference(state[:, part], logits[part], labels[part], start, terms)
+        return
+    accumulate_triton(state, logits, labels, start, terms)
 
 
 def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
@@ -216,7 +219,10 @@ def gradient_(
     """The gradient of a tile of logits, written over it or to ``out``; grad: [T], of the losses."""
     out = logits if out is None else out
     if not runs_triton(logits):
-        return out.copy_(gradient_reference(logits, labels, stats, grad, start, terms))
+        for part in chunks(*logits.shape):
+            given = logits[part], labels[part], stats[:, part], grad[part]
+            out[part] = gradient_reference(*given, start, terms)
+        return out
     return gradient_triton(logits, labels, stats, grad, start, terms, out)
 
 
@@ -314,29 +320,13 @@ def cross_entropy_backward_op(
 
 
 @cross_entropy_op.register_fake
-def _(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     stats = logits.new_empty((2, logits.shape[0]), dtype=wide(logits.dtype))
     return torch.empty_like(stats[0]), stats
 
 
 @cross_entropy_backward_op.register_fake
-def _(
-    grad: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> Tensor:
+def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

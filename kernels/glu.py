@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     AotCase,
     accumulator,
@@ -140,9 +141,10 @@ def forward_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return y
 
 
-def backward_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """(dgate, dup)."""
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+def backward_triton(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor
+) -> None:
+    """Fill dgate and dup, which may be gate and up where these are contiguous."""
     grads, gates, ups = _rows(grad, gate, up)
     launch(
         glu_backward_kernel,
@@ -161,7 +163,6 @@ def backward_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return dgate, dup
 
 
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -182,15 +183,25 @@ def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 def glu_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """y in plain torch."""
-    value, _ = _activate(gate.to(wide(gate.dtype)), activation)
-    return (value * up).to(gate.dtype).contiguous()
+    y = gate.new_empty(gate.shape)
+
+    def rows(gate: Tensor, up: Tensor) -> tuple[Tensor]:
+        return (_activate(gate.to(wide(gate.dtype)), activation)[0] * up,)
+
+    by_rows(rows, (flat(gate), flat(up)), (flat(y),))
+    return y
 
 
-def glu_backward_reference(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """(dgate, dup) in plain torch."""
-    value, slope = _activate(gate.to(wide(gate.dtype)), activation)
-    dgate, dup = grad * up.to(value.dtype) * slope, grad * value
-    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
+def glu_backward_reference(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor
+) -> None:
+    """``backward_triton`` in plain torch."""
+
+    def rows(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        value, slope = _activate(gate.to(wide(gate.dtype)), activation)
+        return grad * up.to(value.dtype) * slope, grad * value
+
+    by_rows(rows, (flat(grad), flat(gate), flat(up)), (flat(dgate), flat(dup)))
 
 
 @torch.library.custom_op("megacompile::glu", mutates_args=())
@@ -205,8 +216,24 @@ def glu_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 @torch.library.custom_op("megacompile::glu_backward", mutates_args=())
 def glu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _backward_into(grad, gate, up, activation, dgate, dup)
+    return dgate, dup
+
+
+@torch.library.custom_op("megacompile::glu_backward_", mutates_args=("gate", "up"))
+def glu_backward_inplace_op(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Write dgate over gate and dup over up, both contiguous. For emitted code."""
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        raise ValueError("glu_backward_ writes over contiguous tensors alone")
+    _backward_into(grad, gate, up, activation, gate, up)
+
+
+def _backward_into(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor
+) -> None:
     run = backward_triton if runs_triton(gate) else glu_backward_reference
-    return run(grad, gate, up, activation)
+    run(grad, gate, up, activation, dgate, dup)
 
 
 @glu_op.register_fake
@@ -217,6 +244,11 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 @glu_backward_op.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@glu_backward_inplace_op.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    return None
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -246,7 +278,7 @@ def _aot() -> list[AotCase]:
         if not packed:
             gate, up = torch.empty_like(gate), torch.empty_like(up)
         y = forward_triton(gate, up, activation)
-        backward_triton(y, gate, up, activation)
+        backward_triton(y, gate, up, activation, torch.empty_like(y), torch.empty_like(y))
 
     cases = [(f"{a} bf16", partial(case, a, torch.bfloat16, False)) for a in ACTIVATIONS]
     cases.append(("silu bf16 packed", partial(case, "silu", torch.bfloat16, True)))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     MAX_ROW,
     AotCase,
@@ -200,34 +201,43 @@ def layer_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) in plain torch."""
-    values = x.to(wide(x.dtype))
-    mean = values.mean(-1, keepdim=True)
-    centred = values - mean
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    y = centred * rstd
-    if weight is not None:
-        y = y * weight.to(y.dtype)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y.to(x.dtype).contiguous(), mean.squeeze(-1), rstd.squeeze(-1).contiguous()
+    y, mean, rstd = _empty(x)
+
+    def rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = x.to(mean.dtype)
+        middle = values.mean(-1, keepdim=True)
+        centred = values - middle
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        y = centred * scale
+        if weight is not None:
+            y = y * weight.to(y.dtype)
+        return y if bias is None else y + bias.to(y.dtype), middle, scale
+
+    by_rows(rows, (flat(x),), (flat(y), mean.view(-1, 1), rstd.view(-1, 1)))
+    return y, mean, rstd
 
 
 def layer_norm_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db) in plain torch."""
-    normal = (x.to(rstd.dtype) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    grad = grad.to(rstd.dtype)
-    dtype = x.dtype if weight is None else weight.dtype
-    dw, db = x.new_empty(0), x.new_empty(0)
-    if has_bias:
-        db = grad.flatten(0, -2).sum(0).to(dtype)
-    if weight is not None:
-        dw = (grad * normal).flatten(0, -2).sum(0).to(dtype)
-        grad = grad * weight.to(rstd.dtype)
-    along = (grad * normal).mean(-1, keepdim=True)
-    dx = (grad - grad.mean(-1, keepdim=True) - normal * along) * rstd.unsqueeze(-1)
-    return dx.to(x.dtype).contiguous(), dw, db
+    dx, dtype = x.new_empty(x.shape), rstd.dtype
+    present = weight is not None, has_bias
+    dw, db = (x.new_zeros(x.shape[-1] if there else 0, dtype=dtype) for there in present)
+
+    def rows(x: Tensor, mean: Tensor, rstd: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        normal, grad = (x.to(dtype) - mean) * rstd, grad.to(dtype)
+        sums = [(grad * normal).sum(0)] if weight is not None else []
+        sums += [grad.sum(0)] if has_bias else []
+        if weight is not None:
+            grad = grad * weight.to(dtype)
+        along = (grad * normal).mean(-1, keepdim=True)
+        return (grad - grad.mean(-1, keepdim=True) - normal * along) * rstd, *sums
+
+    given = flat(x), mean.reshape(-1, 1), rstd.reshape(-1, 1), flat(grad)
+    by_rows(rows, given, (flat(dx),), [s for s, there in zip((dw, db), present, strict=True) if there])
+    result = x.dtype if weight is None else weight.dtype
+    return dx, dw.to(result), db.to(result)
 
 
 @torch.library.custom_op("megacompile::layer_norm", mutates_args=())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import chunks
 from megacompile.kernels._triton import wide
 from megacompile.kernels.cross_entropy import Terms, accumulate, finish, gradient_, new_state
 
@@ -57,7 +58,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        for part in chunks(b.shape[0], a.shape[0] + b.shape[1]):
+            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
 
 
 @torch.library.custom_op("megacompile::linear_cross_entropy", mutates_args=())
@@ -116,34 +118,14 @@ def _bias_like(bias: Tensor | None, weight: Tensor) -> Tensor:
 
 
 @linear_cross_entropy_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    workspace: int = WORKSPACE,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     stats = hidden.new_empty((2, hidden.shape[0]), dtype=wide(hidden.dtype))
     return torch.empty_like(stats[0]), stats
 
 
 @linear_cross_entropy_backward_op.register_fake
 def _(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    stats: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    workspace: int,
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(hidden), torch.empty_like(weight), _bias_like(bias, weight)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     MAX_ROW,
     AotCase,
@@ -234,32 +235,49 @@ def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd) in plain torch."""
-    values = x.to(wide(x.dtype))
-    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    y = values * rstd
-    if weight is None:
-        y = y.to(x.dtype)
-    elif cast_early:
-        y = y.to(x.dtype) * (weight + offset if offset else weight)
-    else:
-        y = (y * (weight.to(values.dtype) + offset)).to(x.dtype)
-    return y.contiguous(), rstd.squeeze(-1).contiguous()
+    y = empty_output(x, weight, cast_early)
+    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+    def rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.to(rstd.dtype)
+        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        y = values * scale
+        if weight is None:
+            return y, scale
+        if cast_early:
+            return y.to(x.dtype) * (weight + offset if offset else weight), scale
+        return y * (weight.to(y.dtype) + offset), scale
+
+    by_rows(rows, (flat(x),), (flat(y), rstd.view(-1, 1)))
+    return y, rstd
 
 
 def rms_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw) in plain torch; dw is empty where there is no weight."""
-    normal = x.to(rstd.dtype) * rstd.unsqueeze(-1)
-    grad = grad.to(rstd.dtype)
-    dw = x.new_empty(0)
-    if weight is not None:
-        seen = normal.to(x.dtype).to(rstd.dtype) if cast_early else normal
-        dw = (grad * seen).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * (weight.to(rstd.dtype) + offset)
-    mean = (grad * normal).mean(-1, keepdim=True)
-    dx = (grad - normal * mean) * rstd.unsqueeze(-1)
-    return dx.to(x.dtype).contiguous(), dw
+    dx, dtype = x.new_empty(x.shape), rstd.dtype
+    dw = x.new_zeros(0 if weight is None else weight.shape[0], dtype=dtype)
+
+    def rows(x: Tensor, rstd: Tensor, grad: Tensor, *grad_sum: Tensor) -> tuple[Tensor, ...]:
+        normal, grad = x.to(dtype) * rstd, grad.to(dtype)
+        sums = ()
+        if weight is not None:
+            sums = ((grad * (normal.to(x.dtype).to(dtype) if cast_early else normal)).sum(0),)
+            grad = grad * (weight.to(dtype) + offset)
+        dx = (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd
+        return (sum(grad_sum, start=dx), *sums)
+
+    given = [flat(x), rstd.reshape(-1, 1), flat(grad)]
+    given += [] if grad_sum is None else [flat(grad_sum)]
+    by_rows(rows, given, (flat(dx),), () if weight is None else (dw,))
+    return dx, dw.to(x.dtype if weight is None else weight.dtype)
 
 
 @torch.library.custom_op("megacompile::rms_norm", mutates_args=())
@@ -279,7 +297,7 @@ def rms_norm_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw); dw is empty where there is no weight."""
     if not runs_triton(x) or x.shape[-1] > MAX_ROW:
-        return rms_norm_backward_reference(grad, x, weight, rstd, offset, cast_early)
+        return rms_norm_backward_reference(grad, None, x, weight, rstd, offset, cast_early)
     return backward_triton(grad, None, x, weight, rstd, offset, cast_early)
 
 
@@ -292,9 +310,7 @@ def _(
 
 
 @rms_norm_backward_op.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 

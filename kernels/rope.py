@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.kernels._rows import by_rows
 from megacompile.kernels._triton import (
     AotCase,
     accumulator,
@@ -174,11 +175,24 @@ def rope_triton(
 
 
 def rope_reference(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed: bool = False
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool, y: Tensor
 ) -> Tensor:
-    """y in plain torch; ``transposed`` gives the gradient of x from that of y."""
-    dtype = wide(x.dtype)
-    rotary = cos.shape[-1]
+    """Rotate x into y, which may be x itself, in plain torch."""
+    lead = _four(x).shape[:3]
+    longest = max(range(3), key=lambda d: lead[d])
+    tables = (_four(t).expand(*lead, t.shape[-1]) for t in (cos, sin))
+    given, out = ([t.transpose(0, longest) for t in part] for part in ((_four(x), *tables), (_four(y),)))
+
+    def rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        return (_rotated(x, cos, sin, interleaved, transposed),)
+
+    by_rows(rows, given, out)
+    return y
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
+    """``transposed`` gives the gradient of x from that of y."""
+    rotary, dtype = cos.shape[-1], wide(x.dtype)
     pairs = slice(0, rotary, 2), slice(1, rotary, 2)
     if not interleaved:
         pairs = slice(0, rotary // 2), slice(rotary // 2, rotary)
@@ -193,13 +207,12 @@ def rope_reference(
     return y
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool, out: Tensor) -> Tensor:
     rotary = cos.shape[-1]
     if rotary % 2 or rotary > x.shape[-1] or sin.shape[-1] != rotary:
         raise ValueError(f"rope cannot rotate {x.shape[-1]} columns by {rotary} cosines")
     if not runs_triton(x):
-        return rope_reference(x, cos, sin, interleaved, transposed)
-    out = torch.empty_like(x)
+        return rope_reference(x, cos, sin, interleaved, transposed, out)
     if out.stride(-1) == 1:
         return rope_triton(x, cos, sin, interleaved, transposed, out)
     rows = x.new_empty(x.shape)
@@ -209,13 +222,13 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bo
 @torch.library.custom_op("megacompile::rope", mutates_args=())
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """y, with the strides of x where x is dense; see the module's docstring."""
-    return _rope(x, cos, sin, interleaved, False)
+    return _rope(x, cos, sin, interleaved, False, torch.empty_like(x))
 
 
 @torch.library.custom_op("megacompile::rope_backward", mutates_args=())
 def rope_backward_op(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The gradient of x."""
-    return _rope(grad, cos, sin, interleaved, True)
+    return _rope(grad, cos, sin, interleaved, True, torch.empty_like(grad))
 
 
 @torch.library.custom_op("megacompile::rope_", mutates_args=("x",))
@@ -223,10 +236,7 @@ def rope_inplace_op(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed: bool = False
 ) -> None:
     """Rotate x where it lies (``transposed``: the backward). Without autograd: for emitted code."""
-    if runs_triton(x) and x.stride(-1) == 1:
-        rope_triton(x, cos, sin, interleaved, transposed, x)
-    else:
-        x.copy_(_rope(x, cos, sin, interleaved, transposed))
+    _rope(x, cos, sin, interleaved, transposed, x)
 
 
 @rope_op.register_fake

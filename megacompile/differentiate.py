@@ -23,7 +23,8 @@ from megacompile.costs import flat, flops, is_heavy, moved
 from megacompile.joint import Ref, extract, trace_joint
 from megacompile.meter import StorageMeter
 from megacompile.partition import Template
-from megacompile.views import is_view, storage_nbytes
+from megacompile.reuse import reuse
+from megacompile.views import is_view, storage_nbytes, view_base
 
 aten = torch.ops.aten
 OptionName = Literal["all", "some", "none", "least"]
@@ -229,8 +230,10 @@ class _Cutter:
             given.update({n: r for n, r in self.refs.items() if r[0] == "out"})
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
         graph, inputs = extract(self.graph, [n for _, n in results], given)
-        source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
         counted = [n for n in graph.nodes if n.op == "call_function"]
+        work = sum(flops(n, self.template.share) for n in counted), sum(map(moved, counted))
+        reuse(graph, self._owned(graph, saved))
+        source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
         peak, end = self._measure(source, name, graph, inputs)
         return BlockFunction(
             name=name,
@@ -240,9 +243,15 @@ class _Cutter:
             result_bytes=tuple(_nbytes(n) for _, n in results),
             peak_bytes=peak,
             end_bytes=end,
-            flops=sum(flops(n, self.template.share) for n in counted),
-            moved_bytes=sum(map(moved, counted)),
+            flops=work[0],
+            moved_bytes=work[1],
         )
+
+    def _owned(self, graph: fx.Graph, saved: Sequence[fx.Node]) -> set[fx.Node]:
+        """The saved tensors that a backward may overwrite: those that no output of the block shows."""
+        shown = {view_base(n) for n in self.outs}
+        names = {n.name for n in saved if n not in shown}
+        return {n for n in graph.nodes if n.op == "placeholder" and n.name in names}
 
     def _measure(self, source: str, name: str, graph: fx.Graph, inputs: list[Ref]) -> tuple[int, int]:
         """(highest, last) bytes beyond what is alive at entry, from a run on fake tensors."""

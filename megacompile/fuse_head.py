@@ -32,6 +32,8 @@ from megacompile.kernels.linear_cross_entropy import WORKSPACE
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.clone.default)
 _MEAN, _SUM = 1, 2
+_SHARE = 8
+"""The tile of logits takes at most an eighth of the weight's gradient, which the backward holds anyway."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,10 @@ def _emit(
         if not value(hidden).is_contiguous():
             hidden = emit.call(aten.clone.default, hidden, memory_format=torch.contiguous_format, like=linear)
         hidden = emit.call(aten.view.default, hidden, [-1, value(hidden).shape[-1]], like=linear)
+    workspace = min(WORKSPACE, value(matrix).numel() * value(matrix).element_size() // _SHARE)
     pair = emit.call(
         torch.ops.megacompile.linear_cross_entropy.default, hidden, matrix, bias[0] if bias else None,
-        labels, terms.ignore_index, terms.smoothing, 0.0, terms.softcap, WORKSPACE, like=linear,
+        labels, terms.ignore_index, terms.smoothing, 0.0, terms.softcap, workspace, like=linear,
     )  # fmt: skip
     loss = emit.call(operator.getitem, pair, 0, like=linear)
     if terms.reduction in (_MEAN, _SUM):

@@ -18,6 +18,7 @@ from megacompile import MegacompileError, fuse_check
 from megacompile.batch import read_batch
 from megacompile.capture import Captured, capture, parameter_forms
 from megacompile.differentiate import DifferentiatedTemplate, differentiate
+from megacompile.errors import BudgetError
 from megacompile.fuse import PATTERNS, fuse, read_switches
 from megacompile.fuse_report import Fusions, fold
 from megacompile.partition import partition
@@ -170,6 +171,30 @@ def test_blocks_save_less_and_hold_no_logits() -> None:
     sources = "".join(f.source for t in after for f in t.functions())
     assert "[128, 128]" not in sources and "[2, 64, 128]" not in sources  # tokens by vocabulary
     assert sum(f.flops for t in after for f in t.functions() if "cross_entropy" in f.source) > 0
+
+
+def test_kernels_lower_the_least_budget() -> None:
+    """Also on the CPU, where they run as plain torch: their copies are small, and gradients reuse memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = _SHAPE | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384}
+    ids = torch.zeros(1, 512, dtype=torch.long)
+    least = []
+    for on in (False, True):
+        model = LlamaForCausalLM(LlamaConfig(**(shape | {"max_position_embeddings": 512})))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(BudgetError) as error:
+            megacompile.compile(
+                model,
+                "1MB",
+                example_batch={"input_ids": ids, "labels": ids},
+                optimizer=optimizer,
+                compute_dtype=torch.float32,
+                kernels=on,
+            )
+        assert error.value.least_bytes is not None
+        least.append(error.value.least_bytes)
+    assert least[1] < least[0]
 
 
 class Mlp(nn.Module):

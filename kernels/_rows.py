@@ -1,0 +1,43 @@
+"""Run a plain torch reference a few rows at a time, so that its float32 copies stay small.
+
+A reference computes in float32 on the whole of what it is given. Given a 32nd of the rows at a time it
+holds a 32nd of the copies, and its results stay the same: what it returns for a row depends on that
+row alone, and sums over rows are accumulated in the wide type.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+PARTS, LEAST = 32, 1 << 13
+
+
+def chunks(length: int, row_elements: int) -> Iterator[slice]:
+    """Slices of [0, length): at most 32, each of at least 8k elements (and one row)."""
+    step = max(1, -(-length // PARTS), LEAST // max(row_elements, 1))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def by_rows(
+    run: Callable[..., Sequence[Tensor]],
+    given: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    sums: Sequence[Tensor] = (),
+) -> None:
+    """Fill ``outs`` and add to ``sums`` what ``run`` returns for chunks of the rows of ``given``.
+
+    ``given`` and ``outs`` share their first dimension; ``run`` returns one tensor for each of
+    ``outs`` and ``sums``, in this order.
+    """
+    for part in chunks(given[0].shape[0], given[0][:1].numel()):
+        results = run(*(x[part] for x in given))
+        for out, result in zip(outs, results, strict=False):
+            out[part] = result
+        for total, result in zip(sums, results[len(outs) :], strict=True):
+            total += result
+
+
+def flat(x: Tensor) -> Tensor:
+    """x as [rows, columns]; a copy only where no view does."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
