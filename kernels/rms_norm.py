@@ -267,7 +267,7 @@ def rms_norm_backward_reference(
 
     def rows(x: Tensor, rstd: Tensor, grad: Tensor, *grad_sum: Tensor) -> tuple[Tensor, ...]:
         normal, grad = x.to(dtype) * rstd, grad.to(dtype)
-        sums = ()
+        sums: tuple[Tensor, ...] = ()
         if weight is not None:
             sums = ((grad * (normal.to(x.dtype).to(dtype) if cast_early else normal)).sum(0),)
             grad = grad * (weight.to(dtype) + offset)

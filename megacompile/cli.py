@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megacompile.cli_bench import add_kernels, run_kernels
 from megacompile.cli_bench_nvme import add_nvme, run_nvme
 from megacompile.errors import MegacompileError
 
@@ -62,6 +63,8 @@ replaces a built-in machine."""
 _DOCTOR_EXAMPLES = """example:
   megacompile doctor"""
 _BENCH_EXAMPLES = """examples:
+  megacompile bench kernels
+  megacompile bench kernels --op rms_norm --shape 8192x4096 --check
   megacompile bench nvme --dir /mnt/nvme"""
 
 
@@ -143,6 +146,7 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
                 "Measure parts of megacompile on this machine.", _BENCH_EXAMPLES)  # fmt: skip
     found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
     add_nvme(found_parts)
+    add_kernels(found_parts)
     return parser, found
 
 
@@ -268,7 +272,7 @@ def _run_bench(options: argparse.Namespace) -> int:
     return _BENCHES[options.part](options)
 
 
-_BENCHES = {"nvme": run_nvme}
+_BENCHES = {"nvme": run_nvme, "kernels": run_kernels}
 _COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
              "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench,
              "profile": _run_profile}  # fmt: skip

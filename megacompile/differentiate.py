@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.codegen import DEVICE, function_source
 from megacompile.costs import flat, flops, is_heavy, moved
 from megacompile.joint import Ref, extract, trace_joint
+from megacompile.kernel_calls import Calls, kernel_calls
 from megacompile.meter import StorageMeter
 from megacompile.partition import Template
 from megacompile.reuse import reuse
@@ -42,7 +43,7 @@ class BlockFunction:
     gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
     the function holds beyond what was alive when it was called; saved tensors and gradients among its
     arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
-    when it returns: results less donations.
+    when it returns: results less donations. ``kernels`` counts the calls of our own operators.
     """
 
     name: str
@@ -54,6 +55,7 @@ class BlockFunction:
     end_bytes: int
     flops: int
     moved_bytes: int
+    kernels: Calls = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ class _Cutter:
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
         graph, inputs = extract(self.graph, [n for _, n in results], given)
         counted = [n for n in graph.nodes if n.op == "call_function"]
-        work = sum(flops(n, self.template.share) for n in counted), sum(map(moved, counted))
+        counts = sum(flops(n, self.template.share) for n in counted), sum(map(moved, counted))
+        work = *counts, kernel_calls(graph)
         reuse(graph, self._owned(graph, saved))
         source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
         peak, end = self._measure(source, name, graph, inputs)
@@ -245,6 +248,7 @@ class _Cutter:
             end_bytes=end,
             flops=work[0],
             moved_bytes=work[1],
+            kernels=work[2],
         )
 
     def _owned(self, graph: fx.Graph, saved: Sequence[fx.Node]) -> set[fx.Node]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacompile.codegen import function_source
+from megacompile.differentiate import BlockFunction
 from megacompile.emit import statement
+from megacompile.kernel_calls import Calls, to_json, total
 from megacompile.passes import PASSES
 from megacompile.plan_text import plan_table
 from megacompile.step import Step, memory_curve
@@ -32,6 +34,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
         "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
         "04_plan.txt": plan_table(planned.plan, schedule.work) + "\n",
         "plan.json": planned.plan.to_json() + "\n",
+        "kernel_calls.json": to_json(_kernel_calls(scheduled)),
         "08_verify.txt": f"{scheduled.proof}\n",
         "09_step.py": scheduled.source,
         "memory.txt": _memory(planned.step, schedule.budget_bytes),
@@ -89,6 +92,19 @@ def _options(scheduled: Scheduled) -> str:
                 f"{function.flops / 1e9:.3f} GFLOP, moves {format_bytes(function.moved_bytes)}"
             )
     return "\n".join(lines) + "\n"
+
+
+def _kernel_calls(scheduled: Scheduled) -> Calls:
+    """Our operators' calls in one step: what each block's option runs, for every micro-batch."""
+    compiled, mode, calls = scheduled.compiled, scheduled.mode, []
+    for block, choice in zip(compiled.part.blocks, scheduled.planned.plan.blocks, strict=True):
+        template = compiled.templates[block.template]
+        functions: list[BlockFunction | None] = [template.forward]
+        if mode.kind != "evaluate":
+            option = template.options[choice.choice]  # type: ignore[index]
+            functions = [option.forward, option.recompute, option.backward]
+        calls += [call for f in functions if f is not None for call in f.kernels]
+    return total((call, count * mode.micro_batches) for call, count in calls)
 
 
 def _passes(scheduled: Scheduled) -> dict[str, str]:
