@@ -22,8 +22,8 @@ each --provider FILE.py, named as the operations and called as their eager forms
 Correctness is checked against float64 before anything is timed. Without a GPU nothing is timed: the
 table of what the kernels compile to is printed instead, and --check compares results on the CPU."""
 
-_NO_GPU = """megacompile: there is no GPU here, and Triton's interpreter says nothing about time: above is what
-the kernels compile to; --check compares results on the CPU."""
+_NO_GPU = """megacompile: there is no GPU here, and Triton's interpreter says nothing about time.
+Above is what the kernels compile to; --check compares results on the CPU."""
 
 
 def add_kernels(commands: Any) -> None:

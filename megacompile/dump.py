@@ -101,7 +101,8 @@ def _kernel_calls(scheduled: Scheduled) -> Calls:
         template = compiled.templates[block.template]
         functions: list[BlockFunction | None] = [template.forward]
         if mode.kind != "evaluate":
-            option = template.options[choice.choice]  # type: ignore[index]
+            name = compiled.assembly.work.blocks[block.index].choice(choice.choice).name
+            option = template.options[name]  # type: ignore[index]
             functions = [option.forward, option.recompute, option.backward]
         calls += [call for f in functions if f is not None for call in f.kernels]
     return total((call, count * mode.micro_batches) for call, count in calls)

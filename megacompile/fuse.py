@@ -20,14 +20,16 @@ from torch import fx
 from megacompile.capture import Captured, module_path
 from megacompile.errors import MegacompileError
 from megacompile.fuse_check import disagreement, signature
-from megacompile.fuse_gates import glu, rope
+from megacompile.fuse_gates import glu
 from megacompile.fuse_head import linear_cross_entropy
 from megacompile.fuse_match import Emitter, Match, NearMissError, aten, is_call, outside_user
-from megacompile.fuse_norms import layer_norm, rms_norm
+from megacompile.fuse_norms import add_rms_norm, layer_norm, rms_norm
 from megacompile.fuse_report import Fusions, NearMiss, Placement
+from megacompile.fuse_rope import rope
 
 PATTERNS: dict[str, Callable[[fx.Node], Match | None]] = {
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "layer_norm": layer_norm,
     "rope": rope,
     "glu": glu,
@@ -88,7 +90,10 @@ class _Rewriter:
             except NearMissError as reason:
                 self.near.append(NearMiss(name, module_path(node), str(reason)))
                 continue
-            self.placed.append(Placement(name, module_path(match.home)))
+            where = module_path(match.home)
+            if match.takes:
+                self.placed.remove(Placement(match.takes, where))
+            self.placed.append(Placement(name, where))
             self._replace(match)
 
     def _accept(self, match: Match) -> None:
@@ -107,16 +112,18 @@ class _Rewriter:
             raise NearMissError(found)
 
     def _replace(self, match: Match) -> None:
+        inside = set(match.nodes)
         with self.graph.inserting_before(match.root):
-            new = match.build(Emitter(self.graph, match.root, self._fake), match.inputs)
-        before, after = match.root.meta["val"], new.meta["val"]
-        if before.shape != after.shape or before.dtype != after.dtype:
-            raise AssertionError(f"{match.pattern} at {match.root.name} changed its result's shape or dtype")
-        if before.stride() != after.stride():
-            self._restrided.add(new)
-        match.root.replace_all_uses_with(new)
-        if match.root in self._graded:
-            self._graded.add(new)
+            built = match.built(Emitter(self.graph, match.root, self._fake), match.inputs)
+        for old, new in zip(match.results, built, strict=True):
+            before, after = old.meta["val"], new.meta["val"]
+            if before.shape != after.shape or before.dtype != after.dtype:
+                raise AssertionError(f"{match.pattern} at {old.name} changed its result's shape or dtype")
+            if before.stride() != after.stride():
+                self._restrided.add(new)
+            old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+            if old in self._graded:
+                self._graded.add(new)
         for node in reversed(match.nodes):
             self.graph.erase_node(node)
             self._gone.add(node)

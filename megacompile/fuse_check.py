@@ -18,7 +18,7 @@ from megacompile.fuse_match import Emitter, Match, aten, operands, value
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Of the tensor's largest element, by the lowest precision among inputs and result."""
-Run = Callable[[Match, Sequence[Tensor]], Tensor]
+Run = Callable[[Match, Sequence[Tensor]], list[Tensor]]
 _ROWS, _VOCABULARY, _WIDTH = 4, 600, 256
 
 
@@ -34,7 +34,7 @@ def disagreement(match: Match) -> str | None:
     exact = _results(match, [x.double() if x.is_floating_point() else x for x in inputs], _plain)
     dtypes = [x.dtype for x in inputs if x.is_floating_point()] + [value(match.root).dtype]
     allowed = max(TOLERANCE.get(d, 0.0) for d in dtypes)
-    names = ["result", *(f"gradient of {n.name}" for n in _differentiable(match))]
+    names = ["result"] * len(match.results) + [f"gradient of {n.name}" for n in _differentiable(match)]
     for name, got, want, reference in zip(names, fused, plain, exact, strict=True):
         if got.shape != want.shape or got.dtype != want.dtype:
             return f"its {name} is {got.dtype}{list(got.shape)}, not {want.dtype}{list(want.shape)}"
@@ -88,7 +88,12 @@ def _shapes(match: Match) -> list[tuple[int, ...]]:
     hidden, weight, *rest = (value(n) for n in match.inputs)
     *lead, width = _cut_rows(hidden)
     width = min(width, _WIDTH)
-    tokens = torch.Size(lead).numel()
+    kept = list(lead)
+    for node in match.nodes:
+        if node.target is aten.slice.Tensor:
+            _, dim, start, end = operands(node)[:4]
+            kept[dim] = len(range(kept[dim])[start:end])
+    tokens = torch.Size(kept).numel()
     shapes = [(*lead, width), (min(weight.shape[0], _VOCABULARY), width), (tokens,)]
     return shapes + [(shapes[1][0],) for _ in rest[1:]]
 
@@ -106,7 +111,7 @@ def _ignored(match: Match) -> int:
     return int(given[0]) if given else -100
 
 
-def _plain(match: Match, inputs: Sequence[Tensor]) -> Tensor:
+def _plain(match: Match, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The subgraph itself; float64 inputs stay float64 through its casts."""
     exact = inputs[0].dtype == torch.float64
     known = dict(zip(match.inputs, inputs, strict=True))
@@ -117,28 +122,34 @@ def _plain(match: Match, inputs: Sequence[Tensor]) -> Tensor:
         if exact and node.target is aten._to_copy.default:
             kwargs = {**kwargs, "dtype": torch.float64}
         if node in match.views:
-            args = (args[0], [-1, args[0].shape[-1]])
+            args = (args[0], _view_shape(value(node), args[0]))
         target: Any = node.target
         known[node] = target(*args, **kwargs)
-    return known[match.root]
+    return [known[node] for node in match.results]
 
 
-def _fused(match: Match, inputs: Sequence[Tensor]) -> Tensor:
+def _view_shape(before: Tensor, x: Tensor) -> list[int]:
+    """The shape of a view on fewer rows: of merged rows, or of merged last dimensions."""
+    merged = before.ndim == x.ndim - 1 and before.shape[-1] == x.shape[-1] * x.shape[-2]
+    return [*x.shape[:-2], -1] if merged else [-1, x.shape[-1]]
+
+
+def _fused(match: Match, inputs: Sequence[Tensor]) -> list[Tensor]:
     graph = fx.Graph()
     nodes = []
     for i, x in enumerate(inputs):
         nodes.append(graph.placeholder(f"x{i}"))
         nodes[-1].meta["val"] = x
-    return value(match.build(Emitter(graph, match.root, contextlib.nullcontext), nodes))
+    return [value(new) for new in match.built(Emitter(graph, match.root, contextlib.nullcontext), nodes)]
 
 
 def _results(match: Match, inputs: Sequence[Tensor], run: Run) -> list[Tensor]:
-    """The result and the gradients of the differentiable inputs, for one random gradient of it."""
+    """The results and the gradients of the differentiable inputs, for one random gradient of each."""
     wanted = {match.inputs.index(n) for n in _differentiable(match)}
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
     with torch.enable_grad():
-        out = run(match, leaves)
+        outs = run(match, leaves)
     generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    found = torch.autograd.grad(out, [x for i, x in enumerate(leaves) if i in wanted], grad)
-    return [out.detach(), *found]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outs]
+    found = torch.autograd.grad(outs, [x for i, x in enumerate(leaves) if i in wanted], grads)
+    return [*(o.detach() for o in outs), *found]

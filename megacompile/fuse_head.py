@@ -32,6 +32,8 @@ from megacompile.kernels.linear_cross_entropy import WORKSPACE
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.clone.default)
 _MEAN, _SUM = 1, 2
+Slice = tuple[int, int, int]
+"""(dimension, start, end) of leading positions whose logits the loss reads."""
 _SHARE = 8
 """The tile of logits takes at most an eighth of the weight's gradient, which the backward holds anyway."""
 
@@ -44,6 +46,7 @@ class _Terms:
     ignore_index: int
     smoothing: float
     softcap: float
+    slices: tuple[Slice, ...]
 
 
 def linear_cross_entropy(node: fx.Node) -> Match | None:
@@ -57,12 +60,12 @@ def linear_cross_entropy(node: fx.Node) -> Match | None:
         raise NearMissError(
             f"its labels are {value(labels).dtype}{list(value(labels).shape)}, not one int64 per row"
         )
-    linear, softcap, inside, views = _chain(logits)
+    linear, softcap, inside, views, slices = _chain(logits)
     hidden, matrix, *bias = [a for a in operands(linear) if a is not None]
     assert isinstance(hidden, fx.Node) and isinstance(matrix, fx.Node)
     if value(hidden).dtype != value(matrix).dtype:
         raise NearMissError(f"hidden is {value(hidden).dtype}, the head's weight {value(matrix).dtype}")
-    terms = _Terms(reduction, ignore, smoothing, softcap)
+    terms = _Terms(reduction, ignore, smoothing, softcap, slices)
     dtype = value(node).dtype
 
     def build(emit: Emitter, inputs: Sequence[fx.Node]) -> fx.Node:
@@ -83,10 +86,13 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, Any, int, int, float]:
     return x, labels, weight, reduction, ignore, smoothing
 
 
-def _chain(logits: fx.Node) -> tuple[fx.Node, float, set[fx.Node], tuple[fx.Node, ...]]:
-    """(linear, softcap, the nodes from it to the loss, the views among them)."""
+def _chain(
+    logits: fx.Node,
+) -> tuple[fx.Node, float, set[fx.Node], tuple[fx.Node, ...], tuple[Slice, ...]]:
+    """(linear, softcap, the nodes from it to the loss, the views among them, the slices, first one first)."""
     inside: set[fx.Node] = set()
     views: list[fx.Node] = []
+    slices: list[Slice] = []
     softcap = 0.0
     node = logits
     width = value(logits).shape[-1]
@@ -100,13 +106,27 @@ def _chain(logits: fx.Node) -> tuple[fx.Node, float, set[fx.Node], tuple[fx.Node
             node = operands(node)[0]
         elif is_cast(node) or is_call(node, *_COPIES):
             node = operands(node)[0]
+        elif (part := _positions(node)) is not None:
+            slices.append(part)
+            node = operands(node)[0]
         elif capped is not None and not softcap:
             node, softcap, between = capped
             inside |= between
         else:
             target = str(node.target).removesuffix(".default") if node.op == "call_function" else "an input"
             raise NearMissError(f"its logits come from {target}, not from a linear layer")
-    return node, softcap, inside | {node}, tuple(views)
+    return node, softcap, inside | {node}, tuple(views), tuple(reversed(slices))
+
+
+def _positions(node: fx.Node) -> Slice | None:
+    """What a slice of a leading dimension keeps: ``logits[:, :-1]``."""
+    if not is_call(node, aten.slice.Tensor) or operands(node)[4:] not in ((), (1,)):
+        return None
+    x, dim, start, end = (*operands(node), *(0, None, None)[len(operands(node)) - 1 :])[:4]
+    size = value(x).shape[dim]
+    if dim % value(x).ndim == value(x).ndim - 1:
+        return None
+    return dim % value(x).ndim, start or 0, size if end is None else min(end, size)
 
 
 def _softcap(node: fx.Node) -> tuple[fx.Node, float, set[fx.Node]] | None:
@@ -126,6 +146,8 @@ def _emit(
     emit: Emitter, inputs: Sequence[fx.Node], terms: _Terms, linear: fx.Node, dtype: torch.dtype
 ) -> fx.Node:
     hidden, matrix, labels, *bias = inputs
+    for part in terms.slices:
+        hidden = emit.call(aten.slice.Tensor, hidden, *part, like=linear)
     if value(hidden).ndim != 2:
         if not value(hidden).is_contiguous():
             hidden = emit.call(aten.clone.default, hidden, memory_format=torch.contiguous_format, like=linear)

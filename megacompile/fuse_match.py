@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
-Build = Callable[["Emitter", Sequence[fx.Node]], fx.Node]
+Build = Callable[["Emitter", Sequence[fx.Node]], "fx.Node | tuple[fx.Node, ...]"]
 
 
 class NearMissError(Exception):
@@ -30,7 +30,9 @@ class Match:
     ``nodes`` are in graph order and end with ``root``, whose value is replaced; they read nothing but
     each other and ``inputs``. ``build`` writes the replacement from nodes that stand for the inputs.
     ``fixed`` are positions of inputs for which the operator has no gradient. ``home`` names the place
-    in reports; ``views`` are nodes whose shape argument follows the number of rows.
+    in reports; ``views`` are nodes whose shape argument follows the number of rows. ``also`` are inner
+    nodes whose values are replaced too: ``build`` then returns one node for the root and one for each.
+    ``takes`` is the pattern whose placement at the same home this one takes over.
     """
 
     pattern: str
@@ -41,6 +43,18 @@ class Match:
     home: fx.Node
     fixed: tuple[int, ...] = ()
     views: tuple[fx.Node, ...] = ()
+    also: tuple[fx.Node, ...] = ()
+    takes: str = ""
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values are replaced, in the order of what ``build`` returns."""
+        return (self.root, *self.also)
+
+    def built(self, emit: Emitter, inputs: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """The replacement of each of ``results``."""
+        new = self.build(emit, inputs)
+        return (new,) if isinstance(new, fx.Node) else new
 
 
 class Emitter:
@@ -139,8 +153,9 @@ def ordered(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
 def outside_user(match: Match) -> str | None:
     """Why a value inside a match must stay: the name of what else reads it."""
     inside = set(match.nodes)
-    for node in match.nodes[:-1]:
+    for node in match.nodes:
         for user in node.users:
-            if user not in inside:
+            shown = node in match.results and match.root < user
+            if user not in inside and not shown:
                 return f"{node.name}, which the fused operator would not compute, is also read by {user.name}"
     return None

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 import megacompile.kernels  # noqa: F401  registers the operators
+from megacompile.capture import module_path
 from megacompile.fuse_match import (
     Emitter,
     Match,
@@ -184,3 +185,31 @@ def _from_operator(node: fx.Node) -> Match:
         bound = torch.finfo(value(x).dtype).eps
     assert weight is None or isinstance(weight, fx.Node)
     return _match(node, _Rms(x, weight, bound, 0.0, False), {node})
+
+
+def add_rms_norm(node: fx.Node) -> Match | None:
+    """An addition and the fused RMSNorm of the sum, where both stand in one layer."""
+    norm = operands(node)[0] if is_call(node, operator.getitem) else None
+    if not is_call(norm, torch.ops.megacompile.rms_norm.default) or operands(node)[1] != 0:
+        return None
+    total, *rest = operands(norm)
+    if not is_call(total, aten.add.Tensor) or total.kwargs or not all(map(is_tensor, operands(total))):
+        return None
+    x, residual = operands(total)
+    if not value(x).shape == value(residual).shape == value(total).shape:
+        return None
+    if not value(x).dtype == value(residual).dtype == value(total).dtype:
+        raise NearMissError(f"it adds {value(x).dtype} and {value(residual).dtype}")
+    outer = module_path(total)
+    if outer and not module_path(node).startswith(f"{outer}."):
+        raise NearMissError("its sum belongs to another layer, which would have to pass on both terms")
+    weight, *terms = rest
+    inputs = (x, residual) if weight is None else (x, residual, weight)
+
+    def build(emit: Emitter, given: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        args = (*given[:2], given[2] if weight is not None else None, *terms)
+        new = emit.call(torch.ops.megacompile.add_rms_norm.default, *args)
+        return emit.call(operator.getitem, new, 0), emit.call(operator.getitem, new, 1)
+
+    inside = ordered({total, norm, node})
+    return Match("add_rms_norm", node, inside, inputs, build, node, also=(total,), takes="rms_norm")

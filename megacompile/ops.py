@@ -2,8 +2,9 @@
 
 Attention and dropout are replaced by operators of ours during capture, so that one graph serves every
 device, a recomputed forward repeats the first one bit for bit, and the planner sees one node with
-known cost. On CPU they run torch's own kernels; the masks of dropout come from a counter, not from a
-hidden generator: element i of a call depends on (seed, call site, i) alone.
+known cost. Which kernel runs a call of attention is decided in :mod:`megacompile.sdpa`. The masks of
+dropout come from a counter, not from a hidden generator: element i of a call depends on (seed, call
+site, i) alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels.dropout import dropout_mask
-
-aten = torch.ops.aten
+from megacompile import sdpa
+from megacompile.kernels._triton import runs_triton
+from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
+from megacompile.kernels.dropout import dropout_mask, dropout_triton
+from megacompile.sdpa import repeat_heads, sum_heads
 
 
 @torch.library.custom_op("megacompile::dropout", mutates_args=())
@@ -27,6 +30,8 @@ def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
     ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
     The operator is linear in ``x``, hence its own backward.
     """
+    if runs_triton(x):
+        return dropout_triton(x, rng, site, p)
     keep = dropout_mask(rng, site, x.shape, p, x.device)
     return torch.where(keep, x * (1.0 / (1.0 - p)) if p < 1.0 else x, torch.zeros((), dtype=x.dtype))
 
@@ -73,20 +78,18 @@ def attention(
     ``softcap`` c > 0 maps scores s to c·tanh(s / c). out is [B, H, S, Dv], stored as [B, S, H, Dv];
     log-sum-exp is [B, H, S] in at least fp32.
     """
-    if _runs_flash(q, k, v, sinks, softcap, dropout_p, bias_grad, causal, bias, window):
-        groups = q.shape[1] // k.shape[1]
-        k, v = _repeat_heads(k, groups), _repeat_heads(v, groups)
-        mask = _flash_mask(q, k, bias, causal, window)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal and mask is None, attn_mask=mask, scale=scale
-        )
+    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    if path == "library":
+        out, lse = sdpa.forward(q, k, v, _flash_mask(q, k, bias, causal, window), causal, scale)
         return _heads_inside(out), lse.contiguous()
+    if path == "triton":
+        return flash_attention_forward(q, k, v, scale, causal, window, softcap, sinks)
     probabilities, lse, _ = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
     probabilities = probabilities.to(v.dtype)
     if dropout_p > 0.0:
         assert rng is not None
         probabilities = dropout(probabilities, rng, site, dropout_p)
-    out = torch.matmul(probabilities, _repeat_heads(v, q.shape[1] // v.shape[1]))
+    out = torch.matmul(probabilities, repeat_heads(v, q.shape[1]))
     return _heads_inside(out), lse
 
 
@@ -134,23 +137,25 @@ def attention_backward(
 
     The gradients of ``bias`` and ``sinks`` are empty tensors where these are absent or constant.
     """
-    heads, groups = q.shape[1], k.shape[1]
-    k_all, v_all = _repeat_heads(k, heads // groups), _repeat_heads(v, heads // groups)
     none = q.new_empty(0)
-    if _runs_flash(q, k, v, sinks, softcap, dropout_p, bias_grad, causal, bias, window):
-        mask = _flash_mask(q, k_all, bias, causal, window)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k_all, v_all, out, lse, 0.0, causal and mask is None,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
-        return dq.contiguous(), _sum_heads(dk, groups), _sum_heads(dv, groups), none, none.clone()
+    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    if path == "library":
+        mask = _flash_mask(q, k, bias, causal, window)
+        return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, none.clone()
+    if path == "triton":
+        dq, dk, dv, d_sinks = flash_attention_backward(
+            grad, q, k, v, out, lse, scale, causal, window, softcap, sinks
+        )
+        return dq, dk, dv, none, d_sinks
 
+    groups = k.shape[1]
+    k_all, v_all = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     p, _, capped = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
     dropped = p.to(v.dtype)
     if dropout_p > 0.0:
         assert rng is not None
         dropped = dropout(dropped, rng, site, dropout_p)
-    dv = _sum_heads(torch.matmul(dropped.transpose(-1, -2), grad), groups)
+    dv = sum_heads(torch.matmul(dropped.transpose(-1, -2), grad), groups)
     dp = torch.matmul(grad, v_all.transpose(-1, -2))
     if dropout_p > 0.0:
         assert rng is not None
@@ -168,7 +173,7 @@ def attention_backward(
         ds = ds * (1.0 - (capped / softcap) ** 2)
     ds = (ds * scale).to(q.dtype)
     dq = torch.matmul(ds, k_all).contiguous()
-    dk = _sum_heads(torch.matmul(ds.transpose(-1, -2), q), groups)
+    dk = sum_heads(torch.matmul(ds.transpose(-1, -2), q), groups)
     return dq, dk, dv, d_bias, d_sinks
 
 
@@ -226,36 +231,18 @@ def _heads_inside(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _repeat_heads(x: Tensor, times: int) -> Tensor:
-    if times == 1:
-        return x
-    batch, groups, length, dim = x.shape
-    return x[:, :, None].expand(batch, groups, times, length, dim).reshape(batch, -1, length, dim)
-
-
-def _sum_heads(x: Tensor, groups: int) -> Tensor:
-    batch, heads, length, dim = x.shape
-    if heads == groups:
-        return x.contiguous()
-    return x.view(batch, groups, heads // groups, length, dim).sum(2)
-
-
-def _runs_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _features(
+    bias: Tensor | None,
     sinks: Tensor | None,
+    causal: bool,
+    window: int,
     softcap: float,
     dropout_p: float,
     bias_grad: bool,
-    causal: bool,
-    bias: Tensor | None,
-    window: int,
-) -> bool:
-    """Whether torch's flash kernel for CPU covers the call; it depends on shapes and constants alone."""
-    plain = sinks is None and softcap == 0.0 and dropout_p == 0.0 and not bias_grad
-    same_lengths = q.shape[2] == k.shape[2] or not (causal or window)
-    return plain and same_lengths and q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
+) -> sdpa.Features:
+    return sdpa.Features(
+        bias is not None, bias_grad, sinks is not None, dropout_p > 0.0, causal, window, softcap
+    )
 
 
 def _band(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
@@ -292,7 +279,7 @@ def _softmax(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Probabilities [B, H, S, T], log-sum-exp [B, H, S], and the capped scores where capped."""
     dtype = _accumulate_dtype(q)
-    keys = _repeat_heads(k, q.shape[1] // k.shape[1])
+    keys = repeat_heads(k, q.shape[1])
     scores = torch.matmul(q, keys.transpose(-1, -2)).to(dtype) * scale
     capped = None
     if softcap > 0.0:

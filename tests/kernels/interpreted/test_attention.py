@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness import DTYPES, compare, randn, strided
 
+import megacompile.ops
 from megacompile.kernels.attention import (
     document_bounds,
     flash_attention_backward,
@@ -151,3 +152,26 @@ def test_gradcheck():
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     function = lambda q, k, v, s: Flash.apply(q, k, v, s, options)  # noqa: E731
     assert torch.autograd.gradcheck(function, doubles, fast_mode=True)
+
+
+@pytest.mark.parametrize("features", [{"window": 9}, {"softcap": 3.0}, {"sinks": True, "window": 9}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
+    """megacompile::attention calls it for what the library lacks; strides and types are those of its fake."""
+    calls = []
+    launch = megacompile.ops.flash_attention_forward
+    monkeypatch.setattr(
+        megacompile.ops, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
+    )
+    window, softcap = features.get("window", 0), features.get("softcap", 0.0)
+
+    def run(q, k, v, sinks=None):
+        constants = 0.3, True, window, softcap, 0.0, 0, False
+        out, lse = torch.ops.megacompile.attention(q, k, v, None, sinks, None, *constants)
+        assert out.stride() == (2 * 33 * 16, 16, 32, 1) and lse.dtype == torch.float32
+        return out
+
+    inputs = [randn(2, 2, 33, 16), randn(2, 1, 33, 16), randn(2, 1, 33, 16)]
+    inputs += [randn(2)] if "sinks" in features else []
+    compare(run, lambda *x: eager(*x[:3], x[3] if x[3:] else None, 0.3, True, window, softcap), inputs, dtype)
+    assert calls

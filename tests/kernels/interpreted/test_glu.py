@@ -64,3 +64,12 @@ def test_extreme_values(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation):
     gradcheck(lambda g, u: glu(g, u, activation), randn(3, 5), randn(3, 5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_in_place(dtype):
+    """What the emitted code calls where nothing reads gate and up again."""
+    grad, gate, up = (torch.randn(41, 123).to(dtype) for _ in range(3))
+    expected = torch.ops.megacompile.glu_backward(grad, gate, up, "silu")
+    torch.ops.megacompile.glu_backward_(grad, gate, up, "silu")
+    assert torch.equal(gate, expected[0]) and torch.equal(up, expected[1])

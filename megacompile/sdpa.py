@@ -1,0 +1,136 @@
+"""Which implementation of attention runs a call, and torch's own flash attention behind one interface.
+
+``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
+kernel for what that lacks, ``plain`` the products and the softmax written out, with the whole matrix of
+scores. The choice depends on shapes, dtypes, device and constants alone, so that a recomputed forward
+and the backward make the same one.
+
+On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run,
+and equal seeds must give equal bits. FlashAttention's backward is asked to be deterministic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import runs_triton
+from megacompile.kernels.attention import supports
+
+aten = torch.ops.aten
+Path = Literal["library", "triton", "plain"]
+LIBRARY_DIM = 256
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a call of attention has beside q, k and v."""
+
+    bias: bool
+    bias_grad: bool
+    sinks: bool
+    dropout: bool
+    causal: bool
+    window: int
+    softcap: float
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
+    """The implementation that runs a call."""
+    if q.numel() == 0 or k.numel() == 0 or has.dropout or has.bias_grad:
+        return "plain"
+    same_lengths = q.shape[2] == k.shape[2]
+    plain_scores = not has.sinks and has.softcap == 0.0
+    if plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window)):
+        covered = not has.bias and not (0 < has.window < k.shape[2])
+        if _library_covers(q, k, masked=not covered):
+            return "library"
+    sees_all = same_lengths or (not has.window and not has.causal)
+    if not has.bias and sees_all and runs_triton(q) and supports(q, k, v):
+        return "triton"
+    return "plain"
+
+
+def _library_covers(q: Tensor, k: Tensor, *, masked: bool) -> bool:
+    """Whether torch's flash attention takes these; on CUDA it knows no mask and 16-bit types alone."""
+    if q.is_cuda:
+        return not masked and q.element_size() == 2 and q.shape[-1] <= LIBRARY_DIM and q.shape[-1] % 8 == 0
+    return not (masked and runs_triton(q))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) of torch's flash attention; without a mask, causal or not."""
+    if q.device.type != "cpu":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            *_rows(q, k, v), 0.0, causal, False, scale=scale
+        )
+        return out, lse
+    heads = q.shape[1]
+    return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        q, repeat_heads(k, heads), repeat_heads(v, heads), 0.0, causal and mask is None,
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of :func:`forward`, contiguous."""
+    if q.device.type != "cpu":
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: never read
+        with _deterministic():
+            dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+                *_rows(grad, q, k, v, out), lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
+                seed, seed[:0], scale=scale,
+            )  # fmt: skip
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    heads, groups = q.shape[1], k.shape[1]
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, repeat_heads(k, heads), repeat_heads(v, heads), out, lse, 0.0, causal and mask is None,
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups)
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """The kernels want a contiguous last dimension."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Ask for deterministic kernels, without torch's filling of fresh memory, for one call."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Each of x's heads as often as it takes to have ``heads``."""
+    batch, groups, length, dim = x.shape
+    if groups == heads:
+        return x
+    return x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, -1, length, dim)
+
+
+def sum_heads(x: Tensor, groups: int) -> Tensor:
+    """The gradient of :func:`repeat_heads`."""
+    batch, heads, length, dim = x.shape
+    if heads == groups:
+        return x.contiguous()
+    return x.view(batch, groups, heads // groups, length, dim).sum(2)
