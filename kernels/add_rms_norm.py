@@ -19,6 +19,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.rms_norm import (
+    MAX_ROW_BACKWARD,
     backward_triton,
     empty_output,
     forward_triton,
@@ -70,7 +71,7 @@ def add_rms_norm_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x and of residual, dw)."""
     args = grad, grad_sum, total, weight, rstd, offset, cast_early
-    if not runs_triton(total) or total.shape[-1] > MAX_ROW:
+    if not runs_triton(total) or total.shape[-1] > MAX_ROW_BACKWARD:
         return rms_norm_backward_reference(*args)
     return backward_triton(*args)
 
@@ -129,4 +130,4 @@ def _aot() -> list[AotCase]:
         _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
         backward_triton(x, x, total, x[0], rstd, 0.0, True)
 
-    return [(f"{n} bf16", partial(case, n)) for n in (4096, 8192)]
+    return [(f"{n} bf16", partial(case, n)) for n in (4096, 8192, 16384)]

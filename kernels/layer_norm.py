@@ -305,4 +305,4 @@ def _aot() -> list[AotCase]:
         if width <= MAX_ROW_BACKWARD:
             backward_triton(x, x, x[0], True, mean, rstd)
 
-    return [(f"{n} bf16", partial(case, n)) for n in (128, 768, 4096, 8192, 16384)]
+    return [(f"{n} bf16", partial(case, n)) for n in (128, 768, 4096, 8192, 16384, 32768)]

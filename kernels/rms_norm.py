@@ -34,6 +34,8 @@ from megacompile.kernels._triton import (
     wide,
 )
 
+MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
+
 
 @triton.jit
 def rms_norm_forward_kernel(
@@ -296,7 +298,7 @@ def rms_norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw); dw is empty where there is no weight."""
-    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
+    if not runs_triton(x) or x.shape[-1] > MAX_ROW_BACKWARD:
         return rms_norm_backward_reference(grad, None, x, weight, rstd, offset, cast_early)
     return backward_triton(grad, None, x, weight, rstd, offset, cast_early)
 
@@ -347,7 +349,8 @@ def _aot() -> list[AotCase]:
         x = torch.empty((8192, width), dtype=dtype, device="meta")
         weight = x[0]
         _, _, rstd = forward_triton(x, None, weight, 1e-6, 0.0, True)
-        backward_triton(x, None, x, weight, rstd, 0.0, True)
+        if width <= MAX_ROW_BACKWARD:
+            backward_triton(x, None, x, weight, rstd, 0.0, True)
 
-    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in (128, 4096, 8192, 16384)]
+    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in (128, 4096, 8192, 16384, 32768)]
     return [*cases, ("4096 fp32", partial(case, 4096, torch.float32))]

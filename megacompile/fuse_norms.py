@@ -198,11 +198,11 @@ def add_rms_norm(node: fx.Node) -> Match | None:
     x, residual = operands(total)
     if not value(x).shape == value(residual).shape == value(total).shape:
         return None
-    if not value(x).dtype == value(residual).dtype == value(total).dtype:
-        raise NearMissError(f"it adds {value(x).dtype} and {value(residual).dtype}")
     outer = module_path(total)
     if outer and not module_path(node).startswith(f"{outer}."):
         raise NearMissError("its sum belongs to another layer, which would have to pass on both terms")
+    if not value(x).dtype == value(residual).dtype == value(total).dtype:
+        raise NearMissError(f"it adds {value(x).dtype} and {value(residual).dtype}")
     weight, *terms = rest
     inputs = (x, residual) if weight is None else (x, residual, weight)
 

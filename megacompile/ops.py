@@ -94,22 +94,8 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    rng: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout_p: float,
-    site: int,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = q.shape
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length = q.shape[:3]
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, length, dtype=_accumulate_dtype(q))
 
@@ -179,23 +165,9 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    rng: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout_p: float,
-    site: int,
-    bias_grad: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bias_grad = rest[-1]
     d_bias = torch.empty_like(bias).contiguous() if bias_grad and bias is not None else q.new_empty(0)
     d_sinks = torch.empty_like(sinks) if sinks is not None else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias, d_sinks
