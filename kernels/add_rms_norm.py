@@ -19,13 +19,14 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.rms_norm import (
-    MAX_ROW_BACKWARD,
     backward_triton,
     empty_output,
     forward_triton,
     rms_norm_backward_reference,
     rms_norm_reference,
 )
+
+MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
 
 
 def add_rms_norm_reference(
@@ -128,6 +129,7 @@ def _aot() -> list[AotCase]:
     def case(width: int) -> None:
         x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
         _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
-        backward_triton(x, x, total, x[0], rstd, 0.0, True)
+        if width <= MAX_ROW_BACKWARD:
+            backward_triton(x, x, total, x[0], rstd, 0.0, True)
 
     return [(f"{n} bf16", partial(case, n)) for n in (4096, 8192, 16384)]
