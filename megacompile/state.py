@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import host_adam
-from megacompile.arena import HostArena
+from megacompile.arena import HostArena, trim_heap
 from megacompile.assemble import GroupLayout, Parameter, Slot
 from megacompile.formats import (
     CODINGS,
@@ -100,6 +100,8 @@ class HostState:
             elif parameter.is_meta:
                 value = value.clone()  # its file may change
             set_value(parameter, value)
+            del value
+        trim_heap()
 
     def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
         """Set a parameter that may be cut from a tensor of its whole shape."""
