@@ -57,6 +57,11 @@ class HostArena:
     def free_bytes(self) -> int:
         return self.nbytes - self.used_bytes
 
+    @property
+    def rest(self) -> Tensor:
+        """What has not been taken yet."""
+        return self.tensor[self.used_bytes :]
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The next piece as a zeroed tensor."""
         elements = prod(shape)

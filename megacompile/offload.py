@@ -102,7 +102,7 @@ class Offload:
         regions = dict(zip(self._weights, (p.weight_bytes for p in places), strict=True))
         regions |= dict(zip(self._state, (p.state_bytes for p in places), strict=True))
         self.storage = Storage(placement.directories, regions)
-        self._buffers, self._staged = (
+        self._buffers, self.staged = (
             [arena.take((nbytes,), torch.uint8) for _ in range(placement.window)]
             for nbytes in buffer_bytes(places)
         )
@@ -114,12 +114,12 @@ class Offload:
 
     def read_weights(self, group: int, slot: int) -> None:
         """Bring a group's streamed weights into a buffer for them."""
-        self.storage.read(self._weights[group], self._staged[slot][: self.places[group].weight_bytes])
+        self.storage.read(self._weights[group], self.staged[slot][: self.places[group].weight_bytes])
 
     def weights(self, group: int, slot: int) -> Tensor:
         """What :meth:`read_weights` brought."""
         array = self.places[group].on_storage[0]
-        return self._staged[slot][: array.nbytes].view(array.dtype)
+        return self.staged[slot][: array.nbytes].view(array.dtype)
 
     def read_state(self, group: int, slot: int) -> None:
         """Bring all of a group that is on storage into a buffer of the window."""

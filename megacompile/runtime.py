@@ -36,7 +36,7 @@ class Runtime:
     def __init__(self, state: HostState, device: Device) -> None:
         self.state = state
         self.device = device
-        device.own(state.weights)
+        device.own([*state.traveling, state.arena.rest])
         self.resident = ResidentState(state, device)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)  # of the last two runs: what ran when
         self._bound: BoundStep = None  # type: ignore[assignment]

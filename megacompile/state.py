@@ -58,7 +58,6 @@ class HostState:
         self.arrays: list[dict[str, Tensor]] = [
             {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
         ]
-        self.weights = [a["weights"] for a in self.arrays if "weights" in a]  # what is streamed from RAM
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [0] * len(self.groups)
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
@@ -160,6 +159,12 @@ class HostState:
         out = torch.empty(stop - start)
         host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
         return _strided(out, 0, slot)
+
+    @property
+    def traveling(self) -> list[Tensor]:
+        """Host memory that weights are copied to the device from."""
+        kept = [arrays["weights"] for arrays in self.arrays if "weights" in arrays]
+        return kept + (self.offload.staged if self.offload is not None else [])
 
     def streamed(self, group: int, slot: int | None) -> Tensor:
         """The weights that travel to the device: in RAM, or in a buffer that they were read into."""
