@@ -119,7 +119,8 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
     program.train_step(batch())
     program.wait()
     written = sum(op.nbytes for op in program.schedule.step.ops if op.kind == "write")
-    assert offload.storage.written_bytes - taken == written > 0
+    padded = offload.storage.written_bytes - taken  # arrays end at whole pages
+    assert 0 < written <= padded < 1.01 * written
     for text in (str(program.memory), str(program.schedule)):
         assert "written per step" in text and "a drive rated for" in text
     program.close()

@@ -148,7 +148,7 @@ def test_the_device_kernel_takes_the_same_steps() -> None:
     torch.manual_seed(0)
     for state in (ours, theirs):
         torch.manual_seed(1)
-        for weights in state.weights:
+        for weights in state.traveling:
             weights.copy_(torch.randn_like(weights))
     for step in range(1, 4):
         for layout in layouts:
