@@ -152,7 +152,7 @@ def _idle(program: Program) -> float:
     assert runtime is not None
     scheduled, trace = runtime.traces[-1]
     streams = {op.event: op.stream for op in scheduled.ops}
-    spans = [(start, end) for event, start, end in trace if streams[event] == "compute"]
+    spans = [(start, end) for event, start, end in trace if streams.get(event) == "compute"]
     busy = sum(end - start for start, end in spans)
     return 1.0 - busy / (max(e for _, e in spans) - min(s for s, _ in spans))
 
