@@ -6,7 +6,6 @@ constant of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.errors import CaptureError
+from megacompile.meter import OVERSIZED
 from megacompile.partition import Template
+from megacompile.views import storage_nbytes
 
 RefKind = Literal["in", "out", "saved", "grad"]
 Ref = tuple[RefKind, int]
@@ -28,11 +29,12 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
     def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
         outputs = fx.Interpreter(module).run(*inputs)
         roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
-        leaves = [i for i in inputs if i.requires_grad]
-        found: Sequence[Tensor | None] = ()
+        leaves = [(i, k) for i, k in zip(inputs, template.kinds, strict=True) if i.requires_grad]
+        found: list[Tensor | None] = []
         if roots and leaves:
-            found = torch.autograd.grad(roots, leaves, grads, allow_unused=True)
-        return list(outputs), [_whole(g) for g in found]
+            raw = torch.autograd.grad(roots, [i for i, _ in leaves], grads, allow_unused=True)
+            found = [_settle(grad, *leaf) for grad, leaf in zip(raw, leaves, strict=True)]
+        return list(outputs), found
 
     with mode:
         inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
@@ -49,14 +51,35 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
+    for node in list(traced.graph.nodes):
+        if node.target in OVERSIZED:
+            _copy_after(traced.graph, node, mode)
     return traced.graph
 
 
-def _whole(grad: Tensor | None) -> Tensor | None:
-    """A copy of a gradient that shows a part of a larger tensor, which would live as long as it does."""
-    if grad is None or grad.untyped_storage().nbytes() <= grad.numel() * grad.element_size():
-        return grad
-    return grad.clone(memory_format=torch.contiguous_format)
+def _settle(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
+    """A gradient that keeps no more memory than its own alive and, for a value, is laid out as it is.
+
+    A slice of a larger tensor would hold all of it, while a plan counts bytes by tensor; and the block
+    that is handed a value's gradient was traced for the value's layout.
+    """
+    if grad is None:
+        return None
+    if kind == "value" and grad.stride() != leaf.stride():
+        order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+        inverse = sorted(range(leaf.dim()), key=order.__getitem__)
+        grad = grad.permute(order).contiguous().permute(inverse)
+    if storage_nbytes(grad) > grad.numel() * grad.element_size():
+        grad = grad.clone()
+    return grad
+
+
+def _copy_after(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    with mode:
+        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
 def _is_mutable(node: fx.Node) -> bool:

@@ -19,6 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import BudgetExceededError
 
+aten = torch.ops.aten
+OVERSIZED = frozenset(
+    (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+        aten.col2im.default,
+    )
+)
+"""Operators whose result stands in memory of their first argument's size, which fake tensors do not show."""
+
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that remembers which storage it stood for."""
@@ -62,16 +74,16 @@ class StorageMeter(TorchDispatchMode):
         else:
             out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self.track(out)
+            self.track(out, args[0].untyped_storage().nbytes() if func in OVERSIZED else 0)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 if isinstance(item, Tensor):
                     self.track(item)
         return out
 
-    def track(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor, at_least: int = 0) -> None:
         """Count a tensor's storage from now on, unless it is counted already."""
-        self._watch(tensor, tensor.untyped_storage().nbytes())
+        self._watch(tensor, max(tensor.untyped_storage().nbytes(), at_least))
         if self.limit is not None and self._live > self.limit:
             raise BudgetExceededError(
                 f"A block asked for {self._live} bytes of temporaries and stashes where the plan "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacompile import ops
+from megacompile import ops, recurrent
 
 ATTENTION_NAME = "megacompile"
 _current: list[_CallSites] = []
@@ -73,6 +73,10 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
                 (F, "dropout", _dropout),
                 (torch, "dropout", _dropout),
                 (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
+                (torch._VF, "lstm", recurrent.lstm),
+                (torch._VF, "gru", recurrent.gru),
+                (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
+                (torch._VF, "rnn_relu", recurrent.rnn(torch.relu)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(_attention_implementation(model, positions_given))

@@ -1,0 +1,175 @@
+"""Try every architecture and write ``docs/models.md``: what trains, how exactly, what is refused.
+
+    python -m benchmarks.models                        # all, some seconds each; goes on where it stopped
+    python -m benchmarks.models --only llama --dtype float32
+    python -m benchmarks.models --again                # forget earlier results
+
+Each architecture is judged in a process of its own, so that one that hangs or dies costs only itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "build" / "models"
+PAGE = ROOT / "docs" / "models.md"
+DTYPES = ("float32", "bfloat16")
+LIMIT_SECONDS = 300
+Result = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", help="an architecture's name; may be given several times")
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--again", action="store_true", help="do not use earlier results")
+    options = parser.parse_args(arguments)
+    from tests.zoo import cases
+
+    names = options.only or list(cases())
+    unknown = sorted(set(names) - set(cases()))
+    if unknown:
+        parser.error(f"{unknown[0]} is no architecture that is known here")
+    dtypes = [options.dtype] if options.dtype else list(DTYPES)
+    results = run(names, dtypes, again=options.again)
+    if not options.only and not options.dtype:
+        PAGE.write_text(page(results))
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    bad = [r for r in results if r["status"] in ("WRONG", "crashed", "too slow")]
+    for result in bad if not options.only else results:
+        print(f"{result['name']} ({result['dtype']}): {result['status']} {result['reason']}")
+    return 1 if bad else 0
+
+
+def run(names: list[str], dtypes: list[str], *, again: bool = False) -> list[Result]:
+    """Judge each architecture in each dtype; what was judged before is read from ``build/models``."""
+    from tqdm import tqdm
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    results = []
+    with tqdm([(n, d) for d in dtypes for n in names], unit="model") as bar:
+        for name, dtype in bar:
+            bar.set_postfix_str(f"{name} {dtype}")
+            place = RESULTS / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{dtype}.json"
+            if again:
+                place.unlink(missing_ok=True)
+            if not place.exists():
+                _in_child(name, dtype, place)
+            results.append(json.loads(place.read_text()))
+    return results
+
+
+def _in_child(name: str, dtype: str, place: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers", "tests.judge"])
+    log = place.with_suffix(".log")
+    child = context.Process(target=_judge, args=(name, dtype, place, log))
+    child.start()
+    child.join(LIMIT_SECONDS)
+    slow = child.is_alive()
+    if slow:
+        child.kill()
+        child.join()
+    if not place.exists():
+        lines = log.read_text().strip().splitlines() if log.exists() else []
+        reason = lines[-1] if lines else f"exit status {child.exitcode}"
+        status, reason = ("too slow", f"not done after {LIMIT_SECONDS} s") if slow else ("crashed", reason)
+        failed = {"name": name, "dtype": dtype, "status": status, "reason": reason}
+        place.write_text(json.dumps(failed, indent=1))
+
+
+def _judge(name: str, dtype: str, place: Path, log: Path) -> None:
+    """What a child does; all that it prints goes into its log."""
+    with log.open("w") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+        import torch
+
+        from tests.judge import judge
+        from tests.zoo import cases
+
+        verdict = judge(cases()[name], getattr(torch, dtype))
+        place.write_text(json.dumps(verdict.as_dict(), indent=1))
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+_INTRODUCTION = """# Architectures
+
+Made by `python -m benchmarks.models`; small models, CPU backend, three steps with clipping and AdamW beside
+eager PyTorch at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, where that
+is more), and the least feasible. Every causal language model of the installed transformers
+({version}) is tried, with a few of each other kind.
+
+*Distance* is to eager PyTorch: "bitwise" means that losses, norms and all weights after three steps are
+equal bit for bit; a number is the largest distance of a gradient, in parts of its tensor's scale, over the
+three budgets. fp32 must stay within 1e-5, bf16 no farther from fp32 than plain bf16 eager is, plus 1e-2; with
+fused kernels 5e-4 (fp32) and 1e-2 (bf16) more than eager. *Peak* says whether measured bytes equal predicted
+ones at all budgets. *Kernels* counts what `kernels=True` places.
+"""
+
+
+def page(results: list[Result]) -> str:
+    """The whole page in Markdown."""
+    import transformers
+
+    counts = Counter((r["status"], r["dtype"]) for r in results)
+    summary = [
+        f"{dtype}: " + ", ".join(f"{n} {s}" for (s, d), n in sorted(counts.items()) if d == dtype)
+        for dtype in DTYPES
+    ]
+    right = [r for r in results if r["status"] == "right"]
+    rest = [r for r in results if r["status"] != "right"]
+    parts = [_INTRODUCTION.format(version=transformers.__version__), *summary, "", "## What trains", ""]
+    parts += [
+        "| architecture | kind | dtype | parameters | blocks / templates | distance | peak | kernels | "
+        "distance with kernels |",
+        "|---|---|---|--:|--:|--:|---|---|--:|",
+        *map(_row, right),
+    ]
+    for status, title in (
+        ("refused", "What is refused"),
+        ("eager fails", "What plain PyTorch does not train in this form"),
+        ("WRONG", "What trains wrong"),
+        ("crashed", "What crashes"),
+        ("too slow", "What took too long"),
+    ):
+        rows = [r for r in rest if r["status"] == status]
+        if rows:
+            parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|"]
+            parts += [f"| {r['name']} | {r['dtype']} | {_cell(r['reason'])} |" for r in rows]
+    return "\n".join(parts) + "\n"
+
+
+def _row(result: Result) -> str:
+    budgets = result["budgets"].values()
+    exact = all(b["peak_bytes"] == b["predicted_bytes"] for b in budgets)
+    worst = max(abs(1 - b["peak_bytes"] / b["predicted_bytes"]) for b in budgets)
+    kernels = ", ".join(f"{n} {k}" for k, n in result["placed"].items())
+    return (
+        f"| {result['name']} | {result['kind']} | {result['dtype']} | {result['parameters'] / 1e3:.0f} k | "
+        f"{result['blocks']} / {result['templates']} | {_distance(max(b['distance'] for b in budgets))} | "
+        f"{'exact' if exact else f'{worst:.1%} off'} | {kernels or '–'} | "
+        f"{_distance(result['fused_distance'])} |"
+    )
+
+
+def _distance(value: float | None) -> str:
+    return "–" if value is None else "bitwise" if value == 0 else f"{value:.0e}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:400]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
