@@ -22,6 +22,8 @@ from megacompile.kernels.attention import flash_attention_backward, flash_attent
 from megacompile.kernels.dropout import dropout_mask, dropout_triton
 from megacompile.sdpa import repeat_heads, sum_heads
 
+_HIDDEN = -1e8
+
 
 @torch.library.custom_op("megacompile::dropout", mutates_args=())
 def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
@@ -76,11 +78,17 @@ def attention(
     broadcasts to [B, H, S, T]; ``sinks`` [H] adds one logit per head to the softmax's denominator;
     ``window`` > 0 keeps keys with 0 <= i - j < window (|i - j| < window where not causal);
     ``softcap`` c > 0 maps scores s to c·tanh(s / c). out is [B, H, S, Dv], stored as [B, S, H, Dv];
-    log-sum-exp is [B, H, S] in at least fp32.
+    log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden by ``bias`` gives zeros,
+    and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
     path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
     if path == "library":
-        out, lse = sdpa.forward(q, k, v, _flash_mask(q, k, bias, causal, window), causal, scale)
+        mask = _flash_mask(q, k, bias, causal, window)
+        out, lse = sdpa.forward(q, k, v, mask, causal, scale)
+        if bias is not None and mask is not None:
+            hidden = _all_hidden(mask)
+            out = out.masked_fill(hidden, 0.0)
+            lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
         return _heads_inside(out), lse.contiguous()
     if path == "triton":
         return flash_attention_forward(q, k, v, scale, causal, window, softcap, sinks)
@@ -239,6 +247,11 @@ def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window:
     return mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
+def _all_hidden(scores: Tensor) -> Tensor:
+    """Boolean [..., S, 1]: whether no key of a query is left; masks hide with -1e9 or less."""
+    return scores.amax(-1, keepdim=True) <= _HIDDEN
+
+
 def _softmax(
     q: Tensor,
     k: Tensor,
@@ -262,6 +275,8 @@ def _softmax(
     if band is not None:
         scores = scores.masked_fill(~band, torch.finfo(dtype).min)
     lse = torch.logsumexp(scores, dim=-1)
+    if bias is not None:
+        lse = lse.masked_fill(_all_hidden(scores).squeeze(-1), math.inf)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype).view(1, -1, 1).expand_as(lse))
     return torch.exp(scores - lse.unsqueeze(-1)), lse, capped

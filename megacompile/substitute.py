@@ -21,8 +21,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile import ops, recurrent
+from megacompile.errors import CaptureError
 
-ATTENTION_NAME = "megacompile"
+_EAGER = "eager"
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
 _current: list[_CallSites] = []
 
 
@@ -87,23 +89,32 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
 
 @contextlib.contextmanager
 def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterator[None]:
-    """Point every configuration object in a transformers model at our attention function."""
+    """Our attention in place of transformers' "eager" one, which every configuration object is set to.
+
+    Models ask for "eager" by name before they do what its dense additive mask needs.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None:
         yield
         return
-    transformers.AttentionInterface.register(ATTENTION_NAME, _transformers_attention)
-    transformers.AttentionMaskInterface.register(ATTENTION_NAME, _transformers_mask)
     configs: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, transformers.PreTrainedConfig):
                 configs[id(value)] = (value, value._attn_implementation_internal)
     for config, _ in configs.values():
-        config._attn_implementation_internal = ATTENTION_NAME
+        config._attn_implementation_internal = _EAGER
+    attention, masks = (
+        interface._global_mapping
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+    )
     not_packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
     try:
-        with contextlib.nullcontext() if positions_given else not_packed:
+        with (
+            mock.patch.dict(attention, {_EAGER: _transformers_attention}),
+            mock.patch.dict(masks, {_EAGER: _transformers_mask}),
+            contextlib.nullcontext() if positions_given else not_packed,
+        ):
             yield
     finally:
         for config, before in configs.values():
@@ -203,9 +214,25 @@ def _transformers_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface. A mask known to be a plain pattern is never read."""
+    **rest: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' attention interface. A mask known to be a plain pattern is never read.
+
+    Where a model passes tensors that our operator does not know, its own attention function runs.
+    """
+    unknown = [n for n, v in rest.items() if isinstance(v, Tensor) and n not in _WITHOUT_EFFECT]
+    if unknown:
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if own is None:
+            raise CaptureError(
+                f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which ours "
+                "does not take: report the model."
+            )
+        rest |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
+        given = {n: v for n, v in rest.items() if v is not None}
+        found: tuple[Tensor, Any] = own(module, query, key, value, attention_mask, **given)
+        return found
     pattern = _current[-1].pattern_of(attention_mask)
     bias = attention_mask
     if pattern is not None:
