@@ -166,6 +166,7 @@ def capture(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             exported = torch.export.export(_Loss(copied, loss_fn), (rng, args, kwargs), strict=False)
+            _refuse_writes(exported)
             _keep_gradient_barriers(exported.graph_module)
             exported = exported.run_decompositions({})
     except CaptureError:
@@ -210,6 +211,24 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
                         "in megacompile.compile instead."
                     )
         module.recompile()
+
+
+def _refuse_writes(exported: torch.export.ExportedProgram) -> None:
+    """Refuse a forward that writes into a parameter (through ``.data``): only buffers are looked at later."""
+    constants = {
+        spec.arg.name
+        for spec in exported.graph_signature.input_specs
+        if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER)
+    }
+    for node in exported.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            written = node.args[0] if node.args else None
+            if isinstance(written, fx.Node) and written.op == "placeholder" and written.name in constants:
+                raise CaptureError(
+                    f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
+                    "between steps, on program.state_dict() and load_state_dict()."
+                )
 
 
 def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
@@ -292,6 +311,13 @@ def _clean(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
+                f"batch ({node.target}): a scheduled step needs fixed shapes."
+            )
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
             if torch.Tag.nondeterministic_seeded in target.tags:

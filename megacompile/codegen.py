@@ -58,7 +58,9 @@ def _call(node: fx.Node) -> str:
         return f"{_value(source)}[{index}]"
     arguments = [_value(a) for a in node.args]
     arguments += [f"{key}={_value(value)}" for key, value in node.kwargs.items() if key != "pin_memory"]
-    return f"{target_name(node.target)}({', '.join(arguments)})"
+    # some kernels lay their result out in another way than fake tensors say, so that a view needs a copy
+    target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+    return f"{target_name(target)}({', '.join(arguments)})"
 
 
 def target_name(target: Any) -> str:

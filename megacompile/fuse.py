@@ -143,7 +143,7 @@ class _Rewriter:
         with self._fake():
             try:
                 found = target(*args, **kwargs)
-            except RuntimeError:  # a view of memory that is laid out in another way now
+            except (RuntimeError, ValueError):  # a view of memory that is laid out in another way now
                 if not is_call(node, aten.view.default):
                     raise
                 node.target = aten.reshape.default

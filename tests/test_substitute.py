@@ -1,0 +1,96 @@
+"""Our operators stand for what a model itself computes: recurrent layers, attention with hidden rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megacompile import ops
+from megacompile.errors import CaptureError
+from megacompile.substitute import our_operators
+from tests.zoo import causal, padded_batch
+
+RNG = torch.tensor([3, 0])
+CELLS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {}),
+    "lstm, two layers, both ways": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "lstm, no bias, projected": (nn.LSTM, {"bias": False, "proj_size": 4}),
+    "lstm, bias, projected, both ways": (nn.LSTM, {"proj_size": 4, "bidirectional": True, "num_layers": 2}),
+    "gru, two layers, both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    "gru, time first": (nn.GRU, {"batch_first": False}),
+    "tanh": (nn.RNN, {"num_layers": 2}),
+    "relu, no bias": (nn.RNN, {"nonlinearity": "relu", "bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_recurrent_layers_written_out_equal_torch(name: str) -> None:
+    cell, options = CELLS[name]
+    torch.manual_seed(0)
+    module = cell(6, 8, **{"batch_first": True, **options}).double()
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    results = []
+    for ours in (False, True):
+        module.zero_grad()
+        with our_operators(module, RNG) if ours else torch.enable_grad():
+            out, last = module(x)
+        states = last if isinstance(last, tuple) else (last,)
+        sum((s * s).sum() for s in (out, *states)).backward()
+        results.append([out, *states, *(p.grad for p in module.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences_are_refused() -> None:
+    module = nn.LSTM(6, 8)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 6), torch.tensor([5, 3]))
+    with our_operators(module, RNG), pytest.raises(CaptureError, match="pack_padded_sequence"):
+        module(packed)
+    with our_operators(nn.GRU(6, 8), RNG), pytest.raises(CaptureError, match="pack_padded_sequence"):
+        nn.GRU(6, 8)(packed)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
+    out, _ = ops.attention(q, k, v, bias, sinks, None, 0.35, False, 0, 0.0, 0.0, 0, False)
+    return out
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("hide", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
+def test_a_query_without_keys_gives_zeros_and_no_gradient(hide: float, with_sinks: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[:2] = False
+    bias = torch.zeros(1, 1, 5, 5).masked_fill(~allowed, hide)
+    sinks = torch.zeros(2) if with_sinks else None
+    out = attend(q, k, v, bias, sinks)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    rest = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    if with_sinks:
+        scores = torch.cat([rest[0] @ rest[1].mT * 0.35 + bias, torch.zeros(1, 2, 5, 1)], -1)
+        wanted = scores.softmax(-1)[..., :-1] @ rest[2]
+    else:
+        wanted = F.scaled_dot_product_attention(*rest, attn_mask=allowed, scale=0.35)
+    torch.testing.assert_close(out, wanted)
+    assert not out[:, :, :2].any()
+    for mine, theirs in zip(grads, torch.autograd.grad(wanted.square().sum(), rest), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "inkling2_text", "gpt_oss", "granite_swa", "llama4"])
+def test_attention_with_more_than_queries_keys_and_values(model_type: str) -> None:
+    """Sparse indices, sinks per query or per head, chunks: as the model's own attention computes them."""
+    torch.manual_seed(0)
+    model = causal(model_type).eval()
+    batch = padded_batch(0)
+    model.set_attn_implementation("eager")
+    wanted = model(**batch, use_cache=False).loss
+    with our_operators(model, RNG):
+        found = model(**batch, use_cache=False).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
