@@ -18,10 +18,11 @@ from megacompile.errors import BudgetError, MegacompileError
 from megacompile.formats import StateFormat, check_format
 from megacompile.nvme import check_directories
 from megacompile.optimizer import adopt, updates_like_adamw
+from megacompile.ownership import is_owned
 from megacompile.plan import Plan
 from megacompile.plan_tiers import Tiers
 from megacompile.policies import SEARCH, Policy, chosen
-from megacompile.program import Program, is_owned
+from megacompile.program import Program
 from megacompile.state import Weights
 from megacompile.units import RESERVE, host_available, parse_bytes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,17 +63,40 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mas
         args = (batch,)
     if is_transformers(model) and not keep_mask:
         kwargs = _plain_mask(kwargs)
-    args, kwargs = pytree.tree_map(_scalar_counts(kwargs), (args, kwargs))
+    count = kwargs.get("num_items_in_batch")
+    if isinstance(count, int) and not isinstance(count, bool):
+        kwargs["num_items_in_batch"] = torch.tensor(count)  # it changes: one program serves all counts
     flat, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-    if not tensors:
+    flat = [_checked(leaf) for leaf in flat]
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    if not any(isinstance(leaf, Tensor) for leaf in flat):
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
-    for leaf in tensors:
-        if leaf.numel() == 0:
-            raise MegacompileError(f"The batch holds an empty tensor of shape {tuple(leaf.shape)}.")
     shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat)
     modes = (False,) if evaluate else tuple(m.training for m in model.modules())
     return Batch(args, kwargs, flat, (str(spec), shapes, modes, evaluate))
+
+
+def _checked(leaf: Any) -> Any:
+    """A leaf that a program can be given: a dense tensor on the host, or a plain constant."""
+    if not isinstance(leaf, Tensor):
+        if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+            return leaf
+        raise MegacompileError(
+            f"The batch holds a {type(leaf).__name__}: pass tensors, numbers, strings or None."
+        )
+    if leaf.numel() == 0:
+        raise MegacompileError(f"The batch holds an empty tensor of shape {tuple(leaf.shape)}.")
+    if leaf.device.type == "meta" or leaf.layout != torch.strided:
+        kind = "meta" if leaf.device.type == "meta" else str(leaf.layout).removeprefix("torch.")
+        raise MegacompileError(
+            f"The batch holds a {kind} tensor of shape {tuple(leaf.shape)}: pass dense tensors with values."
+        )
+    if leaf.requires_grad:
+        raise MegacompileError(
+            f"The batch holds a tensor of shape {tuple(leaf.shape)} that requires a gradient, which a "
+            "program does not compute: detach it, or make it a parameter of the model."
+        )
+    return leaf if leaf.device.type == "cpu" else leaf.cpu()
 
 
 def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,22 +107,33 @@ def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _scalar_counts(kwargs: dict[str, Any]) -> Any:
-    """Counts that change from batch to batch enter as 0-d tensors, so that one program serves all."""
-    count = kwargs.get("num_items_in_batch")
+def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> list[float]:
+    """The weight of each micro-batch's loss: as given; 1 where losses count all tokens; else the mean."""
+    if weights is not None:
+        if len(weights) != len(micro):
+            raise MegacompileError(
+                f"{len(weights)} weights for {len(micro)} micro-batches: give one for each."
+            )
+        return [float(w) for w in weights]
+    counted = ["num_items_in_batch" in m.kwargs for m in micro]
+    if any(counted) and not all(counted):
+        raise MegacompileError("num_items_in_batch is in some micro-batches only: give it in all, or none.")
+    return [1.0 if all(counted) else 1.0 / len(micro)] * len(micro)
 
-    def convert(leaf: Any) -> Any:
-        if leaf is count and isinstance(leaf, int) and not isinstance(leaf, bool):
-            return torch.tensor(leaf)
-        return leaf
 
-    return convert
+def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) -> Any:
+    """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed."""
+    ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
+    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
+        return None
+    if labels.shape != ids.shape or ids.dim() != 2:
+        return None
+    length = bucket_length(ids.shape[1], longest=longest)
+    return pad_batch(item, length) if length > ids.shape[1] else None
 
 
 def check_signature(model: nn.Module, batch: Batch) -> None:
     """Name entries that the forward does not take and required ones that are missing."""
-    import inspect
-
     parameters = inspect.signature(model.forward).parameters
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:

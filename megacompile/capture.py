@@ -266,6 +266,11 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     _clean(graph)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
+    if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
+        raise CaptureError(
+            "The model's loss does not read num_items_in_batch, so that micro-batches would be weighted "
+            "wrongly: remove it from the batch, or weight them with train_step(batches, weights=[...])."
+        )
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
     return Captured(
         graph=graph,

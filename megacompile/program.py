@@ -10,18 +10,18 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacompile import ownership
 from megacompile.arena import resident_peak_bytes
 from megacompile.assemble import GroupLayout
-from megacompile.batch import Batch, bucket_length, check_signature, is_transformers, pad_batch, read_batch
+from megacompile.batch import Batch, bucketed, check_signature, micro_weights, pad_batch, read_batch
 from megacompile.bind import BoundStep
 from megacompile.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.compiler import Compiler, Scheduled
@@ -33,73 +33,15 @@ from megacompile.fuse_report import Fusions
 from megacompile.measured import align
 from megacompile.offload import Placement, host_state_bytes, place_groups
 from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
+from megacompile.ownership import persistent_buffers
 from megacompile.plan import Mode, Plan
 from megacompile.plan_tiers import host_transient_bytes
+from megacompile.results import Memory, StepOutput
 from megacompile.runtime import Runtime
 from megacompile.schedule import Schedule
 from megacompile.state import HostState, Weights, set_value
 from megacompile.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.units import format_bytes
-
-_OWNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the device, measured beside predicted, and on the host by kind."""
-
-    budget_bytes: int
-    device_peak_bytes: int
-    predicted_peak_bytes: int
-    host_bytes: dict[str, int]
-    host_budget_bytes: int
-    resident_peak_bytes: int  # of the whole process, Python and torch included
-    storage_bytes: int = 0
-    traffic: str = ""
-
-    def __str__(self) -> str:
-        host = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.host_bytes.items() if v)
-        host += (
-            f"; budget {format_bytes(self.host_budget_bytes)}; the whole process held "
-            f"{format_bytes(self.resident_peak_bytes)} at most"
-        )
-        if self.storage_bytes:
-            host += f"\nstorage: {format_bytes(self.storage_bytes)} in scratch files\n{self.traffic}"
-        return (
-            f"device: peak {format_bytes(self.device_peak_bytes)} measured, "
-            f"{format_bytes(self.predicted_peak_bytes)} predicted, budget "
-            f"{format_bytes(self.budget_bytes)}\nhost: {host}"
-        )
-
-
-class StepOutput:
-    """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
-
-    def __init__(self, program: Program, results: StepResults, weights: Sequence[float]) -> None:
-        self._program = program
-        self._results = results
-        self._weights = tuple(weights)
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
-        losses = self._results.losses
-        self._program.settle()
-        if not losses:
-            raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
-        if len(losses) == 1 and self._weights == (1.0,):
-            return losses[0]
-        return torch.stack([w * x for w, x in zip(self._weights, losses, strict=True)]).sum()
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The gradient's 2-norm before clipping; None where updates do not wait for it."""
-        if self._results.grad_norm is None and self._results.takes_norm:
-            self._program.wait()
-        return self._results.grad_norm
-
-    def __repr__(self) -> str:
-        return f"StepOutput(loss={float(self.loss):.4f})" if self._results.losses else "StepOutput()"
 
 
 class Program:
@@ -139,6 +81,7 @@ class Program:
         self._current: Scheduled | None = None
         self._previous: BoundStep | None = None
         self._last: StepResults | None = None
+        self._pid = os.getpid()
         self._torn = ""
         self._calls = 0
         self._predicted_peak = 0
@@ -156,12 +99,16 @@ class Program:
         if self._runtime is not None and self._runtime.has_gradients:
             raise ProgramError("Gradients of forward_backward are waiting: call optimizer_step() first.")
         micro = self._micro_batches(batch)
-        weights = self._weights(micro, weights)
+        weights = micro_weights(micro, weights)
         if len({m.key for m in micro}) > 1:
             return self._step_by_accumulation(micro, weights)
         deferred = self._max_grad_norm is not None or self._on_nonfinite is not None
-        mode = Mode("train", len(micro), deferred)
-        results = self._run(micro, mode, weights)
+        try:
+            results = self._run(micro, Mode("train", len(micro), deferred), weights)
+        except BaseException:
+            if self._runtime is not None:
+                self._runtime.drop_gradients()  # they belong to a step that is not made
+            raise
         return StepOutput(self, results, weights)
 
     def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
@@ -177,6 +124,12 @@ class Program:
     def optimizer_step(self) -> StepOutput:
         """Apply the gradients that :meth:`forward_backward` has gathered, clipped as compiled."""
         self._ready()
+        if self._runtime is not None and self._runtime.lost_gradients:
+            self._runtime.drop_gradients()
+            raise ProgramError(
+                "A forward_backward failed in the middle of its backward, and all gradients gathered since "
+                "the last update were dropped with it: repeat those micro-batches."
+            )
         if self._runtime is None or self._current is None or not self._runtime.has_gradients:
             raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
         return StepOutput(self, self._run([self._last_batch], Mode("update"), []), ())
@@ -193,11 +146,13 @@ class Program:
 
     def settle(self) -> None:
         """Return when the losses of all steps so far can be read."""
+        self._same_process()
         if self._runtime is not None:
             self._runtime.settle()
 
     def wait(self) -> None:
         """Return when every transfer and update that is under way is over."""
+        self._same_process()
         if self._runtime is not None:
             try:
                 self._runtime.finish()
@@ -208,6 +163,7 @@ class Program:
 
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
+        self._same_process()
         if self._runtime is not None:
             self._runtime.finish()
             self._runtime.close()
@@ -227,7 +183,7 @@ class Program:
         self.wait()
         shapes = {n: p.shape for n, p in self.model.named_parameters()}
         buffers = dict(self.model.named_buffers())
-        known = set(shapes) | _persistent_buffers(self.model)
+        known = set(shapes) | persistent_buffers(self.model)
         if set(state) != known:
             wrong = sorted(set(state) ^ known)
             raise MegacompileError(f"The state does not fit the model at {wrong[0]}.")
@@ -300,7 +256,7 @@ class Program:
             else:
                 target.data.copy_(value)
         if model is self.model:
-            _OWNED[model] = "synced"
+            ownership.give_back(model)
 
     # ---- inspection ------------------------------------------------------------------------------
 
@@ -365,7 +321,15 @@ class Program:
             raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
         return self._current
 
+    def _same_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ProgramError(
+                "This program was made in another process, whose worker threads a fork does not copy: use it "
+                "there, or compile in this process."
+            )
+
     def _ready(self) -> None:
+        self._same_process()
         if self._torn:
             raise ProgramError(self._torn)
         self._report_skipped()
@@ -390,33 +354,22 @@ class Program:
     def _read(self, item: Any, evaluate: bool) -> Batch:
         own_loss = self._compiler.has_loss_fn
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
-        if self._compiler.knows(batch) or self._current is None or own_loss:
-            check_signature(self.model, batch)
-            return batch
-        ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
-        tokens = isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(self.model)
-        if tokens and ids is not None and labels is not None and labels.shape == ids.shape and ids.dim() == 2:
-            length = bucket_length(ids.shape[1], longest=self._max_seq_len)
-            if length > ids.shape[1]:
-                batch = read_batch(pad_batch(item, length), self.model, evaluate=evaluate)
+        if not (self._compiler.knows(batch) or self._current is None or own_loss):
+            longer = bucketed(item, batch, self.model, longest=self._max_seq_len)
+            if longer is not None:
+                batch = read_batch(longer, self.model, evaluate=evaluate)
         check_signature(self.model, batch)
         return batch
 
-    def _weights(self, micro: Sequence[Batch], weights: Sequence[float] | None) -> list[float]:
-        if weights is not None:
-            if len(weights) != len(micro):
-                raise MegacompileError(
-                    f"{len(weights)} weights for {len(micro)} micro-batches: give one for each."
-                )
-            return [float(w) for w in weights]
-        if any("num_items_in_batch" in m.kwargs for m in micro):
-            return [1.0] * len(micro)
-        return [1.0 / len(micro)] * len(micro)
-
     def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
         losses: list[Tensor] = []
-        for one, weight in zip(micro, weights, strict=True):
-            losses += self._run([one], Mode("accumulate"), [weight]).losses
+        try:
+            for one, weight in zip(micro, weights, strict=True):
+                losses += self._run([one], Mode("accumulate"), [weight]).losses
+        except BaseException:
+            if self._runtime is not None:
+                self._runtime.drop_gradients()  # they are a part of a step that is not made
+            raise
         results = self._run([micro[-1]], Mode("update"), [])
         results.losses = losses
         return StepOutput(self, results, weights)
@@ -446,7 +399,7 @@ class Program:
             self._compiler.schedule(longest, mode)
 
     def _take_over(self, scheduled: Scheduled) -> None:
-        if is_owned(self.model):
+        if ownership.is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
         layouts = scheduled.compiled.assembly.groups
         plan = scheduled.planned.plan
@@ -465,8 +418,7 @@ class Program:
         self._compiler.layouts = layouts
         self._homes = scheduled.compiled.assembly.homes
         self._runtime = Runtime(state, self._open_device())
-        _OWNED[self.model] = "taken"
-        self.model.register_forward_pre_hook(_refuse_use)
+        ownership.take(self.model)
 
     def _too_large(self, layouts: tuple[GroupLayout, ...], need: int, transient: int) -> BudgetError:
         form, given = self._optimizer_state, format_bytes(self._host_budget_bytes)
@@ -536,7 +488,7 @@ class Program:
             )
 
     def _buffers(self) -> dict[str, Tensor]:
-        kept = _persistent_buffers(self.model)
+        kept = persistent_buffers(self.model)
         return {n: b.detach() for n, b in self.model.named_buffers() if n in kept}
 
     def _loose(self) -> dict[str, Tensor]:
@@ -578,25 +530,3 @@ def step_seed(seed: int, step: int, micro: int) -> int:
     mixed &= (1 << 64) - 1
     mixed ^= mixed >> 31
     return (mixed * 0xD6E8FEB86659FD93) & ((1 << 63) - 1)
-
-
-def _refuse_use(module: nn.Module, args: Any) -> None:
-    if _OWNED.get(module) == "taken":
-        raise ProgramError(
-            f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
-            "program.train_step or program.evaluate, or program.sync_to(model) to get the values back."
-        )
-
-
-def is_owned(model: nn.Module) -> bool:
-    """Whether a program already owns this model."""
-    return _OWNED.get(model) == "taken"
-
-
-def _persistent_buffers(model: nn.Module) -> set[str]:
-    names = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.add(f"{prefix}.{name}" if prefix else name)
-    return names

@@ -47,6 +47,8 @@ class Runtime:
         self._ring: list[Tensor] = []
         self._grads: dict[int, Tensor] = {}
         self._landed: set[int] = set()
+        self._pushed = False
+        self.lost_gradients = False  # some that waited were dropped when a later micro-batch failed
         self._norms: dict[str, Tensor] = {}
         self._scale = 1.0
         self._stash: dict[Token, list[Tensor]] = {}
@@ -70,12 +72,13 @@ class Runtime:
         trace: Trace = []
         self.traces.append((program.step, trace))
         self._results = StepResults(losses=[], takes_norm="clip_scale" in program.kinds)
+        self._pushed = False
         try:
             with self.device.start(trace):
                 self._updates[self.device.step] = [program.updates, 0, 0]
                 program.function(self)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
         assert not self._store, f"left on the device: {list(self._store)}"
         return self._results
@@ -101,6 +104,7 @@ class Runtime:
         self._updates.clear()
         self._unwritten.clear()
         self._lost = False
+        self.lost_gradients = False
 
     @property
     def torn(self) -> bool:
@@ -121,6 +125,12 @@ class Runtime:
     def has_gradients(self) -> bool:
         return bool(self._landed or self.resident.landed)
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients that wait on the host."""
+        self.lost_gradients = False
+        self._landed.clear()
+        self.resident.landed.clear()
+
     def _prepare(self, step: Step) -> None:
         if not self.resident.settled(step):
             self.finish()
@@ -132,17 +142,24 @@ class Runtime:
                 self.finish()
                 self._ring[i : i + 1] = [self._host_empty(nbytes)]
 
-    def _abandon(self) -> None:
-        """After an exception: let the queues run dry and forget everything on the device."""
+    def _abandon(self, error: BaseException) -> None:
+        """After an exception: let the queues run dry and forget everything on the device.
+
+        Gradients that wait on the host stay only if nothing of this step can be among them.
+        """
+        whole = isinstance(error, (ProgramError, NonFiniteError)) and not self._pushed
         try:
             self.device.drain()
         except BaseException:
+            whole = False
             self.device.raise_failure()
         finally:
             self._store.clear()
             self._resident.clear()
-            self._landed.clear()
-            self.resident.landed.clear()
+            if not whole:
+                self.lost_gradients = self.lost_gradients or self.has_gradients
+                self._landed.clear()
+                self.resident.landed.clear()
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -235,6 +252,7 @@ class Runtime:
         home = self._gradient(group, to)
         fresh = to[0] == "ring" or group not in self._landed
         self._landed.add(group)
+        self._pushed = True
         slots = self._bound.assembly.groups[group].slots
 
         def push() -> Tail | None:

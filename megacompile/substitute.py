@@ -8,8 +8,10 @@ registered attention function; any other module is covered by torch's functional
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from megacompile.errors import CaptureError
 _EAGER = "eager"
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
 _current: list[_CallSites] = []
+_patching = threading.RLock()  # the functions that are replaced are the whole process's
 
 
 class _CallSites:
@@ -65,26 +68,37 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
     ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
     look for packed sequences in them; positions that a model makes itself are never packed.
     """
-    if _current:
-        raise RuntimeError("our_operators is already active: contexts cannot be nested.")
-    sites = _CallSites(rng)
-    _current.append(sites)
-    try:
-        with contextlib.ExitStack() as stack:
-            for owner, name, replacement in (
-                (F, "dropout", _dropout),
-                (torch, "dropout", _dropout),
-                (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
-                (torch._VF, "lstm", recurrent.lstm),
-                (torch._VF, "gru", recurrent.gru),
-                (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
-                (torch._VF, "rnn_relu", recurrent.rnn(torch.relu)),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, replacement))
-            stack.enter_context(_attention_implementation(model, positions_given))
-            yield
-    finally:
-        _current.pop()
+    with _patching:  # other threads wait here, and their other calls run torch's own functions
+        if _current:
+            raise RuntimeError("our_operators is already active: contexts cannot be nested.")
+        _current.append(_CallSites(rng))
+        try:
+            with contextlib.ExitStack() as stack:
+                for owner, name, replacement in (
+                    (F, "dropout", _dropout),
+                    (torch, "dropout", _dropout),
+                    (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
+                    (torch._VF, "lstm", recurrent.lstm),
+                    (torch._VF, "gru", recurrent.gru),
+                    (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
+                    (torch._VF, "rnn_relu", recurrent.rnn(torch.relu)),
+                ):
+                    ours = _in_this_thread(replacement, getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, ours))
+                stack.enter_context(_attention_implementation(model, positions_given))
+                yield
+        finally:
+            _current.pop()
+
+
+def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    @functools.wraps(theirs, assigned=("__name__", "__doc__"))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == thread else theirs)(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
