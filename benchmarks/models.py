@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="an architecture's name; may be given several times")
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--again", action="store_true", help="do not use earlier results")
+    parser.add_argument("--page", action="store_true", help="write the page from the results there are")
     options = parser.parse_args(arguments)
     from tests.zoo import cases
 
@@ -40,8 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"{unknown[0]} is no architecture that is known here")
     dtypes = [options.dtype] if options.dtype else list(DTYPES)
-    results = run(names, dtypes, again=options.again)
-    if not options.only and not options.dtype:
+    if options.page:
+        places = [(n, d, _place(n, d)) for d in dtypes for n in names]
+        results = [json.loads(p.read_text()) for _, _, p in places if p.exists()]
+    else:
+        results = run(names, dtypes, again=options.again)
+    if options.page or not (options.only or options.dtype):
         PAGE.write_text(page(results))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     bad = [r for r in results if r["status"] in ("WRONG", "crashed", "too slow")]
@@ -59,13 +64,17 @@ def run(names: list[str], dtypes: list[str], *, again: bool = False) -> list[Res
     with tqdm([(n, d) for d in dtypes for n in names], unit="model") as bar:
         for name, dtype in bar:
             bar.set_postfix_str(f"{name} {dtype}")
-            place = RESULTS / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{dtype}.json"
+            place = _place(name, dtype)
             if again:
                 place.unlink(missing_ok=True)
             if not place.exists():
                 _in_child(name, dtype, place)
             results.append(json.loads(place.read_text()))
     return results
+
+
+def _place(name: str, dtype: str) -> Path:
+    return RESULTS / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{dtype}.json"
 
 
 def _in_child(name: str, dtype: str, place: Path) -> None:

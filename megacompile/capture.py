@@ -8,15 +8,17 @@ Parameters are traced as fake tensors in the dtype they will compute in, so no w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from megacompile.errors import CaptureError
+from megacompile.errors import BudgetError, CaptureError
 from megacompile.substitute import our_operators
 
 aten = torch.ops.aten
@@ -82,14 +84,19 @@ def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, F
     return forms
 
 
-def fake_copy(model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode) -> nn.Module:
-    """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors."""
+def fake_copy(
+    model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode, trained: Collection[str]
+) -> nn.Module:
+    """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors.
+
+    Parameters named in ``trained`` require a gradient.
+    """
     memo: dict[int, Any] = {}
     with mode:
         for name, parameter in model.named_parameters():
             dtype, strides = forms[name]
             fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
@@ -113,11 +120,44 @@ class _Loss(nn.Module):
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with our_operators(self.model, rng, positions_given=given):
-            outputs = self.model(*args, **kwargs)
-        if self._loss_fn is None:
-            return find_loss(outputs)
-        return self._loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
+        with _no_own_gradients():
+            with our_operators(self.model, rng, positions_given=given):
+                outputs = self.model(*args, **kwargs)
+            if self._loss_fn is None:
+                return find_loss(outputs)
+            return self._loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
+
+
+@contextlib.contextmanager
+def _no_own_gradients() -> Iterator[None]:
+    """Refuse gradients that a forward defines itself: a captured graph knows torch's rules alone."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.__module__.startswith("torch.") and "checkpoint" not in function.__module__:
+            return apply(function, *args, **kwargs)
+        raise CaptureError(
+            f"The forward calls {function.__module__}.{function.__name__}, a torch.autograd.Function, whose "
+            "own gradient would be lost: "
+            + (
+                "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
+                if "checkpoint" in function.__module__
+                else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
+                "register_autograd."
+            )
+        )
+
+    def refuse_hook(tensor: Tensor, hook: Any) -> None:
+        raise CaptureError(
+            f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
+            "never run: scale the tensor itself, or its loss."
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
+        mock.patch.object(Tensor, "register_hook", refuse_hook),
+    ):
+        yield
 
 
 def find_loss(outputs: Any) -> Tensor:
@@ -144,18 +184,22 @@ def capture(
     kwargs: dict[str, Any],
     *,
     forms: Mapping[str, Form],
+    trained: Collection[str] | None = None,
     loss_fn: LossFn | None = None,
     evaluate: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
-    ``evaluate`` traces in eval mode and without gradients instead.
+    ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
+    traces in eval mode and without gradients instead.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, or returns no scalar loss.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = fake_copy(model, forms, mode)
+    if trained is None:
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    copied = fake_copy(model, forms, mode, trained)
     if evaluate:
         copied.eval().requires_grad_(False)
     _no_cache(copied)
@@ -171,6 +215,10 @@ def capture(
             exported = exported.run_decompositions({})
     except CaptureError:
         raise
+    except MemoryError as error:
+        raise BudgetError(
+            f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
+        ) from error
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
     return _flatten(exported, copied)

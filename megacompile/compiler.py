@@ -6,6 +6,7 @@ between kinds: the form of each parameter and the layout of the weight groups.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from megacompile.tile_choice import choose, ladder
 from megacompile.tile_cuts import families
 from megacompile.units import format_bytes
 from megacompile.verify import Proof, verify
+
+_TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,9 @@ class Compiler:
         self.cuts: Cuts | None = None  # not decided yet
         self._compute_dtype = compute_dtype
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
+        # what no optimizer holds is not updated, so it needs no gradient
+        held = {n for n, p in self.parameters.items() if optimizer is None or p.param_group >= 0}
+        self._trained = held & {n for n, p in model.named_parameters() if p.requires_grad}
         self._loss_fn = loss_fn
         self._machine = machine
         self._policy = policy
@@ -139,13 +145,17 @@ class Compiler:
 
     def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
         """Capture, partition and differentiate one kind of batch, cut as chosen; made once per key."""
-        return self._build(batch, self.cuts or {}, evaluate)
+        with _TRACING:
+            return self._build(batch, self.cuts or {}, evaluate)
 
     def rungs(self, batch: Batch, budget_bytes: int, *, evaluate: bool) -> Iterator[Compiled]:
         """One kind of batch with nothing cut, then with ever smaller pieces; each made when asked for."""
-        found = families(self._front(batch, evaluate).fused)
+        with _TRACING:
+            found = families(self._front(batch, evaluate).fused)
         for cuts in ladder(found, budget_bytes):
-            yield self._build(batch, cuts, evaluate)
+            with _TRACING:
+                built = self._build(batch, cuts, evaluate)
+            yield built
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
@@ -155,6 +165,7 @@ class Compiler:
                 batch.args,
                 batch.kwargs,
                 forms=self._forms,
+                trained=self._trained,
                 loss_fn=self._loss_fn,
                 evaluate=evaluate,
             )

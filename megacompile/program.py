@@ -411,7 +411,13 @@ class Program:
         need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient
         if need > self._host_budget_bytes:
             raise self._too_large(layouts, need, transient)
-        state = HostState(layouts, form, placement, transient)
+        try:
+            state = HostState(layouts, form, placement, transient)
+        except (RuntimeError, MemoryError) as error:  # nothing is taken from the model yet
+            raise BudgetError(
+                f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
+                "take: set host_budget to what it has, and see what fits."
+            ) from error
         self._compiler.placement = placement
         state.take(self.model, scheduled.compiled.assembly.homes, self._source)
         self._source = None  # and with it what it may hold

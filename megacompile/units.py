@@ -78,8 +78,8 @@ def format_bytes(nbytes: float) -> str:
 
 
 def host_available() -> int:
-    """Bytes this process may still take: free memory, or what its control groups leave if that is less."""
-    free = _meminfo("MemAvailable")
+    """Bytes this process may still take: free memory, or what its control groups or limits leave if less."""
+    free = min([_meminfo("MemAvailable"), *_limits_leave()])
     for limit, usage in _control_groups():
         try:
             text = limit.read_text().strip()
@@ -103,6 +103,21 @@ def _control_groups() -> Iterator[tuple[Path, Path]]:
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
                 yield folder / names[0], folder / names[1]
+
+
+def _limits_leave() -> list[int]:
+    """What the limits on address space and data (``ulimit -v``, ``-d``) leave, where they are set."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return []
+    sizes = Path("/proc/self/statm").read_text().split()
+    left = []
+    for limit, pages in ((resource.RLIMIT_AS, sizes[0]), (resource.RLIMIT_DATA, sizes[5])):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            left.append(max(0, most - int(pages) * resource.getpagesize()))
+    return left
 
 
 def _meminfo(field: str) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import megacompile
 from tests.models import Plain, batch_for, build
@@ -320,4 +321,60 @@ def test_outputs_with_several_fields_and_constants_in_the_batch() -> None:
         assert float(program.train_step(batch).loss) == trainer.train_step([batch])
     assert_equal(program, trainer)
     assert len(program._compiler._compiled) == 2  # one per value of the constant
+    program.close()
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward, and passes the gradient backward as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class OwnGradient(Plain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.last(Straight.apply(self.first(x) * 4)), y)
+
+
+class Checkpointed(Plain):
+    reentrant = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + checkpoint(block, h, use_reentrant=self.reentrant)
+        return nn.functional.mse_loss(self.last(h), y)
+
+
+def test_gradients_that_a_forward_defines_itself_are_refused() -> None:
+    with pytest.raises(megacompile.CaptureError, match=r"Straight, a torch\.autograd\.Function"):
+        compiled(OwnGradient(), example_batch=batch_for("plain"))
+    model = Checkpointed()
+    model.reentrant = True
+    with pytest.raises(megacompile.CaptureError, match="use_reentrant=False"):
+        compiled(model, example_batch=batch_for("plain"))
+
+
+def test_checkpointing_inside_the_model_changes_nothing() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Checkpointed()
+
+    program, trainer = pair(make)
+    batch = batch_for("plain")
+    assert float(program.train_step(batch).loss) == trainer.train_step([batch])
+    assert_equal(program, trainer)
+    program.close()
+    model = build("llama")
+    trainer = EagerTrainer(copy.deepcopy(model), adamw(model))
+    trainer.optimizer = adamw(trainer.model)
+    model.gradient_checkpointing_enable()
+    program, batch = compiled(model), batch_for("llama")
+    assert float(program.train_step(batch).loss) == trainer.train_step([batch])
+    assert_equal(program, trainer)
     program.close()
