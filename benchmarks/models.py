@@ -123,13 +123,16 @@ is more), and the least feasible. Every causal language model of the installed t
 equal bit for bit; a number is the largest distance of a gradient, in parts of its tensor's scale, over the
 three budgets. fp32 must stay within 1e-5, bf16 no farther from fp32 than plain bf16 eager is, plus 1e-2; with
 fused kernels 5e-4 (fp32) and 1e-2 (bf16) more than eager. *Peak* says whether measured bytes equal predicted
-ones at all budgets. *Kernels* counts what `kernels=True` places.
+ones at all budgets. *Kernels* counts what `kernels=True` places. Results are kept from run to run, and so
+may be older than the code: `--again` makes all of them anew.
 """
 
 
 def page(results: list[Result]) -> str:
     """The whole page in Markdown."""
     import transformers
+
+    from tests.zoo import cases
 
     counts = Counter((r["status"], r["dtype"]) for r in results)
     summary = [
@@ -139,6 +142,9 @@ def page(results: list[Result]) -> str:
     right = [r for r in results if r["status"] == "right"]
     rest = [r for r in results if r["status"] != "right"]
     parts = [_INTRODUCTION.format(version=transformers.__version__), *summary, "", "## What trains", ""]
+    missing = 2 * len(cases()) - len(results)
+    if missing:
+        parts.insert(1, f"Not tried yet: {missing} of {2 * len(cases())} pairs of architecture and dtype.\n")
     parts += [
         "| architecture | kind | dtype | parameters | blocks / templates | distance | peak | kernels | "
         "distance with kernels |",

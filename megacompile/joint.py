@@ -66,7 +66,8 @@ def _settle(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
     if grad is None:
         return None
     if kind == "value" and grad.stride() != leaf.stride():
-        order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+        strides = leaf.stride()
+        order = sorted(range(leaf.dim()), key=lambda d: (-strides[d], d))
         inverse = sorted(range(leaf.dim()), key=order.__getitem__)
         grad = grad.permute(order).contiguous().permute(inverse)
     if storage_nbytes(grad) > grad.numel() * grad.element_size():

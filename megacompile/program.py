@@ -80,7 +80,7 @@ class Program:
         self._bound: dict[int, BoundStep] = {}
         self._current: Scheduled | None = None
         self._previous: BoundStep | None = None
-        self._last: StepResults | None = None
+        self._unjudged: list[StepResults] = []  # steps whose gradient norm was not there yet
         self._pid = os.getpid()
         self._torn = ""
         self._calls = 0
@@ -332,18 +332,22 @@ class Program:
         self._same_process()
         if self._torn:
             raise ProgramError(self._torn)
+        if self._on_nonfinite == "raise" and self._unjudged:
+            self.wait()  # no step runs after a faulty one, whatever the timing
         self._report_skipped()
 
     def _report_skipped(self) -> None:
-        last, self._last = self._last, None
-        if last is None or not last.skipped:
-            self._last = last if last is not None and last.grad_norm is None else None
+        """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
+        known = [r for r in self._unjudged if r.grad_norm is not None]
+        self._unjudged = [r for r in self._unjudged if r.grad_norm is None]
+        if self._on_nonfinite == "skip":
             return
-        if self._on_nonfinite != "skip":
-            raise NonFiniteError(
-                f"The gradient's norm was {float(last.grad_norm or 0.0)}: the update was not applied, "
-                "and all parameters are as before that step."
-            )
+        for results in known:
+            if results.skipped:
+                raise NonFiniteError(
+                    f"The gradient's norm was {float(results.grad_norm or 0.0)}: the update was not applied, "
+                    "and all parameters are as before that step."
+                )
 
     def _micro_batches(self, batch: Any, *, evaluate: bool = False) -> list[Batch]:
         items = batch if isinstance(batch, list) else [batch]
@@ -483,7 +487,8 @@ class Program:
             self._note_torn(error)
             raise
         self._calls += mode.kind in ("train", "accumulate")
-        self._last = results if mode.keeps_gradients and mode.kind in ("train", "update") else None
+        if results.takes_norm:
+            self._unjudged.append(results)
         return results
 
     def _note_torn(self, error: BaseException) -> None:

@@ -269,6 +269,7 @@ class Runtime:
         fresh = to[0] == "dring" or group not in landed
         if to[0] == "dgrad":
             landed.add(group)
+            self._pushed = True
         add_gradients(self.resident.gradient(group, to), slots, self._store["wg", group, block, micro], fresh)
         self._free(free)
         self.device.reached(("accumulate", group, block, micro))
@@ -300,11 +301,11 @@ class Runtime:
         def clip() -> None:
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
-            results.grad_norm = total
             results.skipped = not bool(torch.isfinite(total))
             self._scale = 1.0
             if inputs.max_grad_norm is not None:
                 self._scale = float(torch.clamp(inputs.max_grad_norm / (total + 1e-6), max=1.0))
+            results.grad_norm = total  # last: whoever sees it may read the rest
 
         self.device.submit("host", ("clip_scale",), after, clip)
 
