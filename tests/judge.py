@@ -176,7 +176,7 @@ class _Judge:
             max_grad_norm=1.0, compute_dtype=self.dtype, **options,
         )  # fmt: skip
         if not options:  # what does not depend on the budget is compiled once
-            program._compiler._compiled = self.compiled
+            program._compiler._fronts = self.compiled
         return program
 
     def _least(self) -> int:
