@@ -268,15 +268,17 @@ class _Judge:
 
 
 def program_gradients(program: megacompile.Program) -> Gradients:
-    """The gradients that wait on the host, by parameter."""
+    """The gradients that wait, on the host or on the device, by parameter."""
     runtime = program._runtime
     assert runtime is not None
-    return {
-        slot.parameter.name: slot_view(runtime._grads[layout.index], slot).clone()
-        for layout in runtime.state.groups
-        if layout.index in runtime._grads
-        for slot in layout.slots
-    }
+    found: Gradients = {}
+    for layout in runtime.state.groups:
+        flat = runtime._grads.get(layout.index)
+        if flat is None and layout.trainable:  # kept on the device, with the group's state
+            flat = runtime.resident.gradient(layout.index, ("dgrad",))
+        if flat is not None:
+            found |= {s.parameter.name: slot_view(flat, s).clone() for s in layout.slots}
+    return found
 
 
 def _gradients(model: nn.Module) -> Gradients:
