@@ -244,7 +244,10 @@ class Compiler:
         evaluate = mode.kind == "evaluate"
 
         def plan(compiled: Compiled) -> Planned:
-            return self._place(self._find(compiled.assembly, mode), compiled.assembly, mode)
+            assembly = compiled.assembly
+            found = [self._place(self._find(assembly, mode, host), assembly, mode) for host in self._shares()]
+            fitting = [p for p in found if p is not None] or [self._find(assembly, mode, None)]
+            return min(fitting, key=lambda p: (_stores(p), p.timeline.step_seconds))
 
         if self.cuts is not None:
             compiled = self.compile(batch, evaluate=evaluate)
@@ -254,22 +257,27 @@ class Compiler:
         self.cuts = compiled.tiled.cuts
         return compiled, planned
 
-    def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned:
-        """Decide where the state lives, or keep to what was decided; what never fits is left as it is."""
+    def _shares(self) -> tuple[int | None, ...]:
+        """Host bytes that steps may take beside the state, to be tried: what they take leaves RAM to less
+        of the state where the rest goes to NVMe."""
+        if self.tiers is None or not self.tiers.stored or self.placement is not None:
+            return (None,)
+        return None, self.tiers.host_budget_bytes // 4, self.tiers.host_budget_bytes // 16
+
+    def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned | None:
+        """Decide where the state lives, or keep to what was decided; None where it never fits."""
         if self.placement is not None and self.placement.window:
             states, window = self.placement.states, self.placement.window
             return with_states(planned, assembly.work, mode, self.machine, states, window)
         if self.placement is not None or self.tiers is None:
             return planned
-        chosen = choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
-        return chosen or planned
+        return choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
 
-    def _find(self, assembly: Assembly, mode: Mode) -> Planned:
-        """By the policy, if there is one, for steps that train; else by the search."""
+    def _find(self, assembly: Assembly, mode: Mode, host: int | None) -> Planned:
+        """By the policy, if there is one, for steps that train; else by the search, within host bytes."""
         work, machine, budget = assembly.work, self.machine, self.budget_bytes
         if self._policy is not None and mode.kind in ("train", "accumulate"):
             return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget)
-        host = None
         if self.tiers is not None and not self.tiers.stored:
             state = sum(state_bytes(assembly.groups, self.tiers.form).values())
             host = max(0, self.tiers.host_budget_bytes - state)
@@ -296,6 +304,11 @@ class Compiler:
                 f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "
                 "give compile an example_batch that uses every parameter."
             )
+
+
+def _stores(planned: Planned) -> bool:
+    """Whether a plan wears a drive."""
+    return any(group.state in ("nvme", "nvme-all") for group in planned.plan.groups)
 
 
 def _describe(

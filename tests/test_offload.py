@@ -75,7 +75,7 @@ def states(program: Program) -> set[str]:
         ("4MB", "nvme", {}),
         ("2.6MB", "nvme-all", {}),
         ("6MB", "nvme", {"max_grad_norm": 0.1}),
-        ("3.5MB", "nvme", {"compute_dtype": torch.float32, "optimizer_state": "int8"}),
+        ("4.2MB", "nvme", {"compute_dtype": torch.float32, "optimizer_state": "int8"}),
     ],
 )
 def test_bitwise_the_run_in_ram(host: str, where: str, options: dict[str, Any], tmp_path: Path) -> None:
