@@ -100,7 +100,7 @@ class HostState:
                 value = value.clone()  # its file may change
             set_value(parameter, value)
             del value
-        trim_heap()
+            trim_heap()
 
     def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
         """Set a parameter that may be cut from a tensor of its whole shape."""

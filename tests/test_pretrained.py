@@ -176,7 +176,7 @@ def watched(self, *arguments):
     done.set()
     thread.join()
 HostState.take = watched
-program = megacompile.from_pretrained(sys.argv[1], "1GB", optimizer=torch.optim.AdamW)
+program = megacompile.from_pretrained(sys.argv[1], "80MB", optimizer=torch.optim.AdamW)
 ids = torch.arange(8)[None]
 program.prepare({"input_ids": ids, "labels": ids})
 print(program.memory.host_bytes["masters"], max(seen) - seen[0])

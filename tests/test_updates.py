@@ -41,7 +41,7 @@ def test_rates_are_those_of_the_call_whatever_happens_while_updates_fly(
     eager = copy.deepcopy(model)
     trainer = EagerTrainer(eager, optimizer_of(eager), max_grad_norm=0.5)
     program = megacompile.compile(
-        model, "1GB", optimizer=optimizer_of(model), compute_dtype=torch.float32, max_grad_norm=0.5
+        model, "40KB", optimizer=optimizer_of(model), compute_dtype=torch.float32, max_grad_norm=0.5
     )
     changed, begun = threading.Event(), threading.Event()
     update = HostState.update

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import megacompile.kernels  # noqa: F401
+import megacompile.kernels
+import megacompile.tile_ops  # noqa: F401
 
 ops = torch.ops.megacompile
 LABELS = torch.tensor([0, 4, -100])
@@ -136,6 +137,17 @@ def _streaming() -> dict[str, tuple[object, ...]]:
         "adamw_ split": (high, low, *moments, *rest, torch.ones(1), high.clone()),
         "rope_": (torch.randn(1, 2, 3, 6), cos, sin),
         "glu_backward_": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "silu"),
+        "head_tile": (torch.randn(4, 3), torch.randn(7, 3), None, torch.tensor([0, 8, -2, 6]), 0.0, 64),
+        "head_tile softcap": (
+            torch.randn(2, 3),
+            torch.randn(5, 3),
+            torch.randn(5),
+            torch.tensor([1, 9]),
+            4.0,
+            64,
+        ),
+        "take_rows": (torch.randn(5, 2), torch.tensor([1]), torch.tensor([3])),
+        "put_rows": (torch.randn(5, 2), torch.tensor([1]), torch.tensor([3])),
     }
 
 
