@@ -166,7 +166,9 @@ def _layout(
         slots.append(Slot(parameter, offset))
         offset += padded_elements(parameter.numel)
     names = [part.blocks[b].name for b in users]
-    name = names[0] if len(names) == 1 else f"{members[0].name.rsplit('.', 1)[0]} (×{len(names)})"
+    whole = members[0].whole or members[0].name
+    rows = members[0].name.removeprefix(whole)  # of a piece
+    name = names[0] if len(names) == 1 else f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
     return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), offset)
 
 

@@ -88,9 +88,10 @@ class Host:
 
 
 def with_drive(host: Host, assembly: Assembly, plan: Plan) -> Host:
-    """Host bytes where the plan leaves the state of some groups on NVMe."""
+    """Host bytes where the plan leaves the state of some groups on NVMe; the host has room for what is on
+    the device, so that it can go back."""
     states = [g.state for g in plan.groups]
-    if all(state == "host" for state in states):
+    if all(state in ("host", "device") for state in states):
         return host
     places = [place_group(g, "fp32", state) for g, state in zip(assembly.groups, states, strict=True)]
     kept = [g for g, state in zip(assembly.groups, states, strict=True) if state == "host" and g.trainable]
@@ -115,11 +116,15 @@ def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:
     return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash)
 
 
-def alive_at_peak(step: Step) -> dict[str, int]:
+def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
     """Device bytes at the step's highest point, by kind; they add up to the peak."""
     curve = memory_curve(step)
     index, peak = max(curve, key=lambda point: point[1], default=(0, 0))
-    parts = {"weight slots": step.slab_bytes, "buffers and constants": step.constant_bytes}
+    parts = {
+        "weight slots": step.slab_bytes,
+        "weights and state that stay": step.constant_bytes - work.constant_bytes,
+        "buffers and constants": work.constant_bytes,
+    }
     kinds = {"x": "activations between blocks", "saved": "tensors kept for the backward",
              "g": "activation gradients", "wg": "weight gradients on their way"}  # fmt: skip
     parts |= dict.fromkeys(kinds.values(), 0)

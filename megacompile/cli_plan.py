@@ -8,10 +8,9 @@ least budgets instead of predictions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -32,17 +31,18 @@ from megacompile.errors import BudgetError
 from megacompile.machine import Machine
 from megacompile.machines import Dtype, MachineProfile
 from megacompile.passes import lower
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan_tiers import Tiers, choose_tiers, with_state_bytes
+from megacompile.plan import Mode, Plan
+from megacompile.plan_tiers import Tiers, choose_tiers
 from megacompile.planner import Planned, search
 from megacompile.presets import Model
+from megacompile.residency import reside
 from megacompile.schedule import Schedule
-from megacompile.step import Step, peak_bytes
-from megacompile.unroll import compile_repeated
+from megacompile.step import Step
+from megacompile.tile_choice import choose, least_step, tried
+from megacompile.unroll import Repeated
 from megacompile.verify import verify
 from megacompile.workload import BlockWork, Call, Workload
 
-Stash = Literal["device", "host"]
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -71,9 +71,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One planned step, with or without clipping."""
+    """One planned step, with or without clipping, over weights cut as ``compiled`` has them."""
 
     mode: Mode
+    compiled: Compiled
     planned: Planned
     seconds: float
     tokens_per_second: float
@@ -96,16 +97,22 @@ class Least:
 
 @dataclass(frozen=True)
 class Answer:
-    """``clipped`` and ``streamed`` are None where the device budget is too small."""
+    """``clipped`` and ``streamed`` are None where the device budget is too small.
+
+    ``least`` is of the cuts of ``compiled``: the first that fit, of all tried the least where none does.
+    """
 
     question: Question
     model: Model
     compiled: Compiled
-    work: Workload
     least: Least
     clipped: Prediction | None
     streamed: Prediction | None
     missed_flops: float
+
+    @property
+    def work(self) -> Workload:
+        return self.compiled.assembly.work
 
     def prediction(self, clip: bool) -> Prediction | None:
         return self.clipped if clip else self.streamed
@@ -135,60 +142,87 @@ class Study:
         self.model = model
         self.progress = progress
         self._dtype = dtype
-        self._winners: dict[tuple[int, int, Mode], list[Plan]] = {}  # so that sweeps never get slower
-        self._captured: dict[tuple[int, int], tuple[Compiled, Workload, float]] = {}
+        self._winners: dict[tuple[object, ...], list[Plan]] = {}  # so that sweeps never get slower
+        self._repeated: dict[tuple[int, int], Repeated] = {}
 
     def captured(self, batch: int, seq: int) -> tuple[Compiled, Workload, float]:
-        """The compiled batch, its workload, and the share of model FLOPs that its graph misses."""
-        if (batch, seq) not in self._captured:
+        """The batch with no weight cut, its workload, and the share of model FLOPs that its graph misses."""
+        compiled, missed = next(self._completed(batch, seq))
+        return compiled, compiled.assembly.work, missed
+
+    def rungs(self, batch: int, seq: int) -> Iterator[Compiled]:
+        """The batch with no weight cut, then with ever smaller pieces; its work has all FLOPs."""
+        return (compiled for compiled, _ in self._completed(batch, seq))
+
+    def _completed(self, batch: int, seq: int) -> Iterator[tuple[Compiled, float]]:
+        if (batch, seq) not in self._repeated:
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
             kind = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
-            compiled = compile_repeated(self.model, kind, _DTYPES[self._dtype])
-            flops = self.model.step_flops(batch, seq)
-            self._captured[batch, seq] = (compiled, *complete_flops(compiled.assembly.work, flops))
-        return self._captured[batch, seq]
+            self._repeated[batch, seq] = Repeated(self.model, kind, _DTYPES[self._dtype])
+        flops = self.model.step_flops(batch, seq)
+        for compiled in self._repeated[batch, seq].rungs():
+            work, missed = complete_flops(compiled.assembly.work, flops)
+            yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+
+    def least(self, question: Question) -> tuple[Least, Compiled]:
+        """The least of the first cuts that fit the budget; of all cuts where none does."""
+        best: tuple[int, Compiled] | None = None
+        mode = Mode("train", question.micro_batches, deferred=True)
+        for rung, need in tried(self.rungs(question.batch, question.seq), mode):
+            if best is None or need < best[0]:
+                best = need, rung
+            if need <= question.hbm_budget:
+                break
+            self.progress("cutting large weights into smaller pieces")
+        assert best is not None
+        return find_least(best[1], best[1].assembly.work, question.micro_batches), best[1]
 
     def answer(self, question: Question, *, both: bool = True, clip: bool = True) -> Answer:
         """Plan the question's step; with ``both``, with clipping and without, else as ``clip`` says."""
-        compiled, work, missed = self.captured(question.batch, question.seq)
-        least = find_least(compiled, work, question.micro_batches)
+        missed = self.captured(question.batch, question.seq)[2]
+        least, compiled = self.least(question)
         predictions: dict[bool, Prediction | None] = {True: None, False: None}
         if least.device_bytes <= question.hbm_budget:
             for clipping in (True, False):
                 self.progress(f"searching {'with' if clipping else 'without'} clipping")
                 if both or clipping == clip:
-                    predictions[clipping] = self._predict(question, compiled, work, clipping)
-        return Answer(
-            question, self.model, compiled, work, least, predictions[True], predictions[False], missed
-        )
+                    predictions[clipping] = self._predict(question, clipping)
+        return Answer(question, self.model, compiled, least, predictions[True], predictions[False], missed)
 
-    def _predict(
-        self, question: Question, compiled: Compiled, work: Workload, clip: bool
-    ) -> Prediction | None:
+    def _predict(self, question: Question, clip: bool) -> Prediction | None:
         mode = Mode("train", question.micro_batches, deferred=clip)
-        state = host_bytes(compiled.assembly, Step((), {}, 1), mode)
-        host = None
-        if question.host_budget is not None and question.nvme_budget is None:
-            host = max(0, question.host_budget - state.state)
-        known = self._winners.setdefault((question.batch, question.seq, mode), [])
+        rungs = self.rungs(question.batch, question.seq)
         try:
-            planned = search(
-                work, mode, question.machine, question.hbm_budget, host_budget=host, also=known[-8:]
+            compiled, planned = choose(
+                rungs, mode, question.hbm_budget, lambda c: self._plan(question, c, mode)
             )
         except BudgetError:
             return None
-        known.append(planned.plan)
-        planned = on_drive(work, planned, compiled, mode, question) or planned
+        work, machine = compiled.assembly.work, question.machine
+        if all(group.state == "host" for group in planned.plan.groups):
+            planned = reside(planned, work, mode, machine, question.hbm_budget, None)
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
-        bound = lower_bound(work, flops, mode, question.machine)
+        bound = lower_bound(work, flops, mode, machine)
         seconds = planned.timeline.step_seconds
         return Prediction(
-            mode, planned, seconds, question.tokens / seconds, flops / seconds,
+            mode, compiled, planned, seconds, question.tokens / seconds, flops / seconds,
             flops / seconds / question.profile.peak(question.dtype), bound,
             with_drive(host_bytes(compiled.assembly, planned.step, mode), compiled.assembly, planned.plan),
-            compute_parts(planned.step, question.machine, flops), stalls(planned),
+            compute_parts(planned.step, machine, flops), stalls(planned),
         )  # fmt: skip
+
+    def _plan(self, question: Question, compiled: Compiled, mode: Mode) -> Planned:
+        """As the compiler plans; raises :class:`BudgetError` where nothing fits."""
+        host = None
+        if question.host_budget is not None and question.nvme_budget is None:
+            state = host_bytes(compiled.assembly, Step((), {}, 1), mode).state
+            host = max(0, question.host_budget - state)
+        work = compiled.assembly.work
+        known = self._winners.setdefault((question.batch, question.seq, mode, work.digest), [])
+        planned = search(work, mode, question.machine, question.hbm_budget, host_budget=host, also=known[-8:])
+        known.append(planned.plan)
+        return on_drive(planned, compiled, mode, question) or planned
 
 
 def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
@@ -222,21 +256,7 @@ def _scaled(block: BlockWork, factor: float) -> BlockWork:
 def find_least(compiled: Compiled, work: Workload, micro_batches: int) -> Least:
     """The plan of least device bytes: stream everything, just in time, keep nothing."""
     mode = Mode("train", micro_batches, deferred=True)
-    best: tuple[int, Plan, Step] | None = None
-    stashes: tuple[Stash, ...] = ("device", "host")
-    for stash in stashes:
-        for choice in ("none", "some", "least"):
-            plan = Plan(
-                blocks=(BlockPlan(choice, stash),) * len(work.blocks),
-                groups=(GroupPlan("stream", 0),) * len(work.groups),
-                grad_lag=0,
-            )
-            step = lower(work, plan, mode)
-            peak = peak_bytes(step)
-            if best is None or peak < best[0]:
-                best = (peak, plan, step)
-    assert best is not None
-    peak, plan, step = best
+    peak, plan, step = least_step(work, mode)
     streaming = replace(mode, deferred=False)
     hosts = {
         "clipped": host_bytes(compiled.assembly, step, mode),
@@ -252,19 +272,16 @@ def schedule_of(answer: Answer, clip: bool) -> Schedule | None:
         return None
     title = f"train step of {answer.model.name}."
     mode, plan = prediction.mode, prediction.planned.plan
-    work = with_state_bytes(answer.work, answer.compiled.assembly.groups, "fp32")
+    work = prediction.compiled.assembly.work
     return Schedule(title, work, plan, mode, q.machine, q.hbm_budget, tokens=q.tokens)
 
 
-def on_drive(
-    work: Workload, planned: Planned, compiled: Compiled, mode: Mode, question: Question
-) -> Planned | None:
+def on_drive(planned: Planned, compiled: Compiled, mode: Mode, question: Question) -> Planned | None:
     """The plan with as much state on NVMe as the host budget demands; None where nothing is to be moved."""
     if question.nvme_budget is None or question.host_budget is None:
         return None
-    layouts, tiers = compiled.assembly.groups, Tiers("fp32", question.host_budget, stored=True)
-    sized = with_state_bytes(work, layouts, "fp32")
-    return choose_tiers(planned, sized, mode, question.machine, layouts, tiers)
+    assembly, tiers = compiled.assembly, Tiers("fp32", question.host_budget, stored=True)
+    return choose_tiers(planned, assembly.work, mode, question.machine, assembly.groups, tiers)
 
 
 def dump(answer: Answer, folder: Path, clip: bool) -> None:
@@ -274,5 +291,5 @@ def dump(answer: Answer, folder: Path, clip: bool) -> None:
         return
     proof = verify(schedule.step, schedule.work, budget_bytes=schedule.budget_bytes)
     source, planned = schedule.source, prediction.planned
-    scheduled = Scheduled(answer.compiled, prediction.mode, planned, proof, schedule.title, source)
+    scheduled = Scheduled(prediction.compiled, prediction.mode, planned, proof, schedule.title, source)
     write_dump(folder / "train", scheduled, schedule)

@@ -78,8 +78,7 @@ def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question
 
 
 def _least(study: Study, question: Question) -> int:
-    compiled, work, _ = study.captured(question.batch, question.seq)
-    return find_least(compiled, work, question.micro_batches).device_bytes
+    return study.least(question)[0].device_bytes
 
 
 def _fitting(
@@ -127,9 +126,9 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
 
 def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
     asked = replace(answer.question, nvme_budget=_ANY)
-    found = on_drive(answer.work, here.planned, answer.compiled, here.mode, asked)
+    found = on_drive(here.planned, here.compiled, here.mode, asked)
     if found is not None and found is not here.planned:
-        host = with_drive(here.host, answer.compiled.assembly, found.plan)
+        host = with_drive(here.host, here.compiled.assembly, found.plan)
         speed = asked.tokens / found.timeline.step_seconds
         yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, True,
                      "state on a drive", speed)  # fmt: skip
@@ -265,7 +264,7 @@ def sweep(study: Study, question: Question, over: str, values: Sequence[str]) ->
 def _sweep_budget(study: Study, question: Question, values: Sequence[str]) -> Iterator[Point]:
     budgets = [parse_bytes(_number(v), what="--values", available=_ANY) for v in values]
     if not budgets:
-        low = _least(study, question)
+        low = _least(study, replace(question, hbm_budget=0))
         card = question.profile.device_bytes or _ANY
         high = max(low, min(card, max(question.hbm_budget, 2 * low)))
         budgets = [low + (high - low) * i // 6 for i in range(7)]

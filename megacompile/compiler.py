@@ -145,17 +145,14 @@ class Compiler:
 
     def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
         """Capture, partition and differentiate one kind of batch, cut as chosen; made once per key."""
-        with _TRACING:
-            return self._build(batch, self.cuts or {}, evaluate)
+        return self.build(batch, self.cuts or {}, evaluate=evaluate)
 
-    def rungs(self, batch: Batch, budget_bytes: int, *, evaluate: bool) -> Iterator[Compiled]:
+    def rungs(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
         """One kind of batch with nothing cut, then with ever smaller pieces; each made when asked for."""
         with _TRACING:
             found = families(self._front(batch, evaluate).fused)
-        for cuts in ladder(found, budget_bytes):
-            with _TRACING:
-                built = self._build(batch, cuts, evaluate)
-            yield built
+        for cuts in ladder(found):
+            yield self.build(batch, cuts, evaluate=evaluate)
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
@@ -171,6 +168,11 @@ class Compiler:
             )
             self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
         return self._fronts[batch.key]
+
+    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Compiled:
+        """One kind of batch with its weights cut in this way; made once."""
+        with _TRACING:
+            return self._build(batch, cuts, evaluate)
 
     def _build(self, batch: Batch, cuts: Cuts, evaluate: bool) -> Compiled:
         key = (batch.key, tuple(cuts.items()))
@@ -252,7 +254,7 @@ class Compiler:
         if self.cuts is not None:
             compiled = self.compile(batch, evaluate=evaluate)
             return compiled, plan(compiled)
-        rungs = self.rungs(batch, self.budget_bytes, evaluate=evaluate)
+        rungs = self.rungs(batch, evaluate=evaluate)
         compiled, planned = choose(rungs, mode, self.budget_bytes, plan)
         self.cuts = compiled.tiled.cuts
         return compiled, planned

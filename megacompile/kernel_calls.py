@@ -53,7 +53,8 @@ def _call(node: fx.Node) -> KernelCall:
     assert isinstance(node.target, torch._ops.OpOverload)
     tensors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
-    dtype = max((t for t in tensors if t.is_floating_point()), key=Tensor.numel).dtype
+    floats = [t for t in tensors if t.is_floating_point()]
+    dtype = max(floats or tensors, key=Tensor.numel).dtype
     constants = [repr(a) for a in node.args if not isinstance(a, fx.Node)]
     return KernelCall(
         node.target._schema.name.removeprefix("megacompile::"),

@@ -30,7 +30,8 @@ _KEEPS = {
     "micro": "weights stay from forward to backward",
     "step": "weights stay on the device",
 }
-_STATES = {"nvme": "state on NVMe", "nvme-all": "weights and state on NVMe"}
+_PIECE = re.compile(r"\[(\d+:\d+)\]")  # of a weight, as the tile stage names it
+_STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all": "weights and state on NVMe"}
 
 
 def block_text(plan: BlockPlan) -> str:
@@ -88,7 +89,17 @@ def plan_lines(
         fits = width + 2 + len(row.text) <= _WIDTH
         first, *rest = [row.text] if fits else row.text.split("; ")
         lines += [f"{row.title:<{width}}  {first}", *(f"{'':<{width}}  {text}" for text in rest)]
-    return [*lines, *textwrap.wrap(whole_step(plan), _WIDTH)]
+    return [*lines, *textwrap.wrap(cut_text(blocks), _WIDTH), *textwrap.wrap(whole_step(plan), _WIDTH)]
+
+
+def cut_text(blocks: Sequence[str]) -> str:
+    """Which weights were cut into how many pieces, from the names of blocks; "" where none was."""
+    pieces: dict[str, set[str]] = {}
+    for name in blocks:
+        if match := _PIECE.search(name):
+            pieces.setdefault(name[: match.start()], set()).add(match[1])
+    rows = folded((name, f"into {len(found)}") for name, found in pieces.items())
+    return f"cut: {'; '.join(f'{row.title} {row.text}' for row in rows)}" if rows else ""
 
 
 def plan_table(plan: Plan, work: Workload) -> str:
@@ -116,6 +127,7 @@ def folded(rows: Iterable[tuple[str, str]]) -> list[Row]:
     """(name, text) pairs with equal text and names that differ in one number, as one row each."""
     found: dict[tuple[str, str], list[tuple[int | None, int]]] = {}
     for index, (name, text) in enumerate(rows):
+        name = _PIECE.sub("[…]", name)
         match = re.search(r"\d+", name)
         stem = f"{name[: match.start()]}\0{name[match.end() :]}" if match else name
         found.setdefault((stem, text), []).append((int(match.group()) if match else None, index))
@@ -128,12 +140,12 @@ def folded(rows: Iterable[tuple[str, str]]) -> list[Row]:
 def _title(stem: str, numbers: list[Any]) -> str:
     stem = stem.removeprefix("model.").replace("weights model.", "weights ")
     if "\0" not in stem:
-        return stem
+        return stem if len(numbers) == 1 else f"{stem} (×{len(numbers)})"
     before, after = stem.split("\0")
     count = f" (×{len(numbers)})" if len(numbers) > 1 else ""
     if not after and before.endswith("."):
         before = f"{before[:-1]} "
-    return f"{before}{_ranges(numbers)}{after}{count}"
+    return f"{before}{_ranges(sorted(set(numbers)))}{after}{count}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

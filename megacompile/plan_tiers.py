@@ -113,13 +113,6 @@ def _traffic(place: GroupPlace, trained: bool) -> int:
     return 2 * place.weight_bytes + (2 * place.storage_bytes if trained else 0)
 
 
-def with_state_bytes(work: Workload, layouts: Sequence[GroupLayout], form: StateFormat) -> Workload:
-    """The workload with what each group's state takes on storage in this format."""
-    sizes = [place_group(g, form, "nvme").state_bytes for g in layouts]
-    groups = (replace(g, state_bytes=n) for g, n in zip(work.groups, sizes, strict=True))
-    return replace(work, groups=tuple(groups))
-
-
 def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
     """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
     kept = sum(

@@ -46,7 +46,7 @@ def render(answer: Answer, extras: Extras) -> str:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
     parts.append(_host(answer, extras.clip))
     if shown is not None:
-        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, answer.work)))
+        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, shown.compiled.assembly.work)))
     parts.append(_machine(answer))
     return "\n\n".join(parts) + "\n"
 
@@ -71,6 +71,7 @@ def _verdict(answer: Answer, extras: Extras) -> str:
     host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
     verb = "uses" if shown else "needs at least"
     least = answer.least.hosts
+    cut = "as cut below" if answer.compiled.tiled.cuts else "with weights whole"
     lines = [
         f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
         f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}"
@@ -78,7 +79,7 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}"
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
         *_drive(answer, shown),
-        f"  least budgets: device {format_bytes(answer.least.device_bytes)}; host "
+        f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
         f"{format_bytes(least['clipped'].total)} with clipping, "
         f"{format_bytes(least['streamed'].total)} without",
     ]
@@ -198,13 +199,13 @@ def _idle(causes: Mapping[str, float]) -> str:
 
 def _device(answer: Answer, shown: Prediction) -> str:
     lines = [f"Device memory at its highest point, {format_bytes(shown.planned.peak_bytes)}"]
-    parts = alive_at_peak(shown.planned.step)
+    parts = alive_at_peak(shown.planned.step, shown.compiled.assembly.work)
     lines += [
         f"  {name:<34}{format_bytes(n):>8}"
         for name, n in parts.items()
         if n > 10**5 or n == max(parts.values())
     ]
-    where = describe_peak(shown.planned.step, answer.work).split(",")
+    where = describe_peak(shown.planned.step, shown.compiled.assembly.work).split(",")
     return "\n".join([*lines, f"  reached in the {where[1].strip()}"] if len(where) > 1 else lines)
 
 

@@ -15,10 +15,10 @@ from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.planner import Planned
 from megacompile.step import Step, peak_bytes
 from megacompile.tile import Cuts
-from megacompile.tile_cuts import LEAST_PIECE, Family, choose_cuts, largest_piece
+from megacompile.tile_cuts import LEAST_PIECE, Family, choose_cuts
 from megacompile.workload import Workload
 
-_LAST = 3  # of the finest cuts are tried under every budget
+_WORSE = 2  # rungs in a row that need no less than one before: finer ones are not tried
 _GAIN = 0.98  # finer cuts must be faster by this
 
 
@@ -32,22 +32,32 @@ class _Rung(Protocol):
 R = TypeVar("R", bound=_Rung)
 
 
-def ladder(found: Sequence[Family], budget_bytes: int) -> Iterator[Cuts]:
-    """Nothing cut, then pieces of a half, a quarter, ... of the largest family.
-
-    Cuts are left out whose largest piece could not be beside its gradient within the budget, but for
-    the last ones, which tell the least feasible budget.
-    """
-    steps: list[Cuts] = [{}]
+def ladder(found: Sequence[Family]) -> Iterator[Cuts]:
+    """Nothing cut, then pieces of a half, a quarter, ... of the largest family."""
+    last: Cuts = {}
+    yield last
     piece = found[0].nbytes if found else 0
     while piece > LEAST_PIECE:
         piece //= 2
         cuts = choose_cuts(found, piece)
-        if cuts != steps[-1]:
-            steps.append(cuts)
-    for i, cuts in enumerate(steps):
-        if i + _LAST >= len(steps) or 2 * largest_piece(found, cuts) <= budget_bytes:
+        if cuts != last:
             yield cuts
+        last = cuts
+
+
+def tried(rungs: Iterable[R], mode: Mode) -> Iterator[tuple[R, int]]:
+    """Each rung with the least device bytes of its step, until two in a row need no less than one before.
+
+    Finer pieces need less for weights, but more for what waits between the blocks that they make.
+    """
+    tightest, worse = -1, 0
+    for rung in rungs:
+        need = least_step(rung.assembly.work, mode)[0]
+        yield rung, need
+        worse = worse + 1 if 0 <= tightest <= need else 0
+        tightest = min(tightest, need) if tightest >= 0 else need
+        if worse == _WORSE:
+            return
 
 
 def choose(
@@ -60,8 +70,7 @@ def choose(
     """
     best: tuple[R, Planned] | None = None
     tightest: tuple[int, R] | None = None
-    for rung in rungs:
-        need = least_step(rung.assembly.work, mode)[0]
+    for rung, need in tried(rungs, mode):
         if tightest is None or need < tightest[0]:
             tightest = need, rung
         if need > budget_bytes:

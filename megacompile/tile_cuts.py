@@ -7,7 +7,6 @@ bank of experts) are cut at the same rows; a parameter that any operator reads a
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,14 +105,3 @@ def choose_cuts(found: Sequence[Family], piece_bytes: int) -> Cuts:
             if len(bounds) > 2:
                 cuts |= dict.fromkeys(family.names, bounds)
     return cuts
-
-
-def largest_piece(found: Sequence[Family], cuts: Cuts) -> int:
-    """Bytes of the largest piece, or of the largest family where it is not cut."""
-    sizes = [f.nbytes * _most_rows(f, cuts) // f.rows for f in found]
-    return max(sizes, default=0)
-
-
-def _most_rows(family: Family, cuts: Cuts) -> int:
-    bounds = cuts.get(family.names[0], (0, family.rows))
-    return max(b - a for a, b in itertools.pairwise(bounds))

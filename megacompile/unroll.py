@@ -1,47 +1,70 @@
 """Unroll: capture a model with few of its layers, then repeat their blocks to its whole depth.
 
-For planning only. In: a model by name on the meta device, a kind of batch. Out: the
-:class:`~megacompile.compiler.Compiled` of the whole model, whose partition and assembly are those of a
-full capture (names, templates, bytes, dataflow), and whose graphs are those of the few layers. Where a
-model's layers are not of few kinds, or reach back further than one layer, the whole model is captured.
+For planning only. In: a model by name on the meta device, a kind of batch. Out: a
+:class:`~megacompile.compiler.Compiled` of the whole model for each way of cutting its weights, whose
+partition and assembly are those of a full capture (names, templates, bytes, dataflow), and whose graphs
+are those of the few layers. Where a model's layers are not of few kinds, or reach back further than one
+layer, the whole model is captured.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from megacompile.assemble import assemble
+from megacompile.assemble import assemble, cut_parameters
 from megacompile.batch import Batch
 from megacompile.compiler import Compiled, Compiler
 from megacompile.partition import Block, Input, Partition, Value
 from megacompile.presets import Model, build
+from megacompile.residency import with_state
+from megacompile.tile import Cuts
 
-_FEWEST = 3  # layers: a first one, and one whose neighbours are both layers
+_FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
 
 
-def compile_repeated(model: Model, batch: Batch, compute_dtype: torch.dtype) -> Compiled:
-    """What compiling the whole model gives, at the cost of a few layers of each kind."""
-    whole = _compiler(model.module, compute_dtype)
-    layers = _layers(model)
-    short = _shorten(model, layers) if layers is not None else None
-    if layers is None or short is None:
-        return whole.compile(batch, evaluate=False)
-    few = _compiler(short.module, compute_dtype)
-    compiled = few.compile(batch, evaluate=False)
-    part = _unroll(compiled.part, layers, len(_kinds(short)))
-    if part is None:
-        return whole.compile(batch, evaluate=False)
-    buffers = dict(model.module.named_buffers())
-    used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
-    constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
-    assembly = assemble(part, compiled.templates, whole.parameters, constants)
-    return replace(compiled, part=part, assembly=assembly)
+class Repeated:
+    """One kind of batch of a whole model, cut in any way, at the cost of a few layers of each kind."""
+
+    def __init__(self, model: Model, batch: Batch, compute_dtype: torch.dtype) -> None:
+        self._model, self._batch = model, batch
+        self._whole = _compiler(model.module, compute_dtype)
+        self._layers = _layers(model)
+        self._short = _shorten(model, self._layers) if self._layers is not None else None
+        self._few = self._whole if self._short is None else _compiler(self._short.module, compute_dtype)
+        self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
+
+    def rungs(self) -> Iterator[Compiled]:
+        """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
+
+        Which cuts there are depends on the sizes of weights, so that few layers have those of all.
+        """
+        for compiled in self._few.rungs(self._batch, evaluate=False):
+            key = tuple(compiled.tiled.cuts.items())
+            if key not in self._made:
+                self._made[key] = self._repeat(compiled)
+            yield self._made[key]
+
+    def _repeat(self, compiled: Compiled) -> Compiled:
+        if self._layers is None or self._short is None:
+            return compiled
+        few = len(_kinds(self._short))
+        part = _unroll(compiled.part, self._layers, few)
+        cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
+        if part is None:
+            return self._whole.build(self._batch, cuts, evaluate=False)
+        buffers = dict(self._model.module.named_buffers())
+        used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
+        constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
+        parameters = cut_parameters(self._whole.parameters, cuts)
+        assembly = with_state(assemble(part, compiled.templates, parameters, constants), "fp32")
+        return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 
 def _compiler(module: nn.Module, dtype: torch.dtype) -> Compiler:
@@ -87,9 +110,11 @@ def _kinds(model: Model) -> tuple[object, ...]:
 
 
 def _shorten(model: Model, layers: _Layers) -> Model | None:
-    """The model cut after the first layers that show each kind, with a layer before it where it can."""
+    """The model cut after the first layers that show each kind between two others, and a last one."""
     kinds, count = layers.kinds, len(layers.kinds)
-    keep = max(_FEWEST, *(1 + (kinds.index(k, 1) if k in kinds[1:] else 0) for k in set(kinds)))
+    keep = max(_FEWEST, *(2 + kinds.index(k, 1) for k in set(kinds[1:-1]))) if count > _FEWEST else count
+    while keep < count and kinds[keep - 1] != kinds[-1]:
+        keep += 1
     if keep >= count:
         return None
     config: Any = copy.deepcopy(model.config)
@@ -103,15 +128,15 @@ def _shorten(model: Model, layers: _Layers) -> Model | None:
 
 def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:
     """The partition of the whole model from that of its first ``few`` layers; None where it differs."""
-    where = re.compile(rf"^{re.escape(layers.path)}\.(\d+)(\.|$)")
+    where = re.compile(rf"^{re.escape(layers.path)}\.(\d+)(\D|$)")
     segments = _segments(part, where, few)
     if segments is None:
         return None
     builder = _Unroller(part, layers.path, segments)
     try:
         builder.repeat(segments[0], None, 0, 0)
-        for i, kind in enumerate(layers.kinds):
-            source = i if i < few else max(j for j in range(few) if layers.kinds[j] == kind)
+        for i in range(len(layers.kinds)):
+            source = _source(i, layers.kinds, few)
             builder.repeat(segments[1 + source], segments[source], source, i)
         builder.repeat(segments[-1], segments[-2], 0, 0)
     except _FarReach:
@@ -119,6 +144,25 @@ def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:
     return replace(
         part, blocks=tuple(builder.blocks), values=tuple(builder.values), loss=builder.ids[part.loss]
     )
+
+
+def _source(layer: int, kinds: tuple[object, ...], few: int) -> int:
+    """Which of the first ``few`` layers stands for a layer: the last for the last, else an inner one."""
+    if layer < few - 1:
+        return layer
+    if layer == len(kinds) - 1:
+        return few - 1
+    return max(j for j in range(1, few - 1) if kinds[j] == kinds[layer])
+
+
+def _repeat_cuts(cuts: Cuts, layers: _Layers, few: int) -> Cuts:
+    """The cuts of the whole model from those of its first ``few`` layers."""
+    start = f"{layers.path}."
+    found = {name: rows for name, rows in cuts.items() if not name.startswith(start)}
+    for i in range(len(layers.kinds)):
+        own = f"{start}{_source(i, layers.kinds, few)}."
+        found |= {f"{start}{i}.{n.removeprefix(own)}": rows for n, rows in cuts.items() if n.startswith(own)}
+    return found
 
 
 def _segments(part: Partition, where: re.Pattern[str], few: int) -> list[list[Block]] | None:
@@ -198,6 +242,6 @@ class _Unroller:
 
     def _rename(self, name: str, source: int, target: int) -> str:
         start = f"{self.path}.{source}"
-        if name == start or name.startswith(start + "."):
+        if name.startswith(start) and not name[len(start) :][:1].isdigit():
             return f"{self.path}.{target}{name[len(start) :]}"
         return name

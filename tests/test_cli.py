@@ -74,7 +74,7 @@ def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> N
         assert p.seconds >= p.bound.seconds
         assert p.tokens_per_second == pytest.approx(256 / p.seconds)
         assert p.mfu == pytest.approx(study.model.step_flops(2, 128) / p.seconds / 165.2e12)
-        assert sum(alive_at_peak(p.planned.step).values()) == p.planned.peak_bytes
+        assert sum(alive_at_peak(p.planned.step, answer.work).values()) == p.planned.peak_bytes
         waits = sum(s.seconds for s in p.stalls)
         assert waits + p.planned.timeline.busy["compute"] == pytest.approx(p.seconds, rel=0.01)
         assert sum(p.compute.values()) == pytest.approx(p.planned.timeline.busy["compute"])
