@@ -28,7 +28,7 @@ from megacompile.formats import (
 from megacompile.host_adam_coded import Coded, coded_adamw_step
 from megacompile.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
 
-CHUNK = 1 << 24  # elements
+CHUNK = 1 << 22  # elements
 Weights = Callable[[str], Tensor]
 """The value of a parameter by its name."""
 
