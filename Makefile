@@ -21,9 +21,10 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf build/typecheck
+	rm -rf build
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p megacompile
+	cd build/typecheck && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-logo
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -94,7 +94,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
     import torch
 
     import megacompile
-    from megacompile.arena import resident_peak_bytes
+    from megacompile.host.arena import resident_peak_bytes
 
     model, batch = _model(size)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

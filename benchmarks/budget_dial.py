@@ -20,12 +20,12 @@ import torch
 import megacompile
 from benchmarks.gpu.work import batch_of, tiny
 from benchmarks.report import machine_line
-from megacompile.cli_plan import Study, find_least
-from megacompile.machines import load_machine
-from megacompile.plan import Mode
-from megacompile.planner import Planned, search
-from megacompile.presets import load_model
-from megacompile.residency import reside
+from megacompile.cli.plan import Study, find_least
+from megacompile.cli.presets import load_model
+from megacompile.machine.catalog import load_machine
+from megacompile.plan.plan import Mode
+from megacompile.search.planner import Planned, search
+from megacompile.search.residency import reside
 
 Row = dict[str, Any]
 

@@ -25,10 +25,10 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
-    from megacompile.batch import read_batch
+    from megacompile.capture.batch import read_batch
     from megacompile.compiler import Compiler
-    from megacompile.machine import Machine
-    from megacompile.plan import Mode
+    from megacompile.machine.rates import Machine
+    from megacompile.plan.plan import Mode
 
     logging.set_verbosity_error()
     config = Qwen2Config(

@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 
-from megacompile import meter
-from megacompile.batch import read_batch
-from megacompile.capture import Captured, capture, parameter_forms
-from megacompile.differentiate import DifferentiatedTemplate, differentiate
-from megacompile.fuse import PATTERNS, fuse, read_switches
-from megacompile.partition import partition
+from megacompile.capture.batch import read_batch
+from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.differentiate import meter
+from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.fuse.placement import PATTERNS, fuse, read_switches
+from megacompile.partition.blocks import partition
 
 Rows = dict[str, int]
 

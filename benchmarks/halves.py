@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from megacompile import host_adam
+from megacompile.host import adam as host_adam
 
 CHUNK = 1 << 24
 

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile import host_adam
-from megacompile.formats import CODINGS
-from megacompile.host_adam import AdamHyper, adamw_step, torch_fused
-from megacompile.host_adam_coded import Coded, coded_adamw_step, encode
+from megacompile.host import adam as host_adam
+from megacompile.host.adam import AdamHyper, adamw_step, torch_fused
+from megacompile.host.adam_coded import Coded, coded_adamw_step, encode
+from megacompile.host.formats import CODINGS
 
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.01, step=10)
 TILE = 1 << 19

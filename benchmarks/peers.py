@@ -10,11 +10,11 @@ layer and delays a share of the updates into the next forward.
 
 from __future__ import annotations
 
-from megacompile.arrange import Shape, uniform, with_late
 from megacompile.passes import PASSES
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import Shape, uniform, with_late
+from megacompile.step.operations import Op, Step
 
 _SEGMENT = 4  # layers between MegaTrain's checkpoints
 

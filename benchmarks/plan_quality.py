@@ -25,15 +25,15 @@ from benchmarks.instances import Instance, load_instances, load_workload, shorte
 from benchmarks.peers import greedysnake_plans, megatrain_step, zero3_step
 from benchmarks.relaxation import relaxed_seconds
 from benchmarks.report import machine_line
-from megacompile.arrange import shapes, uniform
-from megacompile.machine import Machine
-from megacompile.machines import load_machine
+from megacompile.machine.catalog import load_machine
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.planner import search
-from megacompile.simulate import simulate
-from megacompile.step import Step, peak_bytes
-from megacompile.workload import Workload
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import shapes, uniform
+from megacompile.search.planner import search
+from megacompile.step.operations import Step, peak_bytes
 
 Stash = Literal["device", "host"]
 Keep = Literal["stream", "step"]

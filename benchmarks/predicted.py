@@ -2,10 +2,10 @@
 
     python -m benchmarks.predicted [--repeats 7]
 
-For each model and budget: block functions are timed once (:mod:`megacompile.calibrate`), the step that the
-program runs is simulated on this CPU as measured just now, and then the program trains. Medians; the models
-run in turn. On a machine that others use as well, both sides suffer, but not at the same moment: take
-the ratios of a quiet run.
+For each model and budget: block functions are timed once (:mod:`megacompile.bench.calibrate`), the step
+that the program runs is simulated on this CPU as measured just now, and then the program trains. Medians; the
+models run in turn. On a machine that others use as well, both sides suffer, but not at the same moment:
+take the ratios of a quiet run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.calibrate import calibrated
-from megacompile.machine import this_cpu
+from megacompile.bench.calibrate import calibrated
+from megacompile.machine.rates import this_cpu
+from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.simulate import simulate
 
 
 def _decoder(kind: str, **fields: Any) -> Callable[[], nn.Module]:

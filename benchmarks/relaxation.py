@@ -22,11 +22,11 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from megacompile.machine import Machine
-from megacompile.plan import Mode
-from megacompile.simulate import duration
-from megacompile.step import Op
-from megacompile.workload import Call, Choice, Workload
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import duration
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.step.operations import Op
 
 Row = dict[int, float]
 GB = 1e-9  # memory rows count in GB, times in seconds: all coefficients are of about one size

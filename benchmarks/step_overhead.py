@@ -22,11 +22,11 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.host_adam import adamw_step
-from megacompile.meter import StorageMeter
-from megacompile.optimizer import hypers
+from megacompile.capture.substitute import our_operators
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.host.adam import adamw_step
+from megacompile.host.optimizer import hypers
 from megacompile.program import Program
-from megacompile.substitute import our_operators
 
 
 def build() -> nn.Module:

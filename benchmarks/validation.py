@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
-from megacompile.cli_plan import Study
+from megacompile.cli.plan import Study
+from megacompile.cli.presets import load_model
 from megacompile.errors import BudgetError
-from megacompile.machines import load_machine
-from megacompile.plan import Mode
-from megacompile.planner import search
-from megacompile.presets import load_model
-from megacompile.simulate import simulate
-from megacompile.step import Step, peak_bytes
-from megacompile.workload import Workload
+from megacompile.machine.catalog import load_machine
+from megacompile.machine.simulate import simulate
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import Workload
+from megacompile.search.planner import search
+from megacompile.step.operations import Step, peak_bytes
 
 SEQ = 1024
 BATCHES = (64, 32, 16, 8, 4, 2, 1)

@@ -1,12 +1,12 @@
 """megacompile: train models far larger than device memory, at full precision, on one accelerator."""
 
 from megacompile.api import compile
+from megacompile.capture.substitute import our_operators
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
-from megacompile.plan import Plan
+from megacompile.plan.plan import Plan
 from megacompile.pretrained import from_pretrained
 from megacompile.program import Program
-from megacompile.step_io import NonFiniteError
-from megacompile.substitute import our_operators
+from megacompile.runtime.step_io import NonFiniteError
 
 __version__ = "0.1.0"
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from megacompile.cli import main
+from megacompile.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

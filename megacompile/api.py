@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megacompile.backends import open_backend
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetError, MegacompileError
-from megacompile.formats import StateFormat, check_format
-from megacompile.nvme import check_directories
-from megacompile.optimizer import adopt, updates_like_adamw
-from megacompile.ownership import is_owned
-from megacompile.plan import Plan
-from megacompile.plan_tiers import Tiers
-from megacompile.policies import SEARCH, Policy, chosen
+from megacompile.host.formats import StateFormat, check_format
+from megacompile.host.nvme import check_directories
+from megacompile.host.optimizer import adopt, updates_like_adamw
+from megacompile.host.state import Weights
+from megacompile.plan.plan import Plan
 from megacompile.program import Program
-from megacompile.state import Weights
+from megacompile.runtime.backends import open_backend
+from megacompile.runtime.ownership import is_owned
+from megacompile.search.policies import SEARCH, Policy, chosen
+from megacompile.search.tiers import Tiers
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 
@@ -77,7 +77,8 @@ def compile(
         room for. Scratch files there belong to this program alone and go with it.
     policy: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
         or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
-    plan: a :class:`~megacompile.plan.Plan`, or the path of a plan.json that a dump wrote, as it is or edited.
+    plan: a :class:`~megacompile.plan.plan.Plan`, or the path of a plan.json that a dump wrote, as it is or
+        edited.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.

@@ -16,32 +16,32 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.assemble import Assembly, GroupLayout, Parameter, assemble, cut_parameters
-from megacompile.batch import Batch
-from megacompile.capture import Captured, LossFn, capture, parameter_forms
-from megacompile.differentiate import DifferentiatedTemplate, differentiate
-from megacompile.dump import write_dump
-from megacompile.emit import emit_step
+from megacompile.capture.batch import Batch
+from megacompile.capture.graph import Captured, LossFn, capture, parameter_forms
+from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.formats import state_bytes
-from megacompile.fuse import fuse, read_switches
-from megacompile.fuse_report import Fusions
-from megacompile.machine import Machine, nominal_cpu, this_cpu
-from megacompile.measured import Measured
-from megacompile.offload import Placement
-from megacompile.optimizer import param_group_of
-from megacompile.partition import Partition, Template, partition
-from megacompile.plan import Mode
-from megacompile.plan_tiers import Tiers, choose_tiers, with_states
-from megacompile.planner import Planned, follow, search
-from megacompile.policies import Policy
-from megacompile.residency import reside, with_state
-from megacompile.schedule import Schedule
-from megacompile.tile import Cuts, Tiled, tile
-from megacompile.tile_choice import choose, ladder
-from megacompile.tile_cuts import families
+from megacompile.fuse.placement import fuse, read_switches
+from megacompile.fuse.report import Fusions
+from megacompile.host.formats import state_bytes
+from megacompile.host.offload import Placement
+from megacompile.host.optimizer import param_group_of
+from megacompile.machine.measured import Measured
+from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
+from megacompile.partition.blocks import Partition, Template, partition
+from megacompile.plan.assemble import Assembly, GroupLayout, Parameter, assemble, cut_parameters
+from megacompile.plan.plan import Mode
+from megacompile.schedule.dump import write_dump
+from megacompile.schedule.schedule import Schedule
+from megacompile.search.planner import Planned, follow, search
+from megacompile.search.policies import Policy
+from megacompile.search.residency import reside, with_state
+from megacompile.search.tiers import Tiers, choose_tiers, with_states
+from megacompile.search.tile_choice import choose, ladder
+from megacompile.step.emit import emit_step
+from megacompile.step.verify import Proof, verify
+from megacompile.tile.cuts import families
+from megacompile.tile.rewrite import Cuts, Tiled, tile
 from megacompile.units import format_bytes
-from megacompile.verify import Proof, verify
 
 _TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api import compile
-from megacompile.checkpoint import open_shard
 from megacompile.errors import MegacompileError
-from megacompile.merged_weights import Conversions, Merged
 from megacompile.program import Program
+from megacompile.storage.checkpoint import open_shard
+from megacompile.storage.merged_weights import Conversions, Merged
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

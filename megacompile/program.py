@@ -18,29 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile import ownership
-from megacompile.arena import resident_peak_bytes
-from megacompile.assemble import GroupLayout
-from megacompile.batch import Batch, bucketed, check_signature, micro_weights, pad_batch, read_batch
-from megacompile.bind import BoundStep
-from megacompile.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.capture.batch import Batch, bucketed, check_signature, micro_weights, pad_batch, read_batch
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.device import Device
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
-from megacompile.export import export_model
-from megacompile.formats import StateFormat, smaller_formats
-from megacompile.fuse_report import Fusions
-from megacompile.measured import align
-from megacompile.offload import Placement, host_state_bytes, place_groups
-from megacompile.optimizer import check_settings, hypers, restore_settings, settings_of
-from megacompile.ownership import persistent_buffers
-from megacompile.plan import Mode, Plan
-from megacompile.plan_tiers import host_transient_bytes
-from megacompile.results import Memory, StepOutput
-from megacompile.runtime import Runtime
-from megacompile.schedule import Schedule
-from megacompile.state import HostState, Weights, set_value
-from megacompile.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.fuse.report import Fusions
+from megacompile.host.arena import resident_peak_bytes
+from megacompile.host.formats import StateFormat, smaller_formats
+from megacompile.host.offload import Placement, host_state_bytes, place_groups
+from megacompile.host.optimizer import check_settings, hypers, restore_settings, settings_of
+from megacompile.host.state import HostState, Weights, set_value
+from megacompile.machine.measured import align
+from megacompile.plan.assemble import GroupLayout
+from megacompile.plan.plan import Mode, Plan
+from megacompile.runtime import ownership
+from megacompile.runtime.device import Device
+from megacompile.runtime.ownership import persistent_buffers
+from megacompile.runtime.results import Memory, StepOutput
+from megacompile.runtime.runtime import Runtime
+from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.schedule.schedule import Schedule
+from megacompile.search.tiers import host_transient_bytes
+from megacompile.step.bind import BoundStep
+from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.storage.export import export_model
 from megacompile.units import format_bytes
 
 

@@ -20,9 +20,9 @@ from megacompile.passes.insert_recompute import insert_recompute
 from megacompile.passes.insert_state_io import insert_state_io
 from megacompile.passes.keep_state import keep_state
 from megacompile.passes.synchronize import synchronize
-from megacompile.plan import Mode, Plan
-from megacompile.step import Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Step
 
 
 @dataclass(frozen=True, slots=True)

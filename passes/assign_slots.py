@@ -6,9 +6,9 @@ First fit over stays in order of size finds the smallest slab in the common case
 
 from __future__ import annotations
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step
 
 ALIGNMENT = 512
 

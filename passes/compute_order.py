@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.workload import Call, Choice, Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.step.operations import Op, Step, Token
 
 
 def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import DEVICE_TOKENS, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import DEVICE_TOKENS, Step, Token
 
 
 def insert_frees(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacompile.passes.keep_state import gradients_that_wait
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token
 
 
 def insert_gradients(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

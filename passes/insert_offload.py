@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token
 
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

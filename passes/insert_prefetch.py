@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megacompile.passes.insert_offload import _weave
-from megacompile.plan import GroupPlan, Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step
 
 
 def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megacompile.passes.compute_order import _op
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step
 
 
 def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megacompile.passes.insert_offload import _weave
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token
 
 
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -7,9 +7,9 @@ groups together one buffer for a gradient that is used at once.
 
 from __future__ import annotations
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token
 
 
 def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacompile.plan import Mode, Plan
-from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
 
 _Place = tuple[int, int]  # first byte and end of a slot
 _STREAM = {stream: position for position, stream in enumerate(STREAMS)}

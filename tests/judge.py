@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.batch import is_transformers
-from megacompile.capture import find_loss, parameter_forms
-from megacompile.fuse_report import Fusions
-from megacompile.state import slot_view
+from megacompile.capture.batch import is_transformers
+from megacompile.capture.graph import find_loss, parameter_forms
+from megacompile.fuse.report import Fusions
+from megacompile.host.state import slot_view
 from tests.reference import EagerTrainer, Trace, train_eager
 from tests.zoo import Case
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import read_batch
-from megacompile.capture import find_loss
-from megacompile.host_adam import adamw_step
-from megacompile.optimizer import hypers
+from megacompile.capture.batch import read_batch
+from megacompile.capture.graph import find_loss
+from megacompile.capture.substitute import our_operators
+from megacompile.host.adam import adamw_step
+from megacompile.host.optimizer import hypers
 from megacompile.program import step_seed
-from megacompile.substitute import our_operators
 
 
 @dataclass

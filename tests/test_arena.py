@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile import arena, units
-from megacompile.arena import ALIGNMENT, HostArena, padded, resident_bytes
+from megacompile import units
 from megacompile.errors import BudgetError
+from megacompile.host import arena
+from megacompile.host.arena import ALIGNMENT, HostArena, padded, resident_bytes
 
 pieces = st.lists(
     st.tuples(

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench_cases import OPERATIONS, Shape
-from megacompile.bench_kernels import Bench, Row
-from megacompile.bench_plan import targets, worth
-from megacompile.bench_providers import providers
-from megacompile.bench_tables import compare, markdown, read_rows, write
-from megacompile.bench_timing import Roofline, Times
-from megacompile.cli import main
+from megacompile.bench.cases import OPERATIONS, Shape
+from megacompile.bench.kernels import Bench, Row
+from megacompile.bench.plan import targets, worth
+from megacompile.bench.providers import providers
+from megacompile.bench.tables import compare, markdown, read_rows, write
+from megacompile.bench.timing import Roofline, Times
+from megacompile.cli.main import main
+from megacompile.differentiate.kernel_calls import read_calls
 from megacompile.errors import MegacompileError
-from megacompile.kernel_calls import read_calls
 from tests.models import batch_for, build
 
 CPU = torch.device("cpu")

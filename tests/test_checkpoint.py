@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile import checkpoint as checkpoints
-from megacompile.durable import recover, replacing
+from megacompile.storage import checkpoint as checkpoints
+from megacompile.storage.durable import recover, replacing
 from tests.models import Plain
 
 RESUME = """
@@ -268,10 +268,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
 WRITER = """
 import sys, itertools, torch
 from pathlib import Path
-from megacompile.assemble import GroupLayout, Parameter, Slot
-from megacompile.checkpoint import Progress, save_checkpoint
-from megacompile.state import HostState
-from megacompile import checkpoint
+from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.storage.checkpoint import Progress, save_checkpoint
+from megacompile.host.state import HostState
+from megacompile.storage import checkpoint
 checkpoint.SHARD_BYTES = 1 << 18
 n = 1 << 18
 group = GroupLayout(0, "g", torch.float32, True, (Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0),), n)
@@ -286,8 +286,8 @@ for count in itertools.count(1):
 
 
 def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> None:
-    from megacompile.assemble import GroupLayout, Parameter, Slot
-    from megacompile.state import HostState
+    from megacompile.host.state import HostState
+    from megacompile.plan.assemble import GroupLayout, Parameter, Slot
 
     n = 1 << 18
     slot = Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0)
@@ -336,7 +336,7 @@ def test_every_step_of_replacing_a_folder_can_be_the_last(
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", dying)
-            patch.setattr("megacompile.durable._remove", lambda folder: None)
+            patch.setattr("megacompile.storage.durable._remove", lambda folder: None)
             with pytest.raises(Killed):
                 write("new")
         recover(tmp_path / "a")
@@ -352,11 +352,11 @@ def test_every_step_of_replacing_a_folder_can_be_the_last(
 MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
-from megacompile.arena import resident_bytes
-from megacompile.assemble import GroupLayout, Parameter, Slot
-from megacompile.checkpoint import Checkpoint, Progress, save_checkpoint
-from megacompile.state import HostState
-from megacompile import checkpoint
+from megacompile.host.arena import resident_bytes
+from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.host.state import HostState
+from megacompile.storage import checkpoint
 checkpoint.SHARD_BYTES, checkpoint.PIECE_BYTES = 1 << 25, 1 << 23
 n = 1 << 24
 slots = tuple(Slot(Parameter(f"p{i}", (n,), (1,), torch.bfloat16, 0), i * n) for i in range(2))

@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacompile import cli_run, presets
-from megacompile.cli import main
-from megacompile.cli_figures import alive_at_peak, idle_causes, lower_bound
-from megacompile.cli_plan import Question, Study, complete_flops
-from megacompile.cli_ways import _most, estimate_largest, largest
-from megacompile.machine import Machine
-from megacompile.machines import load_machine
-from megacompile.plan import Mode
-from megacompile.planner import search
-from megacompile.presets import load_model
-from megacompile.report import hosts
-from megacompile.schedule import Schedule
-from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.cli import presets
+from megacompile.cli import run as cli_run
+from megacompile.cli.figures import alive_at_peak, idle_causes, lower_bound
+from megacompile.cli.main import main
+from megacompile.cli.plan import Question, Study, complete_flops
+from megacompile.cli.presets import load_model
+from megacompile.cli.report import hosts
+from megacompile.cli.ways import _most, estimate_largest, largest
+from megacompile.machine.catalog import load_machine
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.schedule.schedule import Schedule
+from megacompile.search.planner import search
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -363,7 +364,7 @@ def test_planning_needs_no_triton(tmp_path: Path) -> None:
     config.write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from megacompile.cli import main\n"
+        "from megacompile.cli.main import main\n"
         f"sys.exit(main(['plan', '--model', {str(config)!r}, '--machine', 'h200', '--seq', '64', '--json']))"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.plots import _layers, loss_curve, memory_timeline
-from megacompile.step import Op, Step, memory_curve, peak_bytes
+from megacompile.schedule.plots import _layers, loss_curve, memory_timeline
+from megacompile.step.operations import Op, Step, memory_curve, peak_bytes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

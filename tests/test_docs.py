@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megacompile.cli import _build, main
-from megacompile.machines import load_machine
-from megacompile.page import _SCRIPTS
-from megacompile.presets import PRESETS
+from megacompile.cli.main import _build, main
+from megacompile.cli.presets import PRESETS
+from megacompile.machine.catalog import load_machine
+from megacompile.schedule.page import _SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "cli.md")

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megacompile
-from megacompile import MegacompileError, fuse_check
-from megacompile.batch import read_batch
-from megacompile.capture import Captured, capture, parameter_forms
-from megacompile.differentiate import DifferentiatedTemplate, differentiate
+from megacompile import MegacompileError
+from megacompile.capture.batch import read_batch
+from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.errors import BudgetError
-from megacompile.fuse import PATTERNS, fuse, read_switches
-from megacompile.fuse_report import Fusions, fold
-from megacompile.partition import partition
+from megacompile.fuse import check as fuse_check
+from megacompile.fuse.placement import PATTERNS, fuse, read_switches
+from megacompile.fuse.report import Fusions, fold
+from megacompile.partition.blocks import partition
 from tests.models import batch_for, build
 
 transformers = pytest.importorskip("transformers")

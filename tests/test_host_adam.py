@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile import host_adam
-from megacompile.host_adam import AdamHyper, adamw_step, join, split, torch_fused
+from megacompile.host import adam as host_adam
+from megacompile.host.adam import AdamHyper, adamw_step, join, split, torch_fused
 
 BACKENDS = ("c", "torch")
 # Where torch has no vector instructions, and on the ends that it cuts off whole vectors, its kernel

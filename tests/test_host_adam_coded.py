@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile import host_adam
-from megacompile.formats import CODINGS, Coding
-from megacompile.host_adam import AdamHyper, adamw_step, join, split
-from megacompile.host_adam_coded import Coded, coded_adamw_step, decode, encode
+from megacompile.host import adam as host_adam
+from megacompile.host.adam import AdamHyper, adamw_step, join, split
+from megacompile.host.adam_coded import Coded, coded_adamw_step, decode, encode
+from megacompile.host.formats import CODINGS, Coding
 from megacompile.kernels.quantize import BOOKS
 
 HYPER = AdamHyper(lr=1e-3, weight_decay=0.1, step=3)

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.cli import main
-from megacompile.codec import from_plain, parse_json, to_plain
+from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
-from megacompile.explain import host_stash
-from megacompile.measured import align, compare
+from megacompile.machine.measured import align, compare
+from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan import BlockPlan, Plan
-from megacompile.schedule import Schedule
-from megacompile.simulate import simulate
-from megacompile.step import peak_bytes
+from megacompile.plan.codec import from_plain, parse_json, to_plain
+from megacompile.plan.plan import BlockPlan, Plan
+from megacompile.schedule.explain import host_stash
+from megacompile.schedule.schedule import Schedule
+from megacompile.step.operations import peak_bytes
 from tests.schedule.problems import plans, workloads
 from tests.test_page import schedule_of, with_run
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megacompile.cli.presets import PRESETS, Model, load_model
 from megacompile.errors import MegacompileError
-from megacompile.machine import Machine
-from megacompile.machines import (
+from megacompile.machine.catalog import (
     PROFILES,
     MachineProfile,
     load_machine,
@@ -17,7 +17,7 @@ from megacompile.machines import (
     parse_profile,
     profile_json,
 )
-from megacompile.presets import PRESETS, Model, load_model
+from megacompile.machine.rates import Machine
 
 MACHINE = Machine("bench", 1e14, 1e12, 2e10, 2e10, 1e11, 1e-5, 1e-5)
 

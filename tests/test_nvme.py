@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile import nvme, nvme_bench
-from megacompile.arena import HostArena
-from megacompile.cli import main
+from megacompile.cli.main import main
 from megacompile.errors import BudgetError, MegacompileError, StorageError
-from megacompile.nvme import BLOCK_BYTES, PAGE, Storage
+from megacompile.host import nvme, nvme_bench
+from megacompile.host.arena import HostArena
+from megacompile.host.nvme import BLOCK_BYTES, PAGE, Storage
 
 SIZE = 2 * BLOCK_BYTES + 3 * PAGE
 
@@ -155,7 +155,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, time
-from megacompile.nvme import Storage
+from megacompile.host.nvme import Storage
 storage = Storage([sys.argv[1]], {"state": 1 << 20})
 print("ready", flush=True)
 time.sleep(60)

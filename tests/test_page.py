@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megacompile.errors import MegacompileError
-from megacompile.machines import PROFILES
-from megacompile.measured import align
-from megacompile.page import page_data, render_page
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.schedule import Schedule
+from megacompile.machine.catalog import PROFILES
+from megacompile.machine.measured import align
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.page import page_data, render_page
+from megacompile.schedule.schedule import Schedule
 from tests.browser import Browser, find_browser, texts
 from tests.schedule.problems import chain
 

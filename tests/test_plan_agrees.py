@@ -10,10 +10,10 @@ import torch
 
 import megacompile
 from megacompile import api
-from megacompile.cli_plan import Prediction, Question, Study, dump, schedule_of
-from megacompile.machines import load_machine
-from megacompile.presets import build
-from megacompile.report import Extras, render
+from megacompile.cli.plan import Prediction, Question, Study, dump, schedule_of
+from megacompile.cli.presets import build
+from megacompile.cli.report import Extras, render
+from megacompile.machine.catalog import load_machine
 
 transformers = pytest.importorskip("transformers")
 _SHAPE: dict[str, Any] = {

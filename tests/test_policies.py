@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile.arrange import with_late
-from megacompile.machine import Machine
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.workload import Workload
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import with_late
 from tests.models import batch_for, build
 
 

@@ -56,7 +56,7 @@ def test_trains_as_the_loaded_model_does_and_comes_back(name: str, tmp_path: Pat
 
 
 def test_several_shards_come_out_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.export.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("megacompile.storage.export.SHARD_BYTES", 20_000)
     model = build("llama")
     program = megacompile.compile(model, "1GB", optimizer=adamw(model.parameters()))
     program.export(tmp_path / "out")
@@ -160,8 +160,8 @@ def test_parameters_without_values_are_refused() -> None:
 
 MEASURE = """
 import sys, threading, time, torch, megacompile
-from megacompile.arena import resident_bytes
-from megacompile.state import HostState
+from megacompile.host.arena import resident_bytes
+from megacompile.host.state import HostState
 take, seen = HostState.take, []
 def watched(self, *arguments):
     done = threading.Event()

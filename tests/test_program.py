@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile import runtime_cpu
-from megacompile import state as host_state
 from megacompile.compiler import Compiler
+from megacompile.host import state as host_state
+from megacompile.runtime import cpu as runtime_cpu
 from tests.models import Plain, batch_for, build
 from tests.reference import EagerTrainer
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.machine import nominal_cpu
-from megacompile.plan import Mode
-from megacompile.planner import search
-from megacompile.residency import reside, resident_plan
+from megacompile.machine.rates import nominal_cpu
+from megacompile.plan.plan import Mode
+from megacompile.search.planner import search
+from megacompile.search.residency import reside, resident_plan
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
 from tests.schedule.problems import chain
@@ -137,9 +137,9 @@ def test_a_longer_batch_takes_the_place_of_state() -> None:
 
 def test_the_device_kernel_takes_the_same_steps() -> None:
     """What CUDA runs on such groups, by its reference here, against host Adam."""
-    from megacompile.host_adam import AdamHyper
-    from megacompile.runtime_cuda import CudaDevice
-    from megacompile.state import HostState
+    from megacompile.host.adam import AdamHyper
+    from megacompile.host.state import HostState
+    from megacompile.runtime.cuda import CudaDevice
 
     program = compiled(build("plain"), "1GB", example_batch=batch_for("plain"))
     layouts = program._compiler.layouts

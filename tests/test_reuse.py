@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.codegen import function_source
-from megacompile.differentiate import load_functions
-from megacompile.reuse import reuse
+from megacompile.differentiate.codegen import function_source
+from megacompile.differentiate.options import load_functions
+from megacompile.differentiate.reuse import reuse
 
 ops = torch.ops.megacompile
 

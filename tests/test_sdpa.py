@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile import sdpa
-from megacompile.sdpa import Features
+from megacompile.capture import sdpa
+from megacompile.capture.sdpa import Features
 
 PLAIN = Features(False, False, False, False, True, 0, 0.0)
 

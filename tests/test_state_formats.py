@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megacompile
-from megacompile.assemble import GroupLayout, Parameter, Slot, padded_elements
-from megacompile.formats import CODINGS, SMALL, StateFormat, group_arrays, group_runs, state_bytes
-from megacompile.state import HostState
+from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, group_runs, state_bytes
+from megacompile.host.state import HostState
+from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
 from tests.models import Plain
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "int8", "int4")
@@ -97,8 +97,8 @@ def test_a_program_trains_on_coded_moments(form: str, dtype: torch.dtype) -> Non
 
 
 def test_update_is_the_coded_step_of_each_parameter() -> None:
-    from megacompile.host_adam import AdamHyper, adamw_step
-    from megacompile.host_adam_coded import Coded, coded_adamw_step
+    from megacompile.host.adam import AdamHyper, adamw_step
+    from megacompile.host.adam_coded import Coded, coded_adamw_step
 
     sizes, owners = [5000, 64, 8192, 4096, 6001], [0, 0, 0, 1, 1]
     group = layout(sizes, owners, torch.float32)
@@ -166,7 +166,7 @@ def test_kept_gradients_wait_in_bf16_where_nothing_is_added(monkeypatch: pytest.
     clipped, per_parameter = train_bf16(1)
     assert per_parameter == 2
     assert train_bf16(2)[1] == 4
-    monkeypatch.setattr("megacompile.bind.kept_gradients", lambda step: {})  # FP32 for all
+    monkeypatch.setattr("megacompile.step.bind.kept_gradients", lambda step: {})  # FP32 for all
     wide, per_parameter = train_bf16(1)
     assert per_parameter == 4
     assert all(torch.equal(v, wide[n]) for n, v in clipped.items())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacompile import ops
+from megacompile.capture import operators as ops
+from megacompile.capture.substitute import our_operators
 from megacompile.errors import CaptureError
-from megacompile.substitute import our_operators
 from tests.zoo import causal, padded_batch
 
 RNG = torch.tensor([3, 0])

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import megacompile
-from megacompile.assemble import Parameter, cut_parameters
-from megacompile.batch import read_batch
-from megacompile.capture import Captured, capture, parameter_forms
+from megacompile.capture.batch import read_batch
+from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.host.state import slot_view
+from megacompile.plan.assemble import Parameter, cut_parameters
 from megacompile.program import Program
-from megacompile.state import slot_view
-from megacompile.tile import Tiled, tile
-from megacompile.tile_choice import ladder
-from megacompile.tile_cuts import LEAST_PIECE, Family, choose_cuts, families
+from megacompile.search.tile_choice import ladder
+from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts, families
+from megacompile.tile.rewrite import Tiled, tile
 from tests.reference import EagerTrainer
 
 _SHAPE = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.step import Stream
+from megacompile.step.operations import Stream
 from tests.models import batch_for, build
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.batch import read_batch
+from megacompile.capture.batch import read_batch
+from megacompile.cli.presets import Model, build
+from megacompile.cli.unroll import Repeated
 from megacompile.compiler import Compiler
-from megacompile.presets import Model, build
-from megacompile.unroll import Repeated
 
 transformers = pytest.importorskip("transformers")
 _RUNGS = 4  # finer cuts of gpt_oss put what later layers read into the first, and are captured whole
@@ -44,8 +44,8 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
     whole = Compiler(model.module, optimizer=None, compute_dtype=torch.bfloat16, budget_bytes=1)
-    monkeypatch.setattr("megacompile.tile_cuts.LEAST_PIECE", 2048)
-    monkeypatch.setattr("megacompile.tile_choice.LEAST_PIECE", 2048)
+    monkeypatch.setattr("megacompile.tile.cuts.LEAST_PIECE", 2048)
+    monkeypatch.setattr("megacompile.search.tile_choice.LEAST_PIECE", 2048)
     found_rungs = islice(Repeated(model, batch, torch.bfloat16).rungs(), _RUNGS)
     expected_rungs = islice(whole.rungs(batch, evaluate=False), _RUNGS)
     cut = 0

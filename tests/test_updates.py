@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.state import HostState
+from megacompile.host.state import HostState
 from tests.models import Plain
 from tests.reference import EagerTrainer
 

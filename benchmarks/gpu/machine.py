@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu.record import Result
 from benchmarks.gpu.work import device
-from megacompile.arena import HostArena
-from megacompile.host_adam import AdamHyper, adamw_step
+from megacompile.host.adam import AdamHyper, adamw_step
+from megacompile.host.arena import HostArena
 
 
 def rates(megabytes: int, size: int, repeats: int) -> Result:
@@ -52,7 +52,7 @@ def _register(tensors: list[torch.Tensor]) -> float | None:
     """GB/s at which host memory is page-locked; it must be resident, as a state is."""
     if not torch.cuda.is_available():
         return None
-    from megacompile.runtime_cuda import TorchCuda
+    from megacompile.runtime.cuda import TorchCuda
 
     api = TorchCuda(torch.device("cuda", 0))
     for tensor in tensors:

@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacompile.machine import Machine
-from megacompile.machines import load_machine, override
-from megacompile.plan import Mode
-from megacompile.workload import BlockWork, Call, Workload
+from megacompile.machine.catalog import load_machine, override
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import BlockWork, Call, Workload
 
 FOLDER = Path(__file__).parent
 

@@ -10,13 +10,13 @@ import warnings
 from dataclasses import asdict
 
 from benchmarks.instances import FOLDER, Instance
-from megacompile.cli_plan import Study
-from megacompile.least import infeasible
+from megacompile.cli.plan import Study
+from megacompile.cli.presets import load_model
 from megacompile.passes import lower_memory
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.presets import load_model
-from megacompile.step import peak_bytes
-from megacompile.workload import Workload
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.least import infeasible
+from megacompile.step.operations import peak_bytes
 
 # model, batch, tokens, machine, link in GB/s where it is not the machine's own, micro-batches
 _ROWS = (

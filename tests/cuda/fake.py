@@ -73,7 +73,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """:class:`~megacompile.runtime_cuda.CudaMemory` for tests; ``copies`` counts what crossed the link."""
+    """:class:`~megacompile.runtime.cuda.CudaMemory` for tests; ``copies`` counts what crossed the link."""
 
     def __init__(self, seed: int = 0, context_bytes: int = 1000) -> None:
         self.device = torch.device("cpu")

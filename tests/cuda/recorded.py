@@ -112,7 +112,7 @@ class RecordedFlag(threading.Event):
 
 
 class RecordedApi:
-    """:class:`~megacompile.streams_cuda.CudaApi` over a recording."""
+    """:class:`~megacompile.runtime.cuda_streams.CudaApi` over a recording."""
 
     def __init__(self, log: Recording) -> None:
         self.log = log

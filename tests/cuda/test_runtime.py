@@ -13,10 +13,10 @@ from torch import nn
 
 import megacompile
 from megacompile import api as api_module
-from megacompile.backends import Backend, open_backend
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetExceededError
-from megacompile.runtime_cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
+from megacompile.runtime.backends import Backend, open_backend
+from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile import streams_cuda
 from megacompile.passes import lower
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step, Token
-from megacompile.streams_cuda import CudaStreams
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.runtime import cuda_streams as streams_cuda
+from megacompile.runtime.cuda_streams import CudaStreams
+from megacompile.step.operations import Op, Step, Token
 from tests.cuda.recorded import RecordedApi, RecordedFlag, Recording, Uses, spread
 from tests.schedule.oracle import _pairs, takes_memory, touches
 from tests.schedule.problems import chain, scheduled, uniform

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.batch import read_batch
+from megacompile.capture.batch import read_batch
+from megacompile.capture.substitute import our_operators
+from megacompile.host.state import slot_view
 from megacompile.program import step_seed
-from megacompile.state import slot_view
-from megacompile.substitute import our_operators
 from tests.models import batch_for, build
 
 TOLERANCE = 1e-2  # of a gradient's scale, beyond what plain bf16 eager is off by

@@ -16,7 +16,7 @@ from random import Random
 
 import networkx as nx
 
-from megacompile.step import DEVICE_TOKENS, STREAMS, Event, Op, Step, Stream, Token
+from megacompile.step.operations import DEVICE_TOKENS, STREAMS, Event, Op, Step, Stream, Token
 
 REPEATS = 2
 Bytes = tuple[int, int]

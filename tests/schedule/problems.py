@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from megacompile.machine import Machine
+from megacompile.machine.rates import Machine
 from megacompile.passes import lower
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.step.operations import Op, Step
 
 LOSS_BYTES = 4
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.emit import emit_step, fold
 from megacompile.passes import lower
-from megacompile.plan import Mode, Plan
-from megacompile.step import Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.emit import emit_step, fold
+from megacompile.step.operations import Op, Step
 from tests.schedule.problems import chain, scheduled, uniform
 
 Called = tuple[str, dict[str, Any]]

@@ -9,10 +9,10 @@ import pytest
 from megacompile.errors import ScheduleError
 from megacompile.passes import lower
 from megacompile.passes.synchronize import synchronize
-from megacompile.plan import Mode
-from megacompile.step import Event, Op, Step, peak_bytes
-from megacompile.verify import verify
-from megacompile.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.step.operations import Event, Op, Step, peak_bytes
+from megacompile.step.verify import verify
 from tests.schedule.problems import chain, find, uniform, with_op
 
 WORK = chain(5)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megacompile.errors import ScheduleError
 from megacompile.passes import lower
-from megacompile.plan import Mode, Plan
-from megacompile.step import Step, peak_bytes
-from megacompile.verify import verify
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Step, peak_bytes
+from megacompile.step.verify import verify
 from tests.schedule.oracle import execute, sees_garbage, unordered
 from tests.schedule.problems import MODES, chain, find, scheduled, uniform, with_op
 

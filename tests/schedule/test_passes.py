@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from megacompile import passes
-from megacompile.emit import statement
 from megacompile.passes import PASSES, lower
-from megacompile.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.step import Event, Op, Step, memory_curve, peak_bytes
-from megacompile.workload import GroupWork, Workload
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import GroupWork, Workload
+from megacompile.step.emit import statement
+from megacompile.step.operations import Event, Op, Step, memory_curve, peak_bytes
 from tests.schedule.problems import chain, find, uniform
 
 TRAIN = Mode("train")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacompile.errors import MegacompileError
-from megacompile.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
+from megacompile.plan.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
 from tests.schedule.problems import plans, workloads
 
 PLAN = Plan(

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megacompile import planner
 from megacompile.errors import BudgetError, MegacompileError
-from megacompile.machine import Machine
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
-from megacompile.plan import Mode, Plan
-from megacompile.planner import Planned, search
-from megacompile.simulate import Timeline, simulate
-from megacompile.step import Step, host_bytes, peak_bytes
-from megacompile.verify import verify
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search import planner
+from megacompile.search.planner import Planned, search
+from megacompile.step.operations import Step, host_bytes, peak_bytes
+from megacompile.step.verify import verify
 from tests.schedule.problems import MODES, chain, machines, modes, uniform, workloads
 
 MACHINE = Machine("made up", 1000.0, 1000.0, 500.0, 500.0, 2000.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from megacompile.simplex import minimise
+from megacompile.search.simplex import minimise
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.contention import draws_memory, shared_times
-from megacompile.machine import Machine
+from megacompile.machine.contention import draws_memory, shared_times
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import duration, simulate
 from megacompile.passes import lower
-from megacompile.plan import Mode, Plan
-from megacompile.simulate import duration, simulate
-from megacompile.step import STREAMS, Op, Step
-from megacompile.workload import Workload
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import STREAMS, Op, Step
 from tests.schedule.problems import chain, machines, scheduled, uniform
 
 Problem = tuple[Workload, Plan, Mode, Step]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import DTYPES, compare, randn, strided
 
-import megacompile.ops
+from megacompile.capture import operators
 from megacompile.kernels.attention import (
     document_bounds,
     flash_attention_backward,
@@ -159,9 +159,9 @@ def test_gradcheck():
 def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
     """megacompile::attention calls it for what the library lacks; strides and types are those of its fake."""
     calls = []
-    launch = megacompile.ops.flash_attention_forward
+    launch = operators.flash_attention_forward
     monkeypatch.setattr(
-        megacompile.ops, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
+        operators, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
     )
     window, softcap = features.get("window", 0), features.get("softcap", 0.0)
 

@@ -1,0 +1,1 @@
+"""Bench: kernels against other providers, each checked before it is timed."""

@@ -1,0 +1,98 @@
+"""Calibrate: the seconds of each block function, measured on this machine, in place of FLOPs over a rate.
+
+In: a compiled batch on the CPU backend. Out: its workload with ``seconds`` in every call. Each function of
+each template runs on made-up values of the right shapes; blocks that share a template share its times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.compiler import Compiled
+from megacompile.differentiate.joint import Ref
+from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, Option, load_functions
+from megacompile.partition.blocks import Template
+from megacompile.plan.workload import BlockWork, Call, Choice, Workload
+
+_CPU = torch.device("cpu")
+
+
+def calibrated(compiled: Compiled, repeats: int = 5) -> Workload:
+    """The workload with measured seconds; medians of ``repeats`` runs of each function."""
+    times = {t.index: _Timer(p, t, repeats).run() for p, t in zip(compiled.part.templates, compiled.templates,
+                                                                  strict=True)}  # fmt: skip
+    work = compiled.assembly.work
+    return replace(work, blocks=tuple(_timed(b, times[b.template]) for b in work.blocks))
+
+
+def _timed(block: BlockWork, times: dict[tuple[str, str], float]) -> BlockWork:
+    def call(choice: Choice, part: str) -> Call | None:
+        given: Call | None = getattr(choice, part)
+        return given and replace(given, seconds=times[choice.name, part])
+
+    choices = tuple(
+        replace(c, forward=call(c, "forward") or c.forward, recompute=call(c, "recompute"),
+                backward=call(c, "backward"))
+        for c in block.choices
+    )  # fmt: skip
+    return replace(block, choices=choices)
+
+
+class _Timer:
+    """Runs the functions of one template on values that it makes up."""
+
+    def __init__(self, template: Template, functions: DifferentiatedTemplate, repeats: int) -> None:
+        self.template, self.functions, self.repeats = template, functions, repeats
+        self.inputs = [_made_up(t) for t in template.examples]
+        self.loaded: dict[str, Callable[[list[Any]], list[Any]]] = {}
+        for function in functions.functions():
+            self.loaded.update(load_functions(function.source, _CPU))
+
+    def run(self) -> dict[tuple[str, str], float]:
+        """Seconds by (option, part)."""
+        found: dict[tuple[str, str], float] = {}
+        for name, option in self.functions.options.items():
+            values = self._values(option)
+            for part in ("forward", "recompute", "backward"):
+                function: BlockFunction | None = getattr(option, part)
+                if function is not None:
+                    found[name, part] = self._seconds(function, values)
+        return found
+
+    def _values(self, option: Option) -> dict[Ref, Any]:
+        """Inputs, outputs, saved tensors, and a gradient for each output that has one."""
+        values: dict[Ref, Any] = {("in", i): t for i, t in enumerate(self.inputs)}
+        for function in (option.forward, option.recompute):
+            if function is not None:
+                results = self._call(function, values)
+                values |= dict(zip(function.outputs, results, strict=True))
+        for kind, k in option.backward.inputs if option.backward is not None else ():
+            if kind == "grad":
+                values[kind, k] = torch.full_like(values["out", k], 1e-3)
+        return values
+
+    def _call(self, function: BlockFunction, values: dict[Ref, Any]) -> list[Any]:
+        with torch.no_grad():
+            return self.loaded[function.name]([values[ref] for ref in function.inputs])
+
+    def _seconds(self, function: BlockFunction, values: dict[Ref, Any]) -> float:
+        self._call(function, values)
+        found = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            self._call(function, values)
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+
+def _made_up(example: Tensor) -> Tensor:
+    """A tensor of an example's form: small values, zeros where they are indices or seeds."""
+    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+    return made.normal_(0, 0.02) if example.is_floating_point() else made.zero_()

@@ -1,0 +1,165 @@
+"""Bench: run every provider of an operation, first for correctness, then for time.
+
+In: operations, shapes, dtypes, providers and a timer. Out: :class:`Row` per provider and pass. A
+provider that is wrong or fails is not timed, and says so. Correct is: in no tensor, results and gradients,
+farther from float64 than eager torch is in the same dtype, by more than a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.bench.cases import Cost, Function, Operation, Shape, gradients_like, inputs_of
+from megacompile.bench.providers import Provider
+from megacompile.bench.timing import Roofline, Timer
+
+SLACK = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+MODES = ("forward", "backward", "full")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider's result. Times in milliseconds (zero where nothing was timed), ``roofline`` the
+    share of the best possible time, ``error`` the worst against float64 as a share of a tensor's largest
+    element, ``note`` why something is missing."""
+
+    operation: str
+    dtype: str
+    shape: str
+    provider: str
+    mode: str
+    median_ms: float = 0.0
+    low_ms: float = 0.0
+    high_ms: float = 0.0
+    gigabytes_per_second: float = 0.0
+    teraflops: float = 0.0
+    roofline: float = 0.0
+    peak_bytes: int = 0
+    error: float = 0.0
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        return self.operation, self.dtype, self.shape, self.provider, self.mode
+
+
+def shape_text(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _all_results(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, then gradients."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    outputs = _outputs(function(*leaves))
+    wanted = [x for x in leaves if x.requires_grad]
+    grads = torch.autograd.grad(outputs, wanted, gradients_like(outputs))
+    return [*(o.detach() for o in outputs), *grads]
+
+
+def check(
+    operation: Operation,
+    shape: Shape,
+    dtype: torch.dtype,
+    functions: Mapping[str, Function],
+    device: torch.device,
+) -> dict[str, tuple[float, str]]:
+    """(worst error, what is wrong or nothing) of each provider."""
+    inputs = inputs_of(operation, operation.check_shape(shape, device), dtype, device)
+    doubles = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
+    ]
+    exact = _all_results(operation.eager, doubles)
+    allowed = [e + SLACK[dtype] for e in _errors(_all_results(operation.eager, inputs), exact)]
+    found = {}
+    for name, function in functions.items():
+        try:
+            errors = _errors(_all_results(function, inputs), exact)
+        except Exception as error:
+            found[name] = (0.0, f"fails: {_first_line(error)}")
+            continue
+        wrong = [i for i, (e, a) in enumerate(zip(errors, allowed, strict=True)) if not e <= a]
+        note = f"wrong: result {wrong[0]} is off by {errors[wrong[0]]:.1e} of scale" if wrong else ""
+        found[name] = (max(errors), note)
+    return found
+
+
+def _errors(got: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    if [tuple(x.shape) for x in got] != [tuple(x.shape) for x in exact]:
+        raise ValueError(f"its results are {[tuple(x.shape) for x in got]}")
+    pairs = zip(got, exact, strict=True)
+    return [float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run is made with; ``timer`` and ``roof`` are None where correctness alone is checked."""
+
+    providers: Mapping[str, Provider]
+    device: torch.device
+    timer: Timer | None
+    roof: Roofline | None
+
+    def rows(self, operation: Operation, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
+        """Every provider of one operation on one shape."""
+        functions = {n: f for n, p in self.providers.items() if (f := p(operation.name)) is not None}
+        head = operation.name, str(dtype).removeprefix("torch."), shape_text(shape)
+        for name, (error, note) in check(operation, shape, dtype, functions, self.device).items():
+            if note or self.timer is None:
+                yield Row(*head, name, "full", error=error, note=note or "checked")
+                continue
+            try:
+                yield from self._timed(operation, shape, dtype, functions[name], (*head, name), error)
+            except torch.OutOfMemoryError:
+                yield Row(*head, name, "full", error=error, note="out of memory")
+
+    def _timed(
+        self,
+        operation: Operation,
+        shape: Shape,
+        dtype: torch.dtype,
+        function: Function,
+        head: tuple[str, str, str, str],
+        error: float,
+    ) -> Iterator[Row]:
+        assert self.timer is not None and self.roof is not None
+        inputs = inputs_of(operation, shape, dtype, self.device)
+        wanted = [x for x in inputs if x.requires_grad]
+        with self.timer.scope():
+            outputs = _outputs(function(*inputs))
+        grads = gradients_like(outputs)
+
+        def forward() -> Any:
+            return function(*inputs)
+
+        def backward() -> Any:
+            return torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+
+        def full() -> Any:
+            return torch.autograd.grad(_outputs(function(*inputs)), wanted, grads)
+
+        costs = operation.costs(shape, inputs[0].element_size())
+        passes = zip(MODES, (forward, backward, full), (*costs, costs[0] + costs[1]), strict=True)
+        for mode, call, cost in passes:
+            times, peak = self.timer.time(call), self.timer.peak_bytes(call)
+            rates = self._rates(cost, times.median, dtype)
+            note = "" if times.graph else "timed without a graph"
+            yield Row(*head, mode, times.median, times.low, times.high, *rates, peak, error, note)
+
+    def _rates(self, cost: Cost, median_ms: float, dtype: torch.dtype) -> tuple[float, float, float]:
+        assert self.roof is not None
+        seconds = median_ms / 1e3
+        best = self.roof.best_seconds(cost.nbytes, cost.flops, dtype)
+        return cost.nbytes / seconds / 1e9, cost.flops / seconds / 1e12, best / seconds

@@ -1,0 +1,99 @@
+"""Bench: the shapes of one program, and what each kernel is worth in a step of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacompile.bench.cases import OPERATIONS, Shape
+from megacompile.bench.kernels import Row, shape_text
+from megacompile.differentiate.kernel_calls import Calls, KernelCall
+
+ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "glu")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A benchmark of a program: an operation on a shape, and its calls per step."""
+
+    operation: str
+    dtype: str
+    shape: Shape
+    forward: int
+    backward: int
+
+
+def targets(calls: Calls) -> tuple[list[Target], list[str]]:
+    """What a program's calls are benchmarked as; and the calls for which there is no benchmark."""
+    counts: dict[tuple[str, str, Shape], Counter[str]] = defaultdict(Counter)
+    unknown = []
+    for call, count in calls:
+        found = _operation(call)
+        if found is None:
+            unknown.append(f"{call.op} on {' '.join(map(shape_text, call.shapes))} (×{count})")
+            continue
+        operation, shape, kind = found
+        counts[operation, call.dtype, shape][kind] += count
+    made = [Target(*key, kinds["forward"], kinds["backward"]) for key, kinds in counts.items()]
+    return sorted(made, key=lambda t: (list(OPERATIONS).index(t.operation), t.dtype, t.shape)), unknown
+
+
+def _operation(call: KernelCall) -> tuple[str, Shape, str] | None:
+    """(operation, its shape, which pass) of a call."""
+    name, kind = call.op.removesuffix("_backward"), "forward"
+    shapes = call.shapes
+    if name != call.op:
+        kind = "backward"
+        shapes = shapes if name in (*ROWS, "rope") else shapes[1:]
+    if name in ROWS:
+        return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
+    if name == "rope" and len(shapes[0]) == 4:
+        return name, shapes[0], kind
+    if name == "cross_entropy":
+        return name, shapes[0], kind
+    if name == "linear_cross_entropy":
+        return name, (*shapes[0], shapes[1][0]), kind
+    plain = "True" in call.constants and "0.0" in call.constants and len(shapes) in (3, 5)
+    if name == "attention" and plain:
+        (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]
+        return name, (batch, heads, groups, tokens, width), kind
+    return None
+
+
+def worth(made: Sequence[Target], rows: Sequence[Row]) -> str:
+    """Calls per step and milliseconds per step of each provider, as Markdown."""
+    times = {row.key: row.median_ms for row in rows if row.median_ms}
+    names = list(dict.fromkeys(row.provider for row in rows))
+    lines = [
+        "| kernel | calls forward | backward | "
+        + " | ".join(f"{n}, ms per step" for n in names)
+        + " | saved |",
+        "|---|--:|--:|" + "--:|" * (len(names) + 1),
+    ]
+    sums: Counter[str] = Counter()
+    for target in made:
+        spent = {n: t for n in names if (t := _per_step(target, n, times)) is not None}
+        sums.update(spent)
+        name = f"{target.operation} {target.dtype} {shape_text(target.shape)}"
+        lines.append(_worth_line(name, f"{target.forward} | {target.backward}", names, spent))
+    lines.append(_worth_line("all", " | ", names, dict(sums)))
+    return "\n".join(lines)
+
+
+def _per_step(
+    target: Target, provider: str, times: dict[tuple[str, str, str, str, str], float]
+) -> float | None:
+    head = target.operation, target.dtype, shape_text(target.shape), provider
+    found = [times.get((*head, mode)) for mode in ("forward", "backward")]
+    if any(t is None for t in found):
+        return None
+    return target.forward * (found[0] or 0.0) + target.backward * (found[1] or 0.0)
+
+
+def _worth_line(name: str, counts: str, names: Sequence[str], spent: dict[str, float]) -> str:
+    cells = [f"{spent[n]:.2f}" if n in spent else "" for n in names]
+    both = "eager" in spent and "megacompile" in spent
+    saved = f"{spent['eager'] - spent['megacompile']:.2f}" if both else ""
+    return f"| {name} | {counts} | " + " | ".join([*cells, saved]) + " |"

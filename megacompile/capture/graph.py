@@ -1,0 +1,421 @@
+"""Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the training loss.
+
+In: the module (its values are never read), one batch, how the loss is found. Out: :class:`Captured`.
+Invariants: one placeholder per parameter *object* (tied names are merged), no mutation, no hidden
+randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
+Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from megacompile.capture.substitute import our_operators
+from megacompile.errors import BudgetError, CaptureError
+
+aten = torch.ops.aten
+LossFn = Callable[[Any, Any], Tensor]
+_OURS = "megacompile"
+_WRAPPED = "model"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
+
+    The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
+    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
+    ``trainable`` holds the names of the parameters that require a gradient.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    inputs: dict[str, int]
+    constants: dict[str, Tensor]
+    rng: str
+    trainable: frozenset[str]
+    fake_mode: FakeTensorMode
+
+    def placeholder(self, name: str) -> fx.Node:
+        node: fx.Node
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name == name:
+                return node
+        raise KeyError(name)
+
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""How a parameter computes: its dtype and its dense strides."""
+
+
+def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
+    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
+
+    transformers models name such modules in ``_keep_in_fp32_modules`` and its strict variant.
+    """
+    kept: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            kept |= set(getattr(module, attribute, None) or ())
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
+    forms: dict[str, Form] = {}
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype
+        if parameter.is_floating_point():
+            dtype = torch.float32 if pattern.search(name) else compute_dtype
+        forms[name] = (dtype, _dense_strides(parameter))
+    return forms
+
+
+def fake_copy(
+    model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode, trained: Collection[str]
+) -> nn.Module:
+    """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors.
+
+    Parameters named in ``trained`` require a gradient.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for name, parameter in model.named_parameters():
+            dtype, strides = forms[name]
+            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
+        for _, buffer in model.named_buffers():
+            memo[id(buffer)] = torch.empty_strided(
+                buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
+            )
+    return copy.deepcopy(model, memo)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a dense copy of a parameter that keeps the order of its dimensions."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return tuple(torch.empty_like(meta).stride())
+
+
+class _Loss(nn.Module):
+    """Runs the model on (args, kwargs) with our operators and returns the scalar loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+
+    def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given = kwargs.get("position_ids") is not None
+        with _no_own_gradients():
+            with our_operators(self.model, rng, positions_given=given):
+                outputs = self.model(*args, **kwargs)
+            if self._loss_fn is None:
+                return find_loss(outputs)
+            return self._loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
+
+
+@contextlib.contextmanager
+def _no_own_gradients() -> Iterator[None]:
+    """Refuse gradients that a forward defines itself: a captured graph knows torch's rules alone."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.__module__.startswith("torch.") and "checkpoint" not in function.__module__:
+            return apply(function, *args, **kwargs)
+        raise CaptureError(
+            f"The forward calls {function.__module__}.{function.__name__}, a torch.autograd.Function, whose "
+            "own gradient would be lost: "
+            + (
+                "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
+                if "checkpoint" in function.__module__
+                else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
+                "register_autograd."
+            )
+        )
+
+    def refuse_hook(tensor: Tensor, hook: Any) -> None:
+        raise CaptureError(
+            f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
+            "never run: scale the tensor itself, or its loss."
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
+        mock.patch.object(Tensor, "register_hook", refuse_hook),
+    ):
+        yield
+
+
+def find_loss(outputs: Any) -> Tensor:
+    """The loss in what a forward returned: a scalar tensor, ``.loss``, or the key ``"loss"``."""
+    loss = outputs
+    if not isinstance(outputs, Tensor):
+        loss = getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, dict):
+            loss = outputs.get("loss")
+        if loss is None and isinstance(outputs, tuple) and outputs:
+            loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "none"
+        raise CaptureError(
+            f"The forward returned no scalar loss ({found}): pass labels in the batch, or "
+            "loss_fn=lambda outputs, batch: ... to megacompile.compile."
+        )
+    return loss.reshape(())
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    forms: Mapping[str, Form],
+    trained: Collection[str] | None = None,
+    loss_fn: LossFn | None = None,
+    evaluate: bool = False,
+) -> Captured:
+    """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
+
+    ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
+    traces in eval mode and without gradients instead.
+
+    Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
+    numbers that are not ours, or returns no scalar loss.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if trained is None:
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    copied = fake_copy(model, forms, mode, trained)
+    if evaluate:
+        copied.eval().requires_grad_(False)
+    _no_cache(copied)
+    with mode:
+        rng = torch.zeros(2, dtype=torch.int64)
+        args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
+            exported = torch.export.export(_Loss(copied, loss_fn), (rng, args, kwargs), strict=False)
+            _refuse_writes(exported)
+            _keep_gradient_barriers(exported.graph_module)
+            exported = exported.run_decompositions({})
+    except CaptureError:
+        raise
+    except MemoryError as error:
+        raise BudgetError(
+            f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
+        ) from error
+    except Exception as error:
+        raise CaptureError(_explain(error, model)) from error
+    return _flatten(exported, copied)
+
+
+def _fake_leaf(leaf: Tensor) -> Tensor:
+    """A fake tensor of its own for each leaf: one object passed twice would become one input."""
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+
+
+def _no_cache(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for part in (config, getattr(config, "text_config", None)):
+            if part is not None and getattr(part, "use_cache", False):
+                part.use_cache = False
+
+
+def _keep_gradient_barriers(root: fx.GraphModule) -> None:
+    """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
+    for module in root.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+                for item in list(node.users):
+                    with module.graph.inserting_after(item):
+                        barrier = module.graph.call_function(aten.detach.default, (item,))
+                    barrier.meta = dict(item.meta)
+                    item.replace_all_uses_with(barrier, lambda user, b=barrier: user is not b)
+            if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None:
+                enabled = node.args[2]
+                if enabled:
+                    raise CaptureError(
+                        "The forward enters torch.autocast: remove it and choose compute_dtype= "
+                        "in megacompile.compile instead."
+                    )
+        module.recompile()
+
+
+def _refuse_writes(exported: torch.export.ExportedProgram) -> None:
+    """Refuse a forward that writes into a parameter (through ``.data``): only buffers are looked at later."""
+    constants = {
+        spec.arg.name
+        for spec in exported.graph_signature.input_specs
+        if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER)
+    }
+    for node in exported.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            written = node.args[0] if node.args else None
+            if isinstance(written, fx.Node) and written.op == "placeholder" and written.name in constants:
+                raise CaptureError(
+                    f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
+                    "between steps, on program.state_dict() and load_state_dict()."
+                )
+
+
+def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
+    graph = exported.graph
+    signature = exported.graph_signature
+    if signature.buffers_to_mutate:
+        names = ", ".join(sorted(_strip(n) for n in signature.buffers_to_mutate.values()))
+        raise CaptureError(
+            f"The forward changes the buffer {names}: a recomputed block would change it twice; "
+            "put that module into eval mode, or replace it (for BatchNorm: GroupNorm or frozen "
+            "statistics)."
+        )
+    parameters, buffers, inputs, constants = {}, {}, {}, {}
+    by_object: dict[int, fx.Node] = {}
+    nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    first_name = {id(p): n for n, p in model.named_parameters()}
+    leaves: list[str] = []
+    for spec in signature.input_specs:
+        name = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            leaves.append(name)
+        elif spec.kind == InputKind.PARAMETER:
+            parameter = tensors[_strip(str(spec.target))]
+            original = by_object.setdefault(id(parameter), nodes[name])
+            if original is not nodes[name]:
+                nodes[name].replace_all_uses_with(original)
+            else:
+                parameters[name] = first_name[id(parameter)]
+        elif spec.kind == InputKind.BUFFER:
+            buffers[name] = _strip(str(spec.target))
+        else:
+            constants[name] = exported.constants[str(spec.target)]
+    rng, *batch_leaves = leaves
+    inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
+    _clean(graph)
+    used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
+    if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
+        raise CaptureError(
+            "The model's loss does not read num_items_in_batch, so that micro-batches would be weighted "
+            "wrongly: remove it from the batch, or weight them with train_step(batches, weights=[...])."
+        )
+    fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
+    return Captured(
+        graph=graph,
+        parameters={n: p for n, p in parameters.items() if n in used},
+        buffers={n: b for n, b in buffers.items() if n in used},
+        inputs={n: i for n, i in inputs.items() if n in used},
+        constants={n: c for n, c in constants.items() if n in used},
+        rng=rng,
+        trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad),
+        fake_mode=fake_mode,
+    )
+
+
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Write ``copy(target, source)``, which has no gradient rule, as a cast and an expansion."""
+    source, value = node.args[1], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    given = source.meta["val"]
+    with graph.inserting_before(node):
+        new = source
+        if given.dtype != value.dtype:
+            new = graph.call_function(aten._to_copy.default, (new,), {"dtype": value.dtype})
+            new.meta = dict(node.meta, val=given.to(value.dtype))
+        if given.shape != value.shape:
+            new = graph.call_function(aten.expand.default, (new, list(value.shape)))
+            new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix(_WRAPPED + ".")
+
+
+def _clean(graph: fx.Graph) -> None:
+    """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten.copy.default:
+            _replace_copy(graph, node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
+                f"batch ({node.target}): a scheduled step needs fixed shapes."
+            )
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                raise CaptureError(
+                    f"{module_path(node) or 'The model'} calls {target}, whose randomness a recompute "
+                    "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
+                )
+            if target._schema.is_mutable:
+                raise CaptureError(
+                    f"{module_path(node) or 'The model'} calls {target}, which writes in place: "
+                    "replace it by its out-of-place form."
+                )
+    graph.lint()
+
+
+def module_stack(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(call key, module path) of the modules around a node, outermost first, without our wrapper.
+
+    The key differs between two calls of one module, the path does not.
+    """
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith(_WRAPPED + ".") or path == _WRAPPED:
+            yield key, _strip(path) if path != _WRAPPED else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a node belongs to; "" for the model itself."""
+    return list(module_stack(node))[-1][1] if list(module_stack(node)) else ""
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """One sentence that names the line of the user's code at which tracing failed."""
+    torch_root = str(Path(inspect.getfile(torch)).parent)
+    here = str(Path(__file__).parents[1])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((torch_root, here)) and "<" not in frame.filename
+    ]
+    where = ""
+    if frames:
+        frame = frames[-1]
+        where = f" at {Path(frame.filename).name}:{frame.lineno} ({frame.line})"
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    return (
+        f"The forward of {type(model).__name__} cannot be captured{where}: {first_line} "
+        "Its control flow and shapes must not depend on the values of tensors."
+    )

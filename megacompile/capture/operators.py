@@ -1,0 +1,306 @@
+"""The two operators of a model whose plain form depends on device, gradient mode or hidden state.
+
+Attention and dropout are replaced by operators of ours during capture, so that one graph serves every
+device, a recomputed forward repeats the first one bit for bit, and the planner sees one node with
+known cost. Which kernel runs a call of attention is decided in :mod:`megacompile.capture.sdpa`. The masks of
+dropout come from a counter, not from a hidden generator: element i of a call depends on (seed, call
+site, i) alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megacompile.capture import sdpa
+from megacompile.capture.sdpa import repeat_heads, sum_heads
+from megacompile.kernels._triton import runs_triton
+from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
+from megacompile.kernels.dropout import dropout_mask, dropout_triton
+
+_HIDDEN = -1e8
+
+
+@torch.library.custom_op("megacompile::dropout", mutates_args=())
+def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
+    """Zero elements of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
+
+    ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
+    The operator is linear in ``x``, hence its own backward.
+    """
+    if runs_triton(x):
+        return dropout_triton(x, rng, site, p)
+    keep = dropout_mask(rng, site, x.shape, p, x.device)
+    return torch.where(keep, x * (1.0 / (1.0 - p)) if p < 1.0 else x, torch.zeros((), dtype=x.dtype))
+
+
+@dropout.register_fake
+def _(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, rng, ctx.site, ctx.p = inputs
+    ctx.save_for_backward(rng)
+
+
+def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (rng,) = ctx.saved_tensors
+    return torch.ops.megacompile.dropout(grad, rng, ctx.site, ctx.p), None, None, None
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
+
+
+@torch.library.custom_op("megacompile::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    rng: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    dropout_p: float,
+    site: int,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scaled dot-product attention; returns (out, log-sum-exp of the scores).
+
+    q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] with G dividing H; ``bias`` is additive and
+    broadcasts to [B, H, S, T]; ``sinks`` [H] adds one logit per head to the softmax's denominator;
+    ``window`` > 0 keeps keys with 0 <= i - j < window (|i - j| < window where not causal);
+    ``softcap`` c > 0 maps scores s to c·tanh(s / c). out is [B, H, S, Dv], stored as [B, S, H, Dv];
+    log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden by ``bias`` gives zeros,
+    and no gradient, as in torch's own attention; its log-sum-exp is inf.
+    """
+    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    if path == "library":
+        mask = _flash_mask(q, k, bias, causal, window)
+        out, lse = sdpa.forward(q, k, v, mask, causal, scale)
+        if bias is not None and mask is not None:
+            hidden = _all_hidden(mask)
+            out = out.masked_fill(hidden, 0.0)
+            lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
+        return _heads_inside(out), lse.contiguous()
+    if path == "triton":
+        return flash_attention_forward(q, k, v, scale, causal, window, softcap, sinks)
+    probabilities, lse, _ = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
+    probabilities = probabilities.to(v.dtype)
+    if dropout_p > 0.0:
+        assert rng is not None
+        probabilities = dropout(probabilities, rng, site, dropout_p)
+    out = torch.matmul(probabilities, repeat_heads(v, q.shape[1]))
+    return _heads_inside(out), lse
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length = q.shape[:3]
+    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=_accumulate_dtype(q))
+
+
+@torch.library.custom_op("megacompile::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    rng: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    dropout_p: float,
+    site: int,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`attention` for (q, k, v, bias, sinks), from its inputs and outputs.
+
+    The gradients of ``bias`` and ``sinks`` are empty tensors where these are absent or constant.
+    """
+    none = q.new_empty(0)
+    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    if path == "library":
+        mask = _flash_mask(q, k, bias, causal, window)
+        return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, none.clone()
+    if path == "triton":
+        dq, dk, dv, d_sinks = flash_attention_backward(
+            grad, q, k, v, out, lse, scale, causal, window, softcap, sinks
+        )
+        return dq, dk, dv, none, d_sinks
+
+    groups = k.shape[1]
+    k_all, v_all = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    p, _, capped = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
+    dropped = p.to(v.dtype)
+    if dropout_p > 0.0:
+        assert rng is not None
+        dropped = dropout(dropped, rng, site, dropout_p)
+    dv = sum_heads(torch.matmul(dropped.transpose(-1, -2), grad), groups)
+    dp = torch.matmul(grad, v_all.transpose(-1, -2))
+    if dropout_p > 0.0:
+        assert rng is not None
+        dp = dropout(dp, rng, site, dropout_p)
+    dp = dp.to(p.dtype)
+    inner = (p * dp).sum(-1, keepdim=True)
+    ds = p * (dp - inner)
+    d_bias, d_sinks = none, none.clone()
+    if bias_grad and bias is not None:
+        d_bias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+    if sinks is not None:
+        p_sink = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+        d_sinks = -(p_sink * inner.squeeze(-1)).sum((0, 2)).to(sinks.dtype)
+    if capped is not None:
+        ds = ds * (1.0 - (capped / softcap) ** 2)
+    ds = (ds * scale).to(q.dtype)
+    dq = torch.matmul(ds, k_all).contiguous()
+    dk = sum_heads(torch.matmul(ds.transpose(-1, -2), q), groups)
+    return dq, dk, dv, d_bias, d_sinks
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bias_grad = rest[-1]
+    d_bias = torch.empty_like(bias).contiguous() if bias_grad and bias is not None else q.new_empty(0)
+    d_sinks = torch.empty_like(sinks) if sinks is not None else q.new_empty(0)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias, d_sinks
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, sinks, rng, *ctx.constants = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, bias, sinks, rng, *output)
+
+
+def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, bias, sinks, rng, out, lse = ctx.saved_tensors
+    dq, dk, dv, d_bias, d_sinks = torch.ops.megacompile.attention_backward(
+        grad, q, k, v, bias, sinks, rng, out, lse, *ctx.constants
+    )
+    bias_grad = ctx.constants[-1] and bias is not None
+    return (
+        (dq, dk, dv, d_bias if bias_grad else None, d_sinks if sinks is not None else None)
+        + (None,) * (1 + len(ctx.constants))
+    )  # fmt: skip
+
+
+attention.register_autograd(_attention_grad, setup_context=_attention_setup)
+
+
+def _accumulate_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _heads_inside(out: Tensor) -> Tensor:
+    """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _features(
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    dropout_p: float,
+    bias_grad: bool,
+) -> sdpa.Features:
+    return sdpa.Features(
+        bias is not None, bias_grad, sinks is not None, dropout_p > 0.0, causal, window, softcap
+    )
+
+
+def _band(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
+    """Boolean [S, T], true where query i may look at key j, or None where everything is allowed."""
+    if not causal and window <= 0:
+        return None
+    length, keys = q.shape[2], k.shape[2]
+    ahead = torch.arange(length, device=q.device)[:, None] + (keys - length)
+    distance = ahead - torch.arange(keys, device=q.device)[None, :]
+    allowed = distance >= 0 if causal else distance.abs() < window
+    return allowed & (distance < window) if causal and window > 0 else allowed
+
+
+def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int) -> Tensor | None:
+    covers_all = window <= 0 or window >= k.shape[2]
+    if bias is None and covers_all:
+        return None
+    band = _band(q, k, causal, window)
+    mask = bias if bias is not None else q.new_zeros(())
+    if band is not None:
+        mask = torch.where(band, mask, torch.finfo(q.dtype).min)
+    return mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _all_hidden(scores: Tensor) -> Tensor:
+    """Boolean [..., S, 1]: whether no key of a query is left; masks hide with -1e9 or less."""
+    return scores.amax(-1, keepdim=True) <= _HIDDEN
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Probabilities [B, H, S, T], log-sum-exp [B, H, S], and the capped scores where capped."""
+    dtype = _accumulate_dtype(q)
+    keys = repeat_heads(k, q.shape[1])
+    scores = torch.matmul(q, keys.transpose(-1, -2)).to(dtype) * scale
+    capped = None
+    if softcap > 0.0:
+        scores = capped = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    band = _band(q, k, causal, window)
+    if band is not None:
+        scores = scores.masked_fill(~band, torch.finfo(dtype).min)
+    lse = torch.logsumexp(scores, dim=-1)
+    if bias is not None:
+        lse = lse.masked_fill(_all_hidden(scores).squeeze(-1), math.inf)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype).view(1, -1, 1).expand_as(lse))
+    return torch.exp(scores - lse.unsqueeze(-1)), lse, capped
+
+
+@register_flop_formula(torch.ops.megacompile.attention)
+def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Floating-point operations of the two products, the causal half or the window counted once."""
+    batch, heads, length, dim = q
+    keys = k[2]
+    causal, window = args[4], args[5]
+    pairs = length * keys
+    if causal:
+        reach = min(window, keys) if window > 0 else keys
+        pairs = reach * length - math.comb(reach, 2) if length == keys else pairs
+    elif window > 0:
+        pairs = min(pairs, length * (2 * window - 1))
+    return int(2 * batch * heads * pairs * (dim + v[-1]))
+
+
+@register_flop_formula(torch.ops.megacompile.attention_backward)
+def attention_backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, rng: Any, out: Any, lse: Any,
+    *args: Any, out_val: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Five products where the forward has two."""
+    return attention_flops(q, k, v, bias, sinks, rng, *args) * 5 // 2

@@ -1,0 +1,59 @@
+"""The answer to "will it fit, and how fast" for programs: plain JSON values, bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megacompile.cli.figures import alive_at_peak, idle_causes
+from megacompile.cli.plan import Answer, Prediction
+from megacompile.cli.report import Extras, hosts
+
+
+def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
+    """The answer as plain values: bytes, seconds, and rates per second."""
+    q = answer.question
+    return {
+        "model": answer.model.name,
+        "parameters": answer.model.parameters,
+        "active_parameters": answer.model.active_parameters,
+        "machine": q.profile.name,
+        "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
+        "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
+        "fits": answer.fits(extras.clip),
+        "fits_device": answer.fits_device(),
+        "fits_host": answer.fits_host(extras.clip),
+        "least_hbm_budget": answer.least.device_bytes,
+        "least_host_budget": {k: h.total for k, h in answer.least.hosts.items()},
+        "host_bytes": {k: asdict(h) | {"total": h.total} for k, h in hosts(answer).items()},
+        "with_clipping": _prediction_json(answer.clipped, extras),
+        "without_clipping": _prediction_json(answer.streamed, extras),
+        "flops_missed_by_graph": answer.missed_flops,
+        "ways_out": [asdict(w) for w in extras.ways],
+        "largest": asdict(extras.largest) if extras.largest else None,
+        "sources": q.profile.sources,
+    }  # fmt: skip
+
+
+def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | None:
+    if p is None:
+        return None
+    hours = extras.tokens / p.tokens_per_second / 3600 if extras.tokens else None
+    return {
+        "step_seconds": p.seconds,
+        "tokens_per_second": p.tokens_per_second,
+        "model_flops_per_second": p.model_flops_per_second,
+        "mfu": p.mfu,
+        "lower_bound": asdict(p.bound),
+        "busy_seconds": p.planned.timeline.busy,
+        "compute_seconds": p.compute,
+        "stream_waits": idle_causes(p.planned),
+        "compute_waits": {s.cause: s.seconds for s in p.stalls},
+        "peak_bytes": p.planned.peak_bytes,
+        "pieces": {name: len(rows) - 1 for name, rows in p.compiled.tiled.cuts.items()},
+        "state_on_device": [p.compiled.assembly.work.groups[g].name for g in p.planned.step.resident],
+        "alive_at_peak": alive_at_peak(p.planned.step, p.compiled.assembly.work),
+        "evaluations": p.planned.evaluations,
+        "hours": hours,
+        "cost": hours * extras.price if hours and extras.price else None,
+    }

@@ -1,0 +1,103 @@
+"""``megacompile doctor``: in one screen, what this machine would limit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+from megacompile.errors import MegacompileError
+from megacompile.units import format_bytes, host_available
+
+_CGROUP = Path("/sys/fs/cgroup")
+_STATE = 12  # host bytes per parameter: master and two moments, FP32
+
+
+def examine() -> str:
+    """The screen: memory, cores, host Adam, packages, accelerator, disk, with what each one limits."""
+    rows = [*_memory(), ("pinned memory", _memlock()), ("cores", _cores()), ("host Adam", _adam())]
+    rows += [("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    rows += [("packages", _packages()), ("accelerator", _accelerator()), ("disk here", _disk())]
+    return "\n".join(f"{name:<15} {text}" for name, text in rows)
+
+
+def _memory() -> list[tuple[str, str]]:
+    try:
+        free = host_available()
+    except (MegacompileError, OSError) as error:
+        return [("memory", f"unknown: {error}")]
+    most = free / _STATE / 1e9
+    room = f"room for the FP32 state of {most:.2g} B parameters, {most * 0.75:.2g} B with clipping"
+    rows = [("memory", f"{_total()}{format_bytes(free)} free for this process"), ("", room)]
+    limit = _read(_CGROUP / "memory.max") or _read(_CGROUP / "memory/memory.limit_in_bytes")
+    if limit is not None and limit.isdigit() and int(limit) < 1 << 60:
+        rows.append(("cgroup", f"limits this process to {format_bytes(int(limit))}: beyond it, it is killed"))
+    else:
+        rows.append(("cgroup", "no limit"))
+    return rows
+
+
+def _total() -> str:
+    try:
+        return f"{format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} in all, "
+    except (ValueError, OSError, AttributeError):
+        return ""
+
+
+def _memlock() -> str:
+    try:
+        import resource
+    except ImportError:
+        return "this system does not tell"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    wsl = "microsoft" in platform.release().lower()
+    note = "; WSL2 refuses to register large regions" if wsl else ""
+    return f"memlock limit {text} (ulimit -l){note}"
+
+
+def _cores() -> str:
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    quota = (_read(_CGROUP / "cpu.max") or "max").split()
+    limit = f", the cgroup allows {int(quota[0]) / int(quota[1]):g}" if quota[0].isdigit() else ""
+    return f"{usable} of {total} usable{limit}"
+
+
+def _adam() -> str:
+    from megacompile.host.adam import describe_backend
+
+    return describe_backend()
+
+
+def _packages() -> str:
+    found = []
+    for name in ("torch", "triton", "transformers", "numpy", "matplotlib"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def _accelerator() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device: planning works, training runs on the CPU backend"
+    p = torch.cuda.get_device_properties(0)
+    return f"{p.name}, {format_bytes(p.total_memory)}, compute capability {p.major}.{p.minor}"
+
+
+def _disk() -> str:
+    usage = shutil.disk_usage(Path.cwd())
+    return f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {Path.cwd()}"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,86 @@
+"""``megacompile inspect`` and ``megacompile diff``: a dumped schedule as a page, a trace, a comparison."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from megacompile.errors import MegacompileError
+from megacompile.plan.plan import Plan
+from megacompile.plan.text import plan_table
+from megacompile.schedule.diff import diff_plans, diff_schedules
+from megacompile.schedule.schedule import Schedule
+from megacompile.units import format_bytes
+
+_LONGEST = 1 << 28  # bytes of a file that is read; schedules of hundreds of layers have under a million
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Print the plan of a dump and write its page."""
+    schedule = read_schedule(Path(options.dump).expanduser())
+    page = Path(options.output or Path(options.dump).expanduser().stem + ".html")
+    print(f"{schedule.title}\n")
+    print(
+        f"predicted {schedule.predicted_seconds:.4g} s per step on {schedule.machine.name}, "
+        f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)}, "
+        f"{len(schedule.step.ops):,} operations\n"
+    )
+    print(plan_table(schedule.plan, schedule.work))
+    try:
+        print(f"\nThe page is {schedule.to_html(page)}: open it in a browser.")
+        if options.trace:
+            print(f"The trace is {schedule.to_chrome_trace(options.trace)}: open it at ui.perfetto.dev.")
+    except OSError as error:
+        raise MegacompileError(f"{error.filename} cannot be written: {error.strerror}.") from error
+    return 0
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Print what changed; 1 where something did, as ``diff`` has it."""
+    a, b = (_read_either(Path(name).expanduser()) for name in (options.first, options.second))
+    if isinstance(a, Schedule) and isinstance(b, Schedule):
+        text = diff_schedules(a, b)
+    else:
+        plans = [item.plan if isinstance(item, Schedule) else item for item in (a, b)]
+        text = "\n".join(diff_plans(plans[0], plans[1])) or "no difference"
+    print(text)
+    return 0 if text == "no difference" else 1
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule of a dump folder or its schedule.json; of a plan.json with the schedule beside it."""
+    found = _read_either(path)
+    if isinstance(found, Schedule):
+        return found
+    beside = path.parent / "schedule.json"
+    if not beside.is_file():
+        raise MegacompileError(
+            f"{path} is a plan, which says nothing about the model: there must be a schedule.json beside "
+            "it, as in the folder that --dump wrote."
+        )
+    schedule = Schedule.from_json(_text(beside))
+    sizes = [(len(p.blocks), len(p.groups)) for p in (found, schedule.plan)]
+    if sizes[0] != sizes[1]:
+        raise MegacompileError(f"{path} is the plan of another model than {beside}.")
+    return replace(schedule, plan=found, measured=None)
+
+
+def _read_either(path: Path) -> Schedule | Plan:
+    if path.is_dir():
+        candidates = [path / "schedule.json", *sorted(path.glob("*/schedule.json"))]
+        path = next((p for p in candidates if p.is_file()), path / "schedule.json")
+    text = _text(path)
+    try:
+        return Schedule.from_json(text) if '"digest"' in text[:200] else Plan.from_json(text)
+    except MegacompileError as error:
+        raise MegacompileError(f"{path}: {error}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LONGEST:
+            raise MegacompileError(f"{path} is too large to be a plan or a schedule.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MegacompileError(f"{path} cannot be read: {error}.") from error

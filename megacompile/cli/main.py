@@ -1,0 +1,293 @@
+"""The ``megacompile`` command: plan, inspect, diff, models, machines, doctor, bench.
+
+A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megacompile.cli.bench import add_kernels, run_kernels
+from megacompile.cli.bench_nvme import add_nvme, run_nvme
+from megacompile.errors import MegacompileError
+
+_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --hbm-budget 80 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile doctor
+
+`megacompile COMMAND --help` says more. Exit code: 0 yes, 1 no (it does not fit, the plans differ),
+2 the question is wrong. No weights, no GPU and no triton are needed."""
+_PLAN_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\
+      --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
+  megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
+  megacompile plan --model qwen2.5-7b --machine a6000 --explain layers.7 --html schedule.html
+
+Budgets are GB (10^9 bytes) or text such as 24GiB, 90%, auto. Exit code: 0 it fits, 1 it does not,
+2 the question is wrong. No weights, no GPU and no triton are needed."""
+_INSPECT_EXAMPLES = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile inspect out/train/plan.json --trace trace.json    # after editing the plan
+
+A dump is what --dump, compile(dump=…) or MEGACOMPILE_DUMP wrote. The page needs no network; the trace
+opens at ui.perfetto.dev. Nothing in a dump is executed."""
+_DIFF_EXAMPLES = """examples:
+  megacompile diff out-24GB out-48GB
+  megacompile diff a/plan.json b/plan.json
+
+Exit code: 0 the plans are equal, 1 they differ, 2 they cannot be compared."""
+_MODELS_EXAMPLES = """example:
+  megacompile models
+
+Any path to a config.json and any hub id works as well; of these only the geometry is read."""
+_PROFILE_EXAMPLES = """example:
+  megacompile profile --out machine.json --nvme /mnt/drive
+  megacompile plan --model llama-3.1-8b --machine machine.json"""
+_MACHINES_EXAMPLES = """example:
+  megacompile machines
+
+Each figure stands with its source; what no datasheet says is marked as assumed. A machine.json
+replaces a built-in machine."""
+_DOCTOR_EXAMPLES = """example:
+  megacompile doctor"""
+_BENCH_EXAMPLES = """examples:
+  megacompile bench kernels
+  megacompile bench kernels --op rms_norm --shape 8192x4096 --check
+  megacompile bench nvme --dir /mnt/nvme"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one sentence, with the nearest choice."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            names = re.findall(r"[\w.-]+", found.group(2))
+            near = difflib.get_close_matches(found.group(1), names, n=1, cutoff=0.4)
+            message = f"there is no {found.group(1)!r}: " + (
+                f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
+            )
+        raise MegacompileError(message)
+
+    def check_unknown(self, unknown: Sequence[str]) -> None:
+        for text in unknown:
+            near = difflib.get_close_matches(text.split("=")[0], self._option_string_actions, n=1)
+            hint = f": did you mean {near[0]}?" if near else ": see --help."
+            raise MegacompileError(f"{text!r} is not understood{hint}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0.")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0.")
+    return value
+
+
+def _build() -> tuple[_Parser, dict[str, _Parser]]:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="megacompile", description="Plan the training of models larger than device memory.",
+        epilog=_EXAMPLES, formatter_class=raw, allow_abbrev=False,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    found: dict[str, _Parser] = {}
+
+    def add(name: str, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+        found[name] = commands.add_parser(
+            name, help=help, description=description, epilog=examples, formatter_class=raw, allow_abbrev=False
+        )
+        return found[name]
+
+    plan = add("plan", "will it fit and how fast, before you rent the machine",
+               "Plan a training step and predict its time and memory.", _PLAN_EXAMPLES)  # fmt: skip
+    _plan_arguments(plan)
+    _speed_arguments(plan)
+    _inspect_arguments(add(
+        "inspect", "look at a dumped schedule: a page of timeline, memory and code",
+        "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
+        _INSPECT_EXAMPLES,
+    ))  # fmt: skip
+    diff = add("diff", "what changed between two plans",
+               "Compare two dumps or two plans, equal layers folded.", _DIFF_EXAMPLES)  # fmt: skip
+    diff.add_argument("first", help="a dump's folder, its schedule.json or a plan.json")
+    diff.add_argument("second", help="the same for the other")
+    add("models", "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES)
+    add("machines", "built-in machines, their rates and sources",
+        "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES)  # fmt: skip
+    measure = add("profile", "measure this machine into a machine.json",
+                  "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
+                  _PROFILE_EXAMPLES)  # fmt: skip
+    measure.add_argument("--out", metavar="FILE", default="machine.json", help="the file (machine.json)")
+    measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
+    add("doctor", "what this machine would limit",
+        "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
+    parts = add("bench", "measure parts of megacompile on this machine",
+                "Measure parts of megacompile on this machine.", _BENCH_EXAMPLES)  # fmt: skip
+    found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
+    add_nvme(found_parts)
+    add_kernels(found_parts)
+    return parser, found
+
+
+def _inspect_arguments(inspect: argparse.ArgumentParser) -> None:
+    inspect.add_argument("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
+    inspect.add_argument("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
+    inspect.add_argument("--trace", metavar="JSON", help="also write a trace for Perfetto")
+
+
+def _plan_arguments(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to train").add_argument
+    add("--model", required=True, help="a built-in name, a config.json, or a hub id")
+    add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
+    add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
+    add("--micro-batches", type=_positive, default=1, help="micro-batches per step (1)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
+    clip = plan.add_mutually_exclusive_group()
+    text = "show the details with clipping (the default; its value changes no figure)"
+    clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
+    clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
+    add = plan.add_argument_group("on which machine").add_argument
+    add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
+    add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
+    add("--host-budget", metavar="SIZE", help="host memory there is")
+    add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
+    add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
+    add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
+
+
+def _speed_arguments(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to answer").add_argument
+    add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
+    add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
+    add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
+    add("--sweep", choices=("hbm-budget", "batch", "seq", "machine"), help="a table and a PNG along an axis")
+    add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
+    add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
+    add("--json", action="store_true", help="print JSON")
+    add("--explain", metavar="LAYER", help="why this layer is planned so, and what other choices cost")
+    add("--html", metavar="FILE", help="write the schedule as a page: timeline, memory, code")
+    add("--dump", metavar="DIR", help="write the schedule and every stage's output there")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 2 for a user's mistake."""
+    warnings.simplefilter("ignore")
+    parser, commands = _build()
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            commands.get(options.command, parser).check_unknown(unknown)
+        if options.command is None:
+            parser.print_help()
+            return 2
+        return _COMMANDS[options.command](options)
+    except MegacompileError as error:
+        print(f"megacompile: {str(error).strip()}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    from megacompile.cli.run import run_plan
+
+    return run_plan(options)
+
+
+def _run_models(_: argparse.Namespace) -> int:
+    from megacompile.cli.presets import PRESETS
+
+    print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
+    for name, p in PRESETS.items():
+        active = f"{p.active:g} B" if p.active != p.billions else ""
+        print(f"{name:<18}{f'{p.billions:g} B':>11}{active:>9}  {p.source}")
+    return 0
+
+
+def _run_machines(_: argparse.Namespace) -> int:
+    from megacompile.machine.catalog import PROFILES
+
+    for profile in PROFILES.values():
+        print(f"{profile.name:<16}{profile.title}")
+        for figure, source in profile.sources.items():
+            print(f"  {figure:<17} {source}")
+    return 0
+
+
+def _run_profile(options: argparse.Namespace) -> int:
+    from megacompile.machine.catalog import profile_json
+    from megacompile.machine.profile import describe, profile
+
+    nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
+    measured = profile(nvme)
+    try:
+        Path(options.out).expanduser().write_text(profile_json(measured) + "\n")
+    except OSError as error:
+        raise MegacompileError(f"--out {options.out}: {error.strerror or error}.") from error
+    print(f"{describe(measured)}\nwritten to {options.out}: use it as --machine {options.out}")
+    return 0
+
+
+def _run_doctor(_: argparse.Namespace) -> int:
+    from megacompile.cli.doctor import examine
+
+    print(examine())
+    return 0
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from megacompile.cli.inspect import run_inspect
+
+    return run_inspect(options)
+
+
+def _run_diff(options: argparse.Namespace) -> int:
+    from megacompile.cli.inspect import run_diff
+
+    return run_diff(options)
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    return _BENCHES[options.part](options)
+
+
+_BENCHES = {"nvme": run_nvme, "kernels": run_kernels}
+_COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
+             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench,
+             "profile": _run_profile}  # fmt: skip
+
+
+def write_json(value: object) -> None:
+    """Print strict JSON."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def folder_of(text: str, what: str = "--dump") -> Path:
+    """A directory that can be written to; made where it is missing."""
+    path = Path(text).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegacompileError(f"{what} {text}: {error.strerror or error}.") from error
+    return path

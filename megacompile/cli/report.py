@@ -1,0 +1,293 @@
+"""The printed answer to "will it fit, and how fast": text for people.
+
+In: an :class:`~megacompile.cli.plan.Answer`. Out: text of about 100 columns.
+Every figure stands with and without clipping; the details follow the mode that was asked for.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megacompile.cli.figures import Host, alive_at_peak, idle_causes
+from megacompile.cli.plan import Answer, Prediction
+from megacompile.cli.ways import Largest, Point, WayOut
+from megacompile.host.formats import CODINGS, state_bytes
+from megacompile.plan.text import plan_table
+from megacompile.search.least import describe_peak
+from megacompile.search.tiers import describe_traffic
+from megacompile.step.operations import STREAMS
+from megacompile.units import format_bytes
+
+_STREAMS = {"compute": "compute", "h2d": "host to device", "d2h": "device to host",
+            "host": "host Adam and norms", "nvme_read": "reads from NVMe",
+            "nvme_write": "writes to NVMe"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What was asked beside the plan itself."""
+
+    clip: bool
+    tokens: float | None = None
+    price: float | None = None
+    ways: tuple[WayOut, ...] = ()
+    largest: Largest | None = None
+
+
+def render(answer: Answer, extras: Extras) -> str:
+    """The whole answer as text."""
+    parts = [_head(answer), _verdict(answer, extras)]
+    shown = answer.prediction(extras.clip)
+    if extras.ways:
+        parts.append(_ways(extras.ways))
+    if shown is not None:
+        parts += [_speed(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
+    parts.append(_host(answer, extras.clip))
+    if shown is not None:
+        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, shown.compiled.assembly.work)))
+    parts.append(_machine(answer))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(answer: Answer) -> str:
+    q, m = answer.question, answer.model
+    active = f", {_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
+    title = q.profile.title or q.profile.name
+    times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
+    return (
+        f"{m.name} on {title}\n"
+        f"{_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in host "
+        f"memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
+    )
+
+
+def _verdict(answer: Answer, extras: Extras) -> str:
+    q, shown = answer.question, answer.prediction(extras.clip)
+    device = shown.planned.peak_bytes if shown else answer.least.device_bytes
+    need = answer.host_need(extras.clip)
+    mode = "with clipping" if extras.clip else "without clipping"
+    host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
+    verb = "uses" if shown else "needs at least"
+    least = answer.least.hosts
+    cut = "as cut below" if answer.compiled.tiled.cuts else "with weights whole"
+    lines = [
+        f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
+        f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}"
+        + ("" if answer.fits_device() else "  << too small"),
+        f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}"
+        + ("" if answer.fits_host(extras.clip) else "  << too small"),
+        *_drive(answer, shown),
+        f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
+        f"{format_bytes(least['clipped'].total)} with clipping, "
+        f"{format_bytes(least['streamed'].total)} without",
+    ]
+    if extras.largest is not None:
+        big = extras.largest
+        capped = (
+            " (the model's own limit)" if big.seq_limit and big.seq + big.seq_step > big.seq_limit else ""
+        )
+        about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
+        lines.append(
+            f"  largest that fits the device: {about}batch {big.batch} at {q.seq:,} tokens, "
+            f"{about}{big.seq:,} tokens at batch {q.batch}{capped}{sure}"
+        )
+    if not answer.fits_device():
+        lines.append(textwrap.fill(describe_peak(answer.least.step, answer.work), 98, initial_indent="  ",
+                                   subsequent_indent="  "))  # fmt: skip
+    return "\n".join(lines)
+
+
+def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
+    """What lies on the drive and what moves over it, where anything does."""
+    budget = answer.question.nvme_budget
+    if shown is None or not shown.host.nvme or budget is None:
+        return []
+    verdict = "" if shown.host.nvme <= budget else "  << too small"
+    traffic = describe_traffic(shown.planned.step, shown.seconds)
+    line = f"  NVMe    uses {format_bytes(shown.host.nvme)} of {format_bytes(budget)}{verdict}"
+    return [line, textwrap.fill(traffic, 98, initial_indent="    ", subsequent_indent="    ")]
+
+
+def _ways(ways: Sequence[WayOut]) -> str:
+    lines = ["Ways out, each by itself"]
+    width = max(len(w.change) for w in ways)
+    for way in ways:
+        enough = "not enough alone"
+        if way.enough:
+            speed = way.tokens_per_second
+            enough = f"enough, {speed:,.0f} tokens/s" if speed else "enough"
+        lines.append(f"  {way.change:<{width}}  saves {format_bytes(way.saves):>7}, {enough}; {way.note}")
+    return "\n".join(lines)
+
+
+def _speed(answer: Answer, extras: Extras) -> str:
+    both = (answer.clipped, answer.streamed)
+    peak = answer.question.profile.peak(answer.question.dtype) / 1e12
+    rows: list[tuple[str, list[str]]] = [
+        ("", ["with clipping", "without"]),
+        ("step", [_seconds(p.seconds) if p else "–" for p in both]),
+        ("tokens per second", [f"{p.tokens_per_second:,.0f}" if p else "–" for p in both]),
+        ("model TFLOP/s", [f"{p.model_flops_per_second / 1e12:.1f}" if p else "–" for p in both]),
+        (f"MFU, of {peak:g} TFLOP/s", [f"{p.mfu:.1%}" if p else "–" for p in both]),
+        ("lower bound of a step", [_seconds(p.bound.seconds) if p else "–" for p in both]),
+        ("  which is", [p.bound.binding if p else "–" for p in both]),
+        ("  step over it", [f"+{p.seconds / p.bound.seconds - 1:.0%}" if p else "–" for p in both]),
+        ("compute binds from", [_break_even(answer, p) if p else "–" for p in both]),
+    ]
+    if extras.tokens is not None:
+        hours = [extras.tokens / p.tokens_per_second / 3600 if p else None for p in both]
+        rows.append((f"{extras.tokens:.3g} tokens take", [_hours(h) if h else "–" for h in hours]))
+        if extras.price is not None:
+            cost = [f"{h * extras.price:,.2f}" if h else "–" for h in hours]
+            rows.append((f"  at {extras.price:g} an hour", cost))
+    width = max(len(cells[0]) for _, cells in rows)
+    body = [f"  {name:<26}{a:<{width}}   {b}" for name, (a, b) in rows]
+    text = "Predicted\n" + "\n".join(line.rstrip() for line in body)
+    if answer.missed_flops:
+        text += (
+            f"\n  (The captured graph counts {1 - answer.missed_flops:.0%} of the model's FLOPs; the rest, "
+            "of grouped\n  products, is spread over its blocks.)"
+        )
+    return text
+
+
+def _break_even(answer: Answer, p: Prediction) -> str:
+    """Tokens per step from which model FLOPs, not copies or Adam, bound the step."""
+    b, deferred = p.bound, p.mode.keeps_gradients
+    if deferred:
+        ratio = max(b.up / b.compute * 3 / 2, max(b.adam, b.down) / b.compute * 3)
+    else:
+        ratio = max(b.up, b.down, b.adam) / b.compute
+    return f"{answer.question.tokens * ratio:,.0f} tokens"
+
+
+def _bound(shown: Prediction) -> str:
+    b = shown.bound
+    return (
+        "What a step must do at least, each by itself\n"
+        f"  model FLOPs {_seconds(b.compute)}; weights down {_seconds(b.down)}; gradients up "
+        f"{_seconds(b.up)}; host Adam {_seconds(b.adam)}"
+    )
+
+
+def _streams(shown: Prediction) -> str:
+    timeline, idle = shown.planned.timeline, idle_causes(shown.planned)
+    parts = [f"{name} {_seconds(t)}" for name, t in shown.compute.items() if t > 0.005 * shown.seconds]
+    waits = {s.cause: s.seconds for s in shown.stalls}
+    lines = ["Streams"]
+    for stream in STREAMS:
+        busy = timeline.busy[stream]
+        if not busy:
+            continue
+        share = f"busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
+        lines.append(f"  {_STREAMS[stream]:<20} {share}")
+        if stream == "compute":
+            lines.append(f"{'':<23}{'; '.join(parts)}")
+        lines.append(f"{'':<23}{_idle(waits if stream == 'compute' else idle.get(stream, {}))}")
+    return "\n".join(lines)
+
+
+def _idle(causes: Mapping[str, float]) -> str:
+    """``waits for compute 6.1 s, host Adam 2.3 s; nothing to do 1 s``."""
+    rest = causes.get("nothing to do")
+    found = sorted(((t, name) for name, t in causes.items() if name != "nothing to do"), reverse=True)
+    parts = [f"waits for {', '.join(f'{name} {_seconds(t)}' for t, name in found)}"] if found else []
+    return "; ".join([*parts, *([f"nothing to do {_seconds(rest)}"] if rest else [])]) or "never waits"
+
+
+def _device(answer: Answer, shown: Prediction) -> str:
+    lines = [f"Device memory at its highest point, {format_bytes(shown.planned.peak_bytes)}"]
+    parts = alive_at_peak(shown.planned.step, shown.compiled.assembly.work)
+    lines += [
+        f"  {name:<34}{format_bytes(n):>8}"
+        for name, n in parts.items()
+        if n > 10**5 or n == max(parts.values())
+    ]
+    where = describe_peak(shown.planned.step, shown.compiled.assembly.work).split(",")
+    return "\n".join([*lines, f"  reached in the {where[1].strip()}"] if len(where) > 1 else lines)
+
+
+def _host(answer: Answer, clip: bool) -> str:
+    found = hosts(answer)
+    lines = ["Host memory            streamed   clipped  accumulated"]
+    kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
+             ("gradient buffers", "buffers"), ("waiting activations", "stash"),
+             ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
+    for label, field in kinds:
+        cells = [getattr(h, field) for h in found.values()]
+        if any(cells):
+            lines.append(f"  {label:<19}" + _cells([format_bytes(c) if c else "–" for c in cells]))
+    lines.append(f"  {'in all':<19}" + _cells([format_bytes(h.total) for h in found.values()]))
+    groups = answer.compiled.assembly.groups
+    for form in CODINGS:
+        moments = state_bytes(groups, form)["moments"]
+        totals = [format_bytes(h.total - h.moments + moments) for h in found.values()]
+        lines.append(f"  {'with ' + form + ' moments':<19}" + _cells(totals))
+    return "\n".join(lines)
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 10, 13), strict=True))
+
+
+def hosts(answer: Answer) -> dict[str, Host]:
+    """Host bytes streamed, clipped and accumulated: as planned, or the least where nothing was planned.
+
+    What is accumulated is summed in FP32, which one clipped micro-batch in bf16 need not be.
+    """
+    streamed = answer.streamed.host if answer.streamed else answer.least.hosts["streamed"]
+    clipped = answer.clipped.host if answer.clipped else answer.least.hosts["clipped"]
+    trained = sum(g.elements for g in answer.compiled.assembly.groups if g.trainable)
+    accumulated = replace(clipped, gradients=4 * trained)
+    return {"streamed": streamed, "clipped": clipped, "accumulated": accumulated}
+
+
+def _machine(answer: Answer) -> str:
+    other = "fp32 rate" if answer.question.dtype == "bf16" else "bf16 rate"
+    sources = answer.question.profile.sources
+    lines = ["The machine's figures"]
+    lines += [f"  {name:<17} {text}" for name, text in sources.items() if name != other]
+    return "\n".join(lines)
+
+
+def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
+    """A sweep as a table: per row, whether it fits and what it gives with and without clipping."""
+    mode = "with clipping" if clip else "without clipping"
+    names = f"{'device':>8} {'host':>8} {'step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6}"
+    lines = [f"{over:>16}  fits  {names}  lower bound, {mode}"]
+    for point in points:
+        a, p = point.answer, point.answer.prediction(clip)
+        start = f"{point.label:>16}  {'yes' if a.fits(clip) else 'no':<4}"
+        if p is None:
+            lines.append(f"{start}  needs {format_bytes(a.least.device_bytes)} of the device")
+            continue
+        lines.append(
+            f"{start}  {format_bytes(p.planned.peak_bytes):>8} {format_bytes(p.host.total):>8} "
+            f"{_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} {p.model_flops_per_second / 1e12:>8.1f} "
+            f"{p.mfu:>6.1%}  {_seconds(p.bound.seconds)}: {p.bound.binding}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(value: float) -> str:
+    if value < 0.1:
+        return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f} s"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return str(parameters)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,176 @@
+"""``megacompile plan``: from parsed options to a printed answer, a sweep, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from megacompile.cli.as_json import as_json
+from megacompile.cli.main import folder_of, write_json
+from megacompile.cli.plan import Answer, Question, Study, dump, schedule_of
+from megacompile.cli.presets import load_model
+from megacompile.cli.report import Extras, render, sweep_table
+from megacompile.cli.ways import Point, estimate_largest, largest, sweep, ways_out
+from megacompile.errors import MegacompileError
+from megacompile.machine.catalog import MachineProfile, load_machine, override
+from megacompile.schedule.schedule import Schedule
+from megacompile.units import parse_bytes
+
+_ANY = 1 << 60
+
+
+class Progress:
+    """One line on stderr that says what is going on; on a terminal it is overwritten."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, message: str) -> None:
+        text = f"[{time.perf_counter() - self._start:5.1f} s] {message} …"
+        print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    def clear(self) -> None:
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Answer; 0 where it fits, 1 where it does not."""
+    _check(options)
+    progress = Progress()
+    question = _question(options)
+    folder = folder_of(options.dump) if options.dump else None
+    progress(f"building {options.model}")
+    study = Study(load_model(options.model), options.dtype, progress)
+    clip = not options.no_clip
+    try:
+        if options.sweep:
+            return _run_sweep(options, study, question, clip, progress)
+        answer = study.answer(question)
+        extras = _extras(options, study, answer, clip)
+        if folder is not None:
+            dump(answer, folder, clip)
+    finally:
+        progress.clear()
+    schedule = schedule_of(answer, clip)
+    if options.json:
+        write_json(as_json(answer, extras))
+    elif options.explain and schedule is not None:
+        print(schedule.explain(options.explain))
+    else:
+        print(render(answer, extras), end="")
+    if options.html and schedule is not None:
+        _write_page(schedule, options.html)
+    return 0 if answer.fits(clip) else 1
+
+
+def _write_page(schedule: Schedule, path: str) -> None:
+    try:
+        written = schedule.to_html(path)
+    except OSError as error:
+        raise MegacompileError(f"--html {path}: {error.strerror or error}.") from error
+    print(f"The page is {written}: open it in a browser.", file=sys.stderr)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.price is not None and options.tokens is None and options.sweep is None:
+        raise MegacompileError("--price needs --tokens: how many tokens are to be trained on?")
+    if options.sweep is None and (options.values or options.plot):
+        raise MegacompileError("--values and --plot belong to a --sweep.")
+    if options.sweep:
+        for name in ("dump", "largest", "explain", "html"):
+            if getattr(options, name):
+                raise MegacompileError(
+                    f"--sweep makes many plans, --{name} is about one: give one of the two."
+                )
+    if options.explain and options.json:
+        raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
+
+
+def _question(options: argparse.Namespace) -> Question:
+    profile = override(
+        load_machine(options.machine, options.dtype),
+        host_bandwidth=options.host_bandwidth and options.host_bandwidth * 1e9,
+        link_bandwidth=options.link and options.link * 1e9,
+        price=options.price,
+    )
+    return Question(
+        profile, options.batch, options.seq, _device_budget(options, profile), options.micro_batches,
+        options.dtype, _host_budget(options, profile), _nvme_budget(options),
+    )  # fmt: skip
+
+
+def _device_budget(options: argparse.Namespace, profile: MachineProfile) -> int:
+    given = options.hbm_budget
+    available = profile.device_bytes or profile.host_bytes
+    if available is None and (given is None or given.endswith("%") or given == "auto"):
+        raise MegacompileError(f"--hbm-budget: {profile.name} does not say how much it has; give a size.")
+    return parse_bytes(_size(given or "auto"), what="--hbm-budget", available=available or _ANY)
+
+
+def _host_budget(options: argparse.Namespace, profile: MachineProfile) -> int | None:
+    given = options.host_budget
+    if given is None:
+        return profile.host_bytes
+    if profile.host_bytes is None and (given.endswith("%") or given == "auto"):
+        raise MegacompileError(f"--host-budget {given}: of what? Give a size, as 512GB.")
+    # a user's own host may be larger than the profile's
+    available = profile.host_bytes if given.endswith("%") or given == "auto" else _ANY
+    return parse_bytes(_size(given), what="--host-budget", available=available or _ANY)
+
+
+def _nvme_budget(options: argparse.Namespace) -> int | None:
+    given = options.nvme_budget
+    if given is None:
+        return None
+    if given.endswith("%") or given == "auto":
+        raise MegacompileError(f"--nvme-budget {given}: of what? Give a size, as 4TB.")
+    if options.host_budget is None:
+        raise MegacompileError("--nvme-budget needs --host-budget: what does not fit there goes to NVMe.")
+    return parse_bytes(_size(given), what="--nvme-budget", available=_ANY)
+
+
+def _size(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: bool) -> Extras:
+    ways = () if answer.fits(clip) else tuple(ways_out(study, answer, clip))
+    most = largest(study, answer.question) if options.largest else estimate_largest(answer)
+    price = answer.question.profile.price_per_hour
+    return Extras(clip, options.tokens, price, ways, most)
+
+
+def _run_sweep(
+    options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: Progress
+) -> int:
+    values = [v.strip() for v in options.values.split(",")] if options.values else []
+    points: list[Point] = list(sweep(study, question, options.sweep, values))
+    progress.clear()
+    if options.json:
+        extras = Extras(clip, options.tokens, question.profile.price_per_hour)
+        write_json([{"value": p.label, **as_json(p.answer, extras)} for p in points])
+    else:
+        print(sweep_table(points, options.sweep, clip))
+        if not clip or question.micro_batches == 1:
+            print(sweep_table(points, options.sweep, not clip))
+    if not options.json or options.plot:
+        _draw(points, options.sweep, Path(options.plot or f"sweep-{options.sweep}.png"), study.model.name)
+    return 0 if any(p.answer.fits(clip) for p in points) else 1
+
+
+def _draw(points: list[Point], over: str, path: Path, name: str) -> None:
+    try:
+        from megacompile.cli.plot import draw_sweep
+    except ImportError:
+        print("No picture: pip install 'megacompile[plots]' draws one.", file=sys.stderr)
+        return
+    draw_sweep(points, over, path, name)
+    print(f"The curve is in {path}.", file=sys.stderr)

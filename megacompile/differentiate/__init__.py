@@ -1,0 +1,1 @@
+"""Differentiate: each template becomes options of forward, recompute and backward functions."""

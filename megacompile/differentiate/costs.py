@@ -1,0 +1,72 @@
+"""What one node of a graph costs: floating-point operations and bytes moved."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from megacompile.capture.views import is_view
+
+aten = torch.ops.aten
+
+
+_HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
+                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an operator is worth keeping the result of: products, attention, searches."""
+    if node.target is operator.getitem:
+        return is_heavy(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._overloadpacket in flop_registry:
+        return True
+    name = node.target._schema.name.split("::")[1]
+    return any(part in name for part in _HEAVY_PARTS)
+
+
+def flat(value: Any) -> list[Any]:
+    """The leaves of nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return [item for part in value for item in flat(part)]
+    return [value]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in flat(value) if isinstance(v, Tensor)]
+
+
+def flops(node: fx.Node, share: float = 1.0) -> int:
+    """Floating-point operations of the products and attention in one node.
+
+    ``share`` is the part of its rows that a grouped product computes.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    formula = flop_registry.get(node.target._overloadpacket)
+    if node.target._overloadpacket is aten._grouped_mm:
+        return round(_grouped_flops(node) * share)
+    if formula is None:
+        return 0
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+
+
+def _grouped_flops(node: fx.Node) -> int:
+    """Two per multiply-add of a product whose rows are split over experts; torch has no formula yet."""
+    first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+    rows, inner = first.shape[-2:]
+    return int(2 * rows * inner * second.shape[-1])
+
+
+def moved(node: fx.Node) -> int:
+    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing."""
+    if is_view(node) or node.target is operator.getitem or flops(node):
+        return 0
+    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+    return sum(v.numel() * v.element_size() for v in values)

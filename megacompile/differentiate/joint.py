@@ -1,0 +1,152 @@
+"""The joint graph: a template's forward and backward traced as one functional graph, and parts of it.
+
+The gradient rules are those of eager PyTorch. Invariant: no operator writes in place, and nothing is a
+constant of the trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacompile.capture.views import storage_nbytes
+from megacompile.differentiate.meter import OVERSIZED
+from megacompile.errors import CaptureError
+from megacompile.partition.blocks import Template
+
+RefKind = Literal["in", "out", "saved", "grad"]
+Ref = tuple[RefKind, int]
+
+
+def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
+    """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
+    module = fx.GraphModule({}, template.graph)
+
+    def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        outputs = fx.Interpreter(module).run(*inputs)
+        roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
+        leaves = [(i, k) for i, k in zip(inputs, template.kinds, strict=True) if i.requires_grad]
+        found: list[Tensor | None] = []
+        if roots and leaves:
+            raw = torch.autograd.grad(roots, [i for i, _ in leaves], grads, allow_unused=True)
+            found = [_settle(grad, *leaf) for grad, leaf in zip(raw, leaves, strict=True)]
+        return list(outputs), found
+
+    with mode:
+        inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
+        results = module(*inputs)
+        grads = [
+            torch.empty_like(o, memory_format=torch.preserve_format).detach()
+            for o, g in zip(results, template.out_grads, strict=True)
+            if g
+        ]
+    traced = make_fx(joint)(inputs, grads)
+    if any(_is_mutable(n) for n in traced.graph.nodes):
+        # some gradient rules write in place; a second trace without autograd makes them functional
+        with mode:
+            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
+            traced.graph.eliminate_dead_code()
+    _check_functional(traced.graph, template)
+    for node in list(traced.graph.nodes):
+        if node.target in OVERSIZED:
+            _copy_after(traced.graph, node, mode)
+    return traced.graph
+
+
+def _settle(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
+    """A gradient that keeps no more memory than its own alive and, for a value, is laid out as it is.
+
+    A slice of a larger tensor would hold all of it, while a plan counts bytes by tensor; and the block
+    that is handed a value's gradient was traced for the value's layout.
+    """
+    if grad is None:
+        return None
+    if kind == "value" and grad.stride() != leaf.stride():
+        strides = leaf.stride()
+        order = sorted(range(leaf.dim()), key=lambda d: (-strides[d], d))
+        inverse = sorted(range(leaf.dim()), key=order.__getitem__)
+        grad = grad.permute(order).contiguous().permute(inverse)
+    if storage_nbytes(grad) > grad.numel() * grad.element_size():
+        grad = grad.clone()
+    return grad
+
+
+def _copy_after(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    with mode:
+        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _check_functional(graph: fx.Graph, template: Template) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise CaptureError(f"{template.name or 'The model'} creates a constant tensor in its "
+                               "backward, which cannot be placed: report the operator it uses.")  # fmt: skip
+        if _is_mutable(node):
+            raise CaptureError(
+                f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
+                "place and cannot be recomputed: replace the operator that it differentiates."
+            )
+
+
+def extract(joint: fx.Graph, results: list[fx.Node], given: dict[fx.Node, Ref]) -> tuple[fx.Graph, list[Ref]]:
+    """The subgraph from ``given`` to ``results``.
+
+    In a backward, forward parts that are computed again stand right before their first use, so that
+    they live as short as possible.
+    """
+    needed = _needed(results, given)
+    inputs = [n for n in joint.nodes if n in needed and n in given]
+    inputs.sort(key=lambda n: ("in", "out", "saved", "grad").index(given[n][0]))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def put(node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [a for a in current.all_input_nodes if a not in copies]
+            if missing:
+                pending += reversed(missing)
+            else:
+                pending.pop()
+                if current not in copies:
+                    copies[current] = graph.node_copy(current, copies.__getitem__)
+
+    moved = {n for n in inputs if given[n][0] == "grad"}
+    backward = bool(moved)
+    for node in joint.nodes:
+        if node in needed and node not in given:
+            if any(a in moved for a in node.all_input_nodes):
+                moved.add(node)
+            if node in moved or not backward:
+                put(node)
+    for node in results:
+        put(node)
+    graph.output(tuple(copies[n] for n in results))
+    return graph, [given[n] for n in inputs]
+
+
+def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in given:
+                stack += node.all_input_nodes
+    return needed

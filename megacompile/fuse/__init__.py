@@ -1,0 +1,1 @@
+"""Fuse: subgraphs of the captured forward become single operators with kernels of their own."""

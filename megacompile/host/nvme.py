@@ -1,0 +1,261 @@
+"""The storage engine: named regions of scratch files, moved in large direct blocks with a deep queue.
+
+In:  directories and the size of each region. Out: :class:`Storage`, whose ``read`` and ``write`` move a
+whole region from and to host memory. A region is cut into blocks that go round the directories
+(striping). Every block's checksum is kept in RAM when it is written and compared when it is read, so
+that nothing that storage changed is ever trained on.
+
+The files are scratch: they belong to one process, are removed when it ends, and one that a killed
+process left is removed by the next that uses the directory. A lock file keeps others out meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megacompile.errors import BudgetError, MegacompileError, StorageError
+from megacompile.units import format_bytes
+
+try:
+    import xxhash
+
+    checksum: Callable[..., int] = xxhash.xxh3_64_intdigest  # 26 GB/s on a core
+except ImportError:
+    checksum = zlib.crc32  # 4 GB/s on a core; it gives up the GIL, and blocks are checked in parallel
+
+BLOCK_BYTES = 4 << 20
+PAGE = 4096  # direct transfers start and end at multiples of this, in memory and in the file
+DEPTH = 8  # blocks under way at once, each way
+_LOCK = "megacompile.lock"
+_PATTERN = "megacompile-*.scratch"
+_STALLS = 8  # transfers in a row that may move nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a region: which file it is in, where, and its place in the region."""
+
+    file: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+class Storage:
+    """Scratch space for regions of given sizes, striped over one or several directories.
+
+    Raises :class:`MegacompileError` for a directory that is missing or in use, :class:`BudgetError`
+    where the space is not there; from ``read`` and ``write`` :class:`StorageError`.
+    """
+
+    def __init__(self, directories: Sequence[str | os.PathLike[str]], regions: Mapping[str, int]) -> None:
+        folders = check_directories(directories)
+        self.regions, sizes = _blocks(regions, len(folders))
+        self._sums: dict[str, list[int | None]] = {n: [None] * len(b) for n, b in self.regions.items()}
+        self.read_bytes = self.written_bytes = 0
+        self.paths: list[Path] = []
+        self._files: list[int] = []
+        self._readers = ThreadPoolExecutor(DEPTH, "megacompile-read")
+        self._writers = ThreadPoolExecutor(DEPTH, "megacompile-write")
+        locks: list[int] = []
+        pools = [self._readers, self._writers]
+        self._close = weakref.finalize(self, _release, os.getpid(), self.paths, self._files, locks, pools)
+        try:
+            for folder, nbytes in zip(folders, sizes, strict=True):
+                locks.append(_lock(folder))
+                self.paths.append(folder / f"megacompile-{os.getpid()}.scratch")
+                self._files.append(_create(self.paths[-1], nbytes))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on storage."""
+        return sum(b.nbytes for blocks in self.regions.values() for b in blocks)
+
+    def read(self, region: str, into: Tensor) -> None:
+        """Fill ``into`` (uint8, page-aligned, as long as the region) and compare all checksums."""
+        self._move(self._readers, self._read_block, region, into)
+        self.read_bytes += into.nbytes
+
+    def write(self, region: str, source: Tensor) -> None:
+        """Store a region from ``source`` (uint8, page-aligned, as long as the region)."""
+        self._move(self._writers, self._write_block, region, source)
+        self.written_bytes += source.nbytes
+
+    def close(self) -> None:
+        """Remove the files and let others use the directories."""
+        self._close()
+
+    def _move(
+        self,
+        pool: ThreadPoolExecutor,
+        run: Callable[[str, int, memoryview], None],
+        region: str,
+        memory: Tensor,
+    ) -> None:
+        blocks = self.regions[region]
+        assert memory.nbytes == sum(b.nbytes for b in blocks) and memory.data_ptr() % PAGE == 0
+        view = memory.numpy().data
+        parts = [view[b.start : b.start + b.nbytes] for b in blocks]
+        tasks = [pool.submit(run, region, i, part) for i, part in enumerate(parts)]
+        failures = [e for e in [task.exception() for task in tasks] if e is not None]
+        if failures:
+            raise failures[0]
+
+    def _read_block(self, region: str, index: int, memory: memoryview) -> None:
+        block, expected = self.regions[region][index], self._sums[region][index]
+        assert expected is not None, f"{region} is read before it was written"
+        self._transfer("read", os.preadv, region, index, memory)
+        if checksum(memory, block.start) != expected:
+            raise StorageError(
+                f"{self._place(region, index)} is not what was written there: the drive or its cable "
+                "is failing. Check the drive, and go on from a checkpoint."
+            )
+
+    def _write_block(self, region: str, index: int, memory: memoryview) -> None:
+        block = self.regions[region][index]
+        self._sums[region][index] = checksum(memory, block.start)
+        self._transfer("write", os.pwritev, region, index, memory)
+
+    def _transfer(
+        self, verb: str, call: Callable[..., int], region: str, index: int, memory: memoryview
+    ) -> None:
+        """Move one block; what a transfer leaves out is asked for again, from a page's start."""
+        block = self.regions[region][index]
+        done = stalls = 0
+        while done < block.nbytes:
+            try:
+                moved = done + call(self._files[block.file], [memory[done:]], block.offset + done)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._place(region, index)}: cannot {verb}: {error.strerror}."
+                ) from error
+            moved = moved if moved == block.nbytes else moved // PAGE * PAGE
+            stalls = stalls + 1 if moved == done else 0
+            if stalls > _STALLS:
+                raise StorageError(f"{self._place(region, index)}: {verb}s end after {done} bytes.")
+            done = moved
+
+    def _place(self, region: str, index: int) -> str:
+        block = self.regions[region][index]
+        return f"Block {index} of {region} (byte {block.offset} of {self.paths[block.file]})"
+
+
+def _blocks(regions: Mapping[str, int], files: int) -> tuple[dict[str, tuple[Block, ...]], list[int]]:
+    """Blocks of every region, dealt round the files, and the size of each file."""
+    ends = [0] * files
+    placed: dict[str, tuple[Block, ...]] = {}
+    turn = 0
+    for name, nbytes in regions.items():
+        assert nbytes % PAGE == 0, f"{name} has {nbytes} bytes, which is no number of pages"
+        blocks = []
+        for start in range(0, nbytes, BLOCK_BYTES):
+            file, turn = turn, (turn + 1) % files
+            size = min(BLOCK_BYTES, nbytes - start)
+            blocks.append(Block(file, ends[file], start, size))
+            ends[file] += size
+        placed[name] = tuple(blocks)
+    return placed, ends
+
+
+def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Absolute paths, or :class:`MegacompileError` for one that is missing or named twice."""
+    folders = [Path(d).expanduser().resolve() for d in directories]
+    for given, folder in zip(directories, folders, strict=True):
+        if not folder.is_dir():
+            raise MegacompileError(f"offload_dir={os.fspath(given)!r} is no directory: make it first.")
+        if folders.count(folder) > 1:
+            raise MegacompileError(f"offload_dir names {folder} twice: name each directory once.")
+    return folders
+
+
+def _lock(folder: Path) -> int:
+    """Take the folder, or say who has it; files that a dead process left there are removed."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(lock, 32).decode().strip()
+        os.close(lock)
+        raise MegacompileError(
+            f"offload_dir={str(folder)!r} is in use by process {owner}: give each program its own directory."
+        ) from error
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    for stale in folder.glob(_PATTERN):
+        stale.unlink(missing_ok=True)
+    return lock
+
+
+def _create(path: Path, nbytes: int) -> int:
+    """A new file whose space is taken at once, opened past the page cache where that is possible."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    folder = path.parent
+    try:
+        file = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise MegacompileError(
+                f"offload_dir={str(folder)!r} cannot be used: {error.strerror}."
+            ) from error
+        path.unlink(missing_ok=True)
+        file = os.open(path, flags, 0o600)
+        warnings.warn(f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and "
+                      "are slower.", stacklevel=2)  # fmt: skip
+    if _file_system(folder) in ("tmpfs", "ramfs"):
+        warnings.warn(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.", stacklevel=2)
+    status = os.fstatvfs(file)
+    free = status.f_bavail * status.f_frsize
+    try:
+        if nbytes:
+            os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise BudgetError(
+            f"offload_dir={str(folder)!r} needs {nbytes} bytes ({format_bytes(nbytes)}) and has {free} "
+            f"({format_bytes(free)}): {error.strerror}. Free some space, or name further directories."
+        ) from error
+    return file
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on, "" where the system does not say."""
+    mounts = Path("/proc/self/mounts")
+    best = ("", "")
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        _, place, kind, *_ = line.split(" ")
+        if folder.is_relative_to(place) and len(place) >= len(best[0]):
+            best = (place, kind)
+    return best[1]
+
+
+def _release(
+    owner: int, paths: list[Path], files: list[int], locks: list[int], pools: list[ThreadPoolExecutor]
+) -> None:
+    if os.getpid() != owner:
+        return  # a forked child leaves its parent's files alone
+    for pool in pools:
+        pool.shutdown()
+    for file in files:
+        os.close(file)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for lock in locks:
+        os.close(lock)

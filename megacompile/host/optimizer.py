@@ -1,0 +1,138 @@
+"""Adopt a ``torch.optim`` optimizer: its param groups and hyper-parameters drive the host Adam."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.adam import AdamHyper
+
+DEFAULT_LR = 1e-5
+_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+
+
+def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+    """Check the optimizer and make its own ``step`` refuse: updates happen in the program.
+
+    None stands for AdamW with lr 1e-5 over all trainable parameters, and says so.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise MegacompileError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad on what to train."
+        )
+    if optimizer is None:
+        warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
+        optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise MegacompileError(
+            f"{type(optimizer).__name__} cannot run on the host: use torch.optim.AdamW or Adam."
+        )
+    owned = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        for option in _UNSUPPORTED:
+            if group.get(option):
+                raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
+        if any(id(p) not in owned for p in group["params"]):
+            raise MegacompileError(
+                "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
+            )
+    if optimizer.state:
+        raise MegacompileError(
+            "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
+        )
+    held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+    if not held:
+        raise MegacompileError("The optimizer holds no trainable parameter of the model.")
+    optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _refuse_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    raise ProgramError(
+        "This optimizer belongs to a megacompile program: call program.train_step or "
+        "program.optimizer_step instead of optimizer.step."
+    )
+
+
+def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Each param group's settings as plain JSON values, with its parameters by name."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {k: _plain(v) for k, v in group.items() if k != "params"}
+        groups.append(settings | {"parameters": [names[id(p)] for p in group["params"]]})
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's number, a tuple as a list; what is no plain value is left out, as None."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any) -> None:
+    """Refuse settings of param groups that are not this optimizer's, by name."""
+    ours = [g["parameters"] for g in settings_of(optimizer, model)]
+    if not isinstance(saved, list) or not all(isinstance(g, dict) for g in saved):
+        raise MegacompileError("The checkpoint's param groups are malformed.")
+    if len(saved) != len(ours):
+        raise MegacompileError(f"The checkpoint has {len(saved)} param groups, the optimizer {len(ours)}.")
+    for index, (group, names) in enumerate(zip(saved, ours, strict=True)):
+        if group.get("parameters") != names:
+            raise MegacompileError(f"Param group {index} holds other parameters than in the checkpoint.")
+        for key in ("lr", "eps", "weight_decay"):
+            if not isinstance(group.get(key), (int, float)):
+                raise MegacompileError(f"The checkpoint's param group {index} has no {key}.")
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Set each param group's settings to those that were saved, as ``load_state_dict`` would."""
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in settings.items():
+            if key == "parameters" or value is None:
+                continue
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the device's AdamW kernel takes the steps that this optimizer would."""
+    return all(
+        isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay") or not g["weight_decay"]
+        for g in optimizer.param_groups
+    ) and not any(g.get("maximize") for g in optimizer.param_groups)
+
+
+def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Index of the optimizer's param group by ``id`` of the parameter."""
+    return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+
+
+def hypers(optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[list[AdamHyper]]:
+    """Hyper-parameters as they are now, per weight group (by its step count) and param group."""
+    # a learning-rate scheduler wants to see that the optimizer stepped before it does
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return [[_hyper(optimizer, g, step + 1) for g in optimizer.param_groups] for step in steps]
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -> AdamHyper:
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    return AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(decoupled),
+        maximize=bool(group.get("maximize", False)),
+    )

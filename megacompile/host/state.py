@@ -1,0 +1,299 @@
+"""Host state: FP32 masters and Adam moments of all weight groups.
+
+A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that
+is streamed. A group that computes in fp32 streams its masters as they are. Either way the pair is
+exact: reading a parameter back gives its FP32 value bit for bit. Moments are kept in one of the
+formats of `host/formats.py`: 12, about 6 or about 5 bytes per trained parameter in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.host import adam as host_adam
+from megacompile.host.adam_coded import Coded, coded_adamw_step
+from megacompile.host.arena import HostArena, trim_heap
+from megacompile.host.formats import (
+    CODINGS,
+    MomentPlace,
+    StateFormat,
+    group_arrays,
+    group_runs,
+    moment_names,
+    moment_places,
+)
+from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
+from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+
+CHUNK = 1 << 22  # elements
+Weights = Callable[[str], Tensor]
+"""The value of a parameter by its name."""
+
+
+class HostState:
+    """Flat arrays on the host, one set per weight group, and views of single parameters in them.
+
+    ``arrays`` holds by group, by name, what :func:`~megacompile.host.formats.group_arrays` lists, as far as
+    it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
+    in one arena, which leaves ``transient_bytes`` for what steps need. :meth:`move` brings a group to the
+    device, where single parameters can still be read and written.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        form: StateFormat = "fp32",
+        placement: Placement | None = None,
+        transient_bytes: int = 0,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.form = form
+        placement = placement or Placement(("host",) * len(self.groups))
+        self._places = places = place_groups(self.groups, form, placement.states)
+        self._window = placement.window
+        self.arena = HostArena(host_state_bytes(places, placement.window) + transient_bytes)
+        self.arrays: list[dict[str, Tensor]] = [
+            {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
+        ]
+        self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
+        self.steps = [0] * len(self.groups)
+        self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
+        self._runs = [group_runs(group, form) for group in self.groups]
+        self._padding = [padding_of(group) for group in self.groups]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in RAM by kind: "masters", "moments", and the "window" over what is on storage."""
+        kept = [a for place in self._places for a in place.in_ram]
+        sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
+        return sizes | {"window": self._window * sum(buffer_bytes(self._places))}
+
+    def move(self, group: int, device: torch.device) -> None:
+        """Bring a group's arrays to a device, or back to where they lay on the host."""
+        home = self._homes.setdefault(group, self.arrays[group])
+        if device.type == "cpu":
+            for name, array in self.arrays[group].items():
+                home[name].copy_(array)
+            self.arrays[group] = home
+        else:
+            self.arrays[group] = {name: array.to(device) for name, array in home.items()}
+
+    def take(
+        self, model: nn.Module, homes: Mapping[str, Sequence[tuple[int, int]]], weights: Weights | None = None
+    ) -> None:
+        """Move each placed parameter's value here, one at a time, and leave NaN in its place.
+
+        The model's storage is released parameter by parameter, so that no second copy of the model
+        ever exists on the host. ``weights`` gives the value of a parameter on the meta device.
+        """
+        for name, parameter in model.named_parameters():
+            value = parameter.data
+            if parameter.is_meta:
+                assert weights is not None
+                value = weights(name)
+            if name in homes:
+                self.write_whole(homes[name], value)
+                value = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            elif parameter.is_meta:
+                value = value.clone()  # its file may change
+            set_value(parameter, value)
+            del value
+            trim_heap()
+
+    def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
+        """Set a parameter that may be cut from a tensor of its whole shape."""
+        for place in places:
+            self.write(place, rows_of(self._find(place).parameter, value))
+
+    def read_whole(self, places: Sequence[tuple[int, int]]) -> Tensor:
+        """The FP32 master of a parameter that may be cut as a new tensor of its whole shape."""
+        parts = [self.read(place) for place in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, place: tuple[int, int], value: Tensor) -> None:
+        """Set one parameter from a tensor of its shape, of any floating dtype."""
+        slot, arrays = self._find(place), self.open(place[0], change=True)
+        weights, low = arrays["weights"], arrays.get("low")
+        if low is None:
+            slot_view(weights, slot).copy_(value)
+            return
+        part = slice(slot.offset, slot.offset + slot.parameter.numel)
+        high, low = weights[part], low[part]
+        if not value.is_contiguous() or value.stride() != slot.parameter.stride:
+            value = _strided(torch.empty(value.numel()), 0, slot).copy_(value)
+            value = value.as_strided((value.numel(),), (1,))
+        flat = value.view(-1)
+        for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
+            piece = slice(start, start + CHUNK)
+            if high.device.type == "cpu":
+                host_adam.split(flat[piece].float(), high[piece], low[piece])
+                continue
+            halves = torch.empty_like(high[piece], device="cpu"), torch.empty_like(low[piece], device="cpu")
+            host_adam.split(flat[piece].float(), *halves)
+            high[piece].copy_(halves[0])
+            low[piece].copy_(halves[1])
+
+    def read(self, place: tuple[int, int]) -> Tensor:
+        """One parameter's FP32 master as a new tensor of its shape."""
+        slot, arrays = self._find(place), self.open(place[0], change=False)
+        return self._gather(slot, arrays["weights"], arrays.get("low"))
+
+    def open(self, group: int, *, change: bool) -> dict[str, Tensor]:
+        """All arrays of a group, for as long as no other group is opened and no step runs.
+
+        ``change`` says that they will be written to. Nothing may be under way.
+        """
+        if self.offload is None or not self.offload.places[group].on_storage:
+            return self.arrays[group]
+        return self.arrays[group] | self.offload.open(group, change=change)
+
+    def _find(self, place: tuple[int, int]) -> Slot:
+        return self.groups[place[0]].slots[place[1]]
+
+    def _gather(self, slot: Slot, flat: Tensor, low: Tensor | None) -> Tensor:
+        start, stop = slot.offset, slot.offset + slot.parameter.numel
+        if low is None:
+            return slot_view(flat, slot).to("cpu", copy=True)
+        out = torch.empty(stop - start)
+        host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
+        return _strided(out, 0, slot)
+
+    @property
+    def traveling(self) -> list[Tensor]:
+        """Host memory that weights are copied to the device from."""
+        kept = [arrays["weights"] for arrays in self.arrays if "weights" in arrays]
+        return kept + (self.offload.staged if self.offload is not None else [])
+
+    def streamed(self, group: int, slot: int | None) -> Tensor:
+        """The weights that travel to the device: in RAM, or in a buffer that they were read into."""
+        if slot is None:
+            return self.arrays[group]["weights"]
+        assert self.offload is not None
+        return self.offload.weights(group, slot)
+
+    def plain_runs(
+        self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments."""
+        arrays, low = self.arrays[group], self.arrays[group].get("low")
+        for run in self._runs[group]:
+            assert not run.place.coded, "coded moments are updated on the host"
+            part = slice(run.start, run.stop)
+            first, second = _moments(arrays, run.place, self.form)
+            lows = None if low is None else low[part]
+            yield arrays["weights"][part], lows, first, second, grad[part], hypers[run.param_group]
+
+    def update(
+        self,
+        group: int,
+        grad: Tensor,
+        hypers: Sequence[host_adam.AdamHyper],
+        *,
+        threads: int | None,
+        slot: int | None = None,
+    ) -> None:
+        """One Adam step of a whole group; ``hypers`` are per optimizer param group.
+
+        ``slot`` is the buffer of the window that holds what of the group is on storage. ``grad`` is the
+        group's bucket; nobody has written between its parameters, which a block of codes may reach.
+        """
+        for padding in self._padding[group]:
+            grad[padding] = 0
+        arrays = self.arrays[group]
+        if slot is not None and self.offload is not None:
+            arrays = arrays | self.offload.arrays(group, slot)
+        weights, low = arrays["weights"], arrays.get("low")
+        for run in self._runs[group]:
+            part, hyper = slice(run.start, run.stop), hypers[run.param_group]
+            master = weights[part] if low is None else (weights[part], low[part])
+            found = _moments(arrays, run.place, self.form)
+            if run.place.coded:
+                coding = CODINGS[self.form]
+                moments = Coded(*found[:2]), Coded(*found[2:])
+                coded_adamw_step(master, *moments, grad[part], hyper, coding, threads)
+            else:
+                first, second = found
+                host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
+
+    def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """By group: each parameter's name with flat views of all that is kept of it, by array's name.
+
+        As with :meth:`open`, views are for as long as the iterator stands at their group.
+        """
+        for index, group in enumerate(self.groups):
+            yield self._parts(group, self.open(index, change=change))
+
+    def shapes(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """What :meth:`parts` gives, without values, on the meta device."""
+        for group in self.groups:
+            arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
+                      for a in group_arrays(group, self.form)}  # fmt: skip
+            yield self._parts(group, arrays)
+
+    def _parts(self, group: GroupLayout, arrays: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        named = {}
+        places = moment_places(group, self.form) if group.trainable else [None] * len(group.slots)
+        for slot, place in zip(group.slots, places, strict=True):
+            part = slice(slot.offset, slot.offset + slot.parameter.numel)
+            found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
+            names = moment_names(place.coded) if place else ()
+            moments = _moments(arrays, place, self.form) if place else []
+            named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
+        return named
+
+
+def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:
+    """Views of a place's moments, in the order of :func:`~megacompile.host.formats.moment_names`."""
+    start, stop = place.offset, place.offset + place.elements
+    if not place.coded:
+        return [arrays[name][start:stop] for name in moment_names(False)]
+    coding = CODINGS[form]
+    codes = slice(coding.code_bytes(start), coding.code_bytes(stop))
+    scales = slice(place.block, place.block + coding.blocks(place.elements))
+    parts = (codes, scales, codes, scales)
+    return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
+
+
+def padding_of(group: GroupLayout) -> list[slice]:
+    """Where a bucket holds no parameter."""
+    stops = [slot.offset + slot.parameter.numel for slot in group.slots]
+    starts = [*(slot.offset for slot in group.slots[1:]), group.elements]
+    return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
+
+
+def set_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Make a parameter, which may be on the meta device, hold ``value`` in its own dtype."""
+    if not parameter.is_meta:
+        parameter.data = value.to(parameter.dtype)
+        return
+    fresh = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    # .data cannot change the device type; the parameter stays the same object
+    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+
+
+def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:
+    """What a parameter or piece holds of the whole parameter's tensor."""
+    return whole[parameter.first_row :][: parameter.shape[0]] if parameter.whole else whole
+
+
+def slot_view(flat: Tensor, slot: Slot) -> Tensor:
+    """A parameter's view, in its own shape and strides, of a flat bucket."""
+    return _strided(flat, slot.offset, slot)
+
+
+def _strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
+    start = flat.storage_offset() + offset
+    return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
+
+
+def add_gradients(
+    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+) -> None:
+    """Land host gradients in a flat bucket; what a fresh bucket gets no gradient for is zero."""
+    if fresh and len(parts) < len(slots):
+        home.zero_()
+    for index, grad in parts:
+        place = slot_view(home, slots[index])
+        place.copy_(grad) if fresh else place.add_(grad)

@@ -1,0 +1,108 @@
+"""Contention: the event-driven clock for streams that share host memory, or the cores of a CPU.
+
+At each moment every running operation has the same share of its full speed, the largest at which what all
+of them draw stays within the capacity. Operations start in the order of their stream, when what they wait
+for is over; what runs changes only when one ends, so a step takes as many moments as it has operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacompile.machine.rates import Machine
+from megacompile.step.operations import STREAMS, Event, Op
+
+_COPIES = ("prefetch", "reload", "push_grad", "offload", "read", "write")
+
+
+def shared_times(
+    ops: Sequence[Op], seconds: Sequence[float], machine: Machine, runs: int
+) -> tuple[list[float], list[float]]:
+    """(starts, ends) of all operations of ``runs`` steps in a row; ``seconds`` are those alone."""
+    causes = _causes(ops, runs)
+    draws = [_draws(op, t, machine) for op, t in zip(ops, seconds, strict=True)] * runs
+    lengths = list(seconds) * runs
+    count = len(lengths)
+    waiting = [len(c) for c in causes]
+    effects: list[list[int]] = [[] for _ in range(count)]
+    for index, before in enumerate(causes):
+        for cause in before:
+            effects[cause].append(index)
+    starts, ends = [0.0] * count, [0.0] * count
+    running: dict[int, float] = {}  # operation -> seconds of its own that are left
+    ready = [i for i in range(count) if not waiting[i]]
+    now = 0.0
+    while ready or running:
+        while ready:
+            index = ready.pop()
+            starts[index] = now
+            if lengths[index] > 0:
+                running[index] = lengths[index]
+                continue
+            ends[index] = now
+            _release(index, effects, waiting, ready)
+        if not running:
+            break
+        cores = memory = 0.0
+        for index in running:
+            cores += draws[index][0]
+            memory += draws[index][1]
+        slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
+        pace = {
+            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running
+        }
+        passed = min(left * pace[i] for i, left in running.items())
+        now += passed
+        for index in list(running):
+            running[index] -= passed / pace[index]
+            if running[index] <= 1e-12 * lengths[index]:
+                del running[index]
+                ends[index] = now
+                _release(index, effects, waiting, ready)
+    return starts, ends
+
+
+def _release(index: int, effects: list[list[int]], waiting: list[int], ready: list[int]) -> None:
+    for effect in effects[index]:
+        waiting[effect] -= 1
+        if not waiting[effect]:
+            ready.append(effect)
+
+
+def _causes(ops: Sequence[Op], runs: int) -> list[list[int]]:
+    """Per operation those that must be over before it starts: of its stream, waited for, or issuing it."""
+    latest: dict[Event, int] = {}
+    last: dict[str, int] = {}
+    causes: list[list[int]] = []
+    begin = -1  # the last compute operation of the step before
+    events = [op.event for op in ops]
+    for run in range(runs):
+        for place, op in enumerate(ops):
+            before = {latest[e] for e in op.waits if e in latest}
+            if op.stream in last:
+                before.add(last[op.stream])
+            if op.stream != "compute":
+                issued = last.get("compute", -1) if op.kind == "reload" else begin
+                if issued >= 0:
+                    before.add(issued)
+            index = run * len(ops) + place
+            causes.append(list(before))
+            last[op.stream] = latest[events[place]] = index
+        begin = last.get("compute", -1)
+    return causes
+
+
+def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
+    """Shares of all cores, and of host memory bandwidth, that an operation takes at full speed."""
+    cores = memory = 0.0
+    if machine.shared_cores and op.stream in STREAMS[:4]:
+        threads = {"h2d": 1, "d2h": 1, "host": max(1, machine.cores // 2)}.get(op.stream, machine.cores)
+        cores = threads / machine.cores
+    elif machine.shared_memory and seconds > 0 and draws_memory(op):
+        memory = op.nbytes / seconds / machine.host_bandwidth
+    return cores, memory
+
+
+def draws_memory(op: Op) -> bool:
+    """Whether an operation moves its bytes through host memory."""
+    return op.kind in _COPIES or op.stream == "host"

@@ -1,0 +1,149 @@
+"""Profile: measure this machine into a :class:`~megacompile.machine.catalog.MachineProfile`.
+
+With a CUDA device: products on it, copies from and to pinned host memory, each direction alone and both
+together. Without: what the CPU backend uses in their stead. Host memory and Adam are measured in both
+cases, and a drive where a folder on it is given. All figures and how they came about are in ``sources``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megacompile.machine.catalog import MachineProfile
+from megacompile.machine.rates import Machine, adam_bandwidth, copy_bandwidth, this_cpu
+from megacompile.units import host_available
+
+_SIZES = (512, 1024, 2048, 4096, 8192)
+_COPY = 256 << 20  # bytes of one copy over a link
+_REPEATS = 8
+
+
+def profile(nvme: Path | None = None) -> MachineProfile:
+    """Measure for some seconds, up to a minute with a device."""
+    cuda = torch.cuda.is_available()
+    rates = {d: _products(d, "cuda" if cuda else "cpu") for d in (torch.bfloat16, torch.float32)}
+    bf16, fp32 = (max(r.values()) for r in rates.values())
+    sources = {
+        f"{name} rate": ", ".join(f"{size}³: {rate / 1e12:.3g} TFLOP/s" for size, rate in found.items())
+        for name, found in zip(("bf16", "fp32"), rates.values(), strict=True)
+    }
+    machine = _device(bf16, sources) if cuda else replace(this_cpu(torch.bfloat16), flops=bf16)
+    threads = torch.get_num_threads()
+    adam = {n: adam_bandwidth(n) for n in sorted({1, max(1, threads // 2), threads})}
+    sources["host Adam"] = ", ".join(f"{n} threads: {rate / 1e9:.3g} GB/s" for n, rate in adam.items())
+    if cuda:
+        machine = replace(machine, host_bandwidth=max(adam.values()))
+    else:
+        sources["link"] = _both_ways(copy_bandwidth)
+    if nvme is not None:
+        read, write = _drive(nvme)
+        sources["drive"] = f"read {read / 1e9:.3g} GB/s, written {write / 1e9:.3g} GB/s, in {nvme}"
+        machine = replace(machine, nvme_read_bandwidth=read, nvme_write_bandwidth=write)
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if cuda else None
+    return MachineProfile(
+        machine, machine.name, device_bytes=device_bytes, host_bytes=host_available(), fp32_flops=fp32,
+        sources={name: f"{text} (measured)" for name, text in sources.items()},
+    )  # fmt: skip
+
+
+def _products(dtype: torch.dtype, device: str) -> dict[int, float]:
+    """FLOPs per second of square products by size; on a CPU the sizes that take less than a second."""
+    found: dict[int, float] = {}
+    for size in _SIZES:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+        if device == "cpu" and 2 * (2 * size) ** 3 / found[size] > 0.3:
+            break
+    return found
+
+
+def _seconds(run: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Seconds of one run: the fastest of some, after one to warm up."""
+    best = float("inf")
+    for _ in range(repeats + 1):
+        _finish()
+        start = time.perf_counter()
+        run()
+        _finish()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _device(flops: float, sources: dict[str, str]) -> Machine:
+    """Rates of the first CUDA device and its link."""
+    host, device = (
+        torch.empty(_COPY, dtype=torch.uint8).pin_memory(),
+        torch.empty(_COPY, dtype=torch.uint8, device="cuda"),
+    )
+    other_host, other = torch.empty_like(host).pin_memory(), torch.empty_like(device)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            device.copy_(host, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            other_host.copy_(other, non_blocking=True)
+
+    down = _COPY / _seconds(lambda: device.copy_(host, non_blocking=True))
+    up = _COPY / _seconds(lambda: other_host.copy_(other, non_blocking=True))
+    together = _COPY / _seconds(both)
+    sources["link"] = (
+        f"to the device {down / 1e9:.3g} GB/s, from it {up / 1e9:.3g} GB/s, both at once "
+        f"{together / 1e9:.3g} GB/s each"
+    )
+    x, y = (torch.ones(64 << 20, device="cuda") for _ in range(2))
+    memory = 3 * x.nbytes / _seconds(lambda: torch.mul(x, y, out=y))
+    sources["device bandwidth"] = f"{memory / 1e9:.4g} GB/s, elementwise"
+    return Machine(
+        torch.cuda.get_device_name(0), flops, memory, min(down, 1.1 * together), min(up, 1.1 * together),
+        memory, launch_seconds=20e-6, copy_seconds=10e-6, shared_memory=True,
+    )  # fmt: skip
+
+
+def _both_ways(alone: Callable[[], float]) -> str:
+    """Copies by one thread, and by two threads at once."""
+    one = alone()
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda: found.append(alone())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return f"one copy {one / 1e9:.3g} GB/s, two at once {min(found) / 1e9:.3g} GB/s each"
+
+
+def _drive(folder: Path, nbytes: int = 1 << 30) -> tuple[float, float]:
+    """(read, write) bytes per second of one large file, past the page cache as far as the system allows."""
+    block = os.urandom(1 << 20) * 16
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        for _ in range(nbytes // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        write = nbytes / (time.perf_counter() - start)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        return nbytes / (time.perf_counter() - start), write
+
+
+def describe(profile: MachineProfile) -> str:
+    """The measured figures, one per line."""
+    return "\n".join([profile.title, *(f"  {name:<17} {text}" for name, text in profile.sources.items())])

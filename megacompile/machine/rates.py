@@ -1,0 +1,100 @@
+"""A machine as rates: what the simulator and the planner know of hardware."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Sustained rates; bytes and floating-point operations per second.
+
+    ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
+    ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
+    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half). The drive's
+    rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme`` measured one.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    h2d_bandwidth: float
+    d2h_bandwidth: float
+    host_bandwidth: float
+    launch_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    shared_cores: bool = False
+    shared_memory: bool = False
+    cores: int = 2
+    nvme_read_bandwidth: float = 5e9
+    nvme_write_bandwidth: float = 2.5e9
+
+
+def nominal_cpu(dtype: torch.dtype) -> Machine:
+    """Round figures of a small server CPU: what plans for the CPU backend are scored on.
+
+    Only ratios matter for a choice, and the same model and budget must always give the same plan.
+    """
+    flops = 400e9 if dtype == torch.bfloat16 else 100e9
+    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, 50e-6, 20e-6, shared_cores=True)
+
+
+@cache
+def this_cpu(dtype: torch.dtype) -> Machine:
+    """Rates of this CPU from a second of measuring, as the CPU backend uses them.
+
+    Products and elementwise operators run on all of torch's threads, copies on one, Adam on half.
+    """
+    cores = torch.get_num_threads()
+    size = 1024
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    product = _fastest(lambda: a @ b)
+    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
+    elementwise = _fastest(lambda: source * target)
+    copy = copy_bandwidth()
+    return Machine(
+        name="this CPU",
+        flops=2 * size**3 / product,
+        memory_bandwidth=3 * source.nbytes / elementwise,
+        h2d_bandwidth=copy,
+        d2h_bandwidth=copy,
+        host_bandwidth=adam_bandwidth(max(1, cores // 2)),
+        launch_seconds=50e-6,
+        copy_seconds=20e-6,
+        shared_cores=True,
+        cores=max(2, cores),
+    )
+
+
+def copy_bandwidth(elements: int = 4 << 20) -> float:
+    """Bytes per second that one thread copies, as the CPU backend's transfers do."""
+    source, target = torch.ones(elements), torch.ones(elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return source.nbytes / _fastest(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
+    """Bytes per second of host memory that an Adam step moves, at 28 per parameter."""
+    from megacompile.host.adam import AdamHyper, adamw_step
+
+    high, low = torch.zeros(elements, dtype=torch.bfloat16), torch.zeros(elements, dtype=torch.int16)
+    first, second, grad = (torch.full((elements,), 1e-3) for _ in range(3))
+    hyper = AdamHyper(lr=1e-3)
+    return 28 * elements / _fastest(lambda: adamw_step((high, low), first, second, grad, hyper, threads))
+
+
+def _fastest(run: object, repeats: int = 8) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()  # type: ignore[operator]
+        best = min(best, time.perf_counter() - start)
+    return best

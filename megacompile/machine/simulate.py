@@ -1,0 +1,89 @@
+"""Simulate: when each operation of a step runs on a machine, and how long the step takes.
+
+Event-driven over the streams of the light step, each in order as issued, with the waits that the step
+contains, and with what streams share where the machine says that they do. It is the planner's objective
+and reads the very step that is emitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacompile.machine.contention import draws_memory, shared_times
+from megacompile.machine.rates import Machine
+from megacompile.step.operations import STREAMS, Event, Op, Step, Stream
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end in seconds of each operation of the last of the simulated steps.
+
+    ``step_seconds`` is the time from one step to the next when steps follow each other; ``busy`` the
+    seconds that each stream works in a step.
+    """
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    step_seconds: float
+    busy: dict[Stream, float]
+
+
+def simulate(step: Step, machine: Machine) -> Timeline:
+    """Run the step twice in a row and report the second run."""
+    seconds = [duration(op, machine) for op in step.ops]
+    shared = machine.shared_cores or machine.shared_memory
+    both = shared_times(step.ops, seconds, machine, 2) if shared else _alone(step.ops, seconds)
+    count = len(step.ops)
+    starts, ends = both[0][count:], both[1][count:]
+    computed = [i for i, op in enumerate(step.ops) if op.stream == "compute"]
+    period = ends[computed[-1]] - both[1][computed[-1]] if computed else 0.0
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for op, start, end, alone in zip(step.ops, starts, ends, seconds, strict=True):
+        busy[op.stream] += end - start if shared else alone
+    if machine.shared_memory:
+        moved = sum(op.nbytes for op in step.ops if draws_memory(op))
+        period = max(period, moved / machine.host_bandwidth)
+    return Timeline(tuple(starts), tuple(ends), max(period, *busy.values()), busy)
+
+
+def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list[float]]:
+    """Starts and ends of two steps in a row whose streams share nothing."""
+    clock = dict.fromkeys(STREAMS, 0.0)
+    latest: dict[Event, float] = {}
+    events = [op.event for op in ops]
+    starts: list[float] = []
+    ends: list[float] = []
+    for _ in range(2):
+        begin = clock["compute"]
+        for op, event, length in zip(ops, events, seconds, strict=True):
+            start = clock[op.stream]
+            for wait in op.waits:
+                start = max(start, latest.get(wait, 0.0))
+            if op.stream != "compute":
+                start = max(start, clock["compute"] if op.kind == "reload" else begin)
+            clock[op.stream] = latest[event] = start + length
+            starts.append(start)
+            ends.append(start + length)
+    return starts, ends
+
+
+def duration(op: Op, machine: Machine) -> float:
+    """Seconds that an operation takes alone on its stream."""
+    if op.kind in ("forward", "recompute", "backward"):
+        if op.seconds:
+            return op.seconds
+        work = op.flops / machine.flops + op.moved_bytes / machine.memory_bandwidth
+        return machine.launch_seconds + work
+    if op.kind in ("prefetch", "reload"):
+        return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
+    if op.kind == "accumulate" or (op.kind in ("adam", "norm") and op.stream == "compute"):
+        return op.nbytes / machine.memory_bandwidth
+    if op.kind in ("push_grad", "offload"):
+        return machine.copy_seconds + op.nbytes / machine.d2h_bandwidth
+    if op.kind in ("adam", "norm"):
+        return op.nbytes / machine.host_bandwidth
+    if op.kind == "read":
+        return op.nbytes / machine.nvme_read_bandwidth
+    if op.kind == "write":
+        return op.nbytes / machine.nvme_write_bandwidth
+    return 0.0

@@ -1,0 +1,1 @@
+"""Partition: the flat graph becomes a chain of blocks; equal blocks share one template."""

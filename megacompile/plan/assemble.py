@@ -1,0 +1,233 @@
+"""Assemble: bind blocks to weight groups and reduce everything to the numbers that planning needs.
+
+In: a partition and its differentiated templates. Out: :class:`Assembly`, which holds the layout of
+each weight group's flat bucket and the :class:`~megacompile.plan.workload.Workload`. Parameters belong to
+one group exactly if they are used by the same blocks, get gradients from the same blocks, compute in
+one dtype, and are all trained or all frozen; inside a group, those of one optimizer param group are
+adjacent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate
+from megacompile.partition.blocks import Block, Partition
+from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+
+SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
+_ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What the layout must know of a parameter: its dense shape and strides and who updates it.
+
+    ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
+    holds the rows of the model's parameter ``whole`` from ``first_row`` on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    param_group: int
+    whole: str = ""
+    first_row: int = 0
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def cut_parameters(
+    parameters: Mapping[str, Parameter], cuts: Mapping[str, tuple[int, ...]]
+) -> dict[str, Parameter]:
+    """The parameters, those in ``cuts`` replaced by their pieces, all in the model's order."""
+    found: dict[str, Parameter] = {}
+    for name, parameter in parameters.items():
+        if name not in cuts:
+            found[name] = parameter
+            continue
+        for start, stop in itertools.pairwise(cuts[name]):
+            shape = (stop - start, *parameter.shape[1:])
+            piece = replace(
+                parameter, name=f"{name}[{start}:{stop}]", shape=shape, whole=name, first_row=start
+            )
+            found[piece.name] = piece
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place in its group's flat bucket; ``offset`` counts elements."""
+
+    parameter: Parameter
+    offset: int
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One weight group: a flat bucket of ``elements`` (with padding) in ``dtype`` on the device."""
+
+    index: int
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    slots: tuple[Slot, ...]
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Layouts of all groups, where each parameter lives, and the numbers for planning."""
+
+    groups: tuple[GroupLayout, ...]
+    places: dict[str, tuple[int, int]]  # parameter or piece -> (group, index of its slot)
+    work: Workload
+
+    @property
+    def homes(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """The places of each of the model's parameters, of all its pieces in the order of their rows."""
+        found: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        for group in self.groups:
+            for i, slot in enumerate(group.slots):
+                parameter = slot.parameter
+                found[parameter.whole or parameter.name].append((parameter.first_row, (group.index, i)))
+        return {name: tuple(place for _, place in sorted(rows)) for name, rows in found.items()}
+
+
+def assemble(
+    part: Partition,
+    templates: tuple[DifferentiatedTemplate, ...],
+    parameters: Mapping[str, Parameter],
+    constant_bytes: int,
+    groups: tuple[GroupLayout, ...] = (),
+) -> Assembly:
+    """Group the parameters and describe every block by numbers.
+
+    ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep,
+    those of an earlier program over the same parameters.
+    """
+    groups = groups or _group(part, templates, parameters)
+    places = {s.parameter.name: (g.index, i) for g in groups for i, s in enumerate(g.slots)}
+    owner = {name: group for name, (group, _) in places.items()}
+    blocks = tuple(_block_work(b, templates[b.template], part, owner) for b in part.blocks)
+    work = Workload(
+        blocks=blocks,
+        values=tuple(ValueWork(v.nbytes, v.requires_grad, v.id in part.batch_values) for v in part.values),
+        groups=tuple(
+            GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable) for g in groups
+        ),
+        loss=part.loss,
+        constant_bytes=constant_bytes + SEED_BYTES,
+    )
+    return Assembly(groups, places, work)
+
+
+def _group(
+    part: Partition,
+    templates: tuple[DifferentiatedTemplate, ...],
+    parameters: Mapping[str, Parameter],
+) -> tuple[GroupLayout, ...]:
+    users: dict[str, list[int]] = defaultdict(list)
+    givers: dict[str, list[int]] = defaultdict(list)
+    for block in part.blocks:
+        for weight in block.weights:
+            users[weight].append(block.index)
+        backward = templates[block.template].options["none"].backward
+        for kind, i in backward.outputs if backward else ():
+            if kind == "grad" and block.inputs[i].kind == "weight":
+                givers[block.inputs[i].name].append(block.index)
+    keyed: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+    for name, blocks in users.items():
+        key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype)
+        keyed[key].append(parameters[name])
+    return tuple(
+        _layout(i, part, key[0], members, bool(key[1]))  # type: ignore[arg-type]
+        for i, (key, members) in enumerate(keyed.items())
+    )
+
+
+def _layout(
+    index: int, part: Partition, users: tuple[int, ...], members: list[Parameter], trainable: bool
+) -> GroupLayout:
+    slots, offset = [], 0
+    for parameter in sorted(members, key=lambda p: p.param_group):
+        slots.append(Slot(parameter, offset))
+        offset += padded_elements(parameter.numel)
+    names = [part.blocks[b].name for b in users]
+    whole = members[0].whole or members[0].name
+    rows = members[0].name.removeprefix(whole)  # of a piece
+    name = names[0] if len(names) == 1 else f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
+    return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), offset)
+
+
+def padded_elements(elements: int) -> int:
+    """Elements of a bucket that a parameter of so many takes."""
+    return -(-elements // _ALIGN) * _ALIGN
+
+
+def _block_work(
+    block: Block, template: DifferentiatedTemplate, part: Partition, owner: dict[str, int]
+) -> BlockWork:
+    backward = template.options["none"].backward
+    grad_values: list[int] = []
+    grad_groups: dict[int, int] = defaultdict(int)
+    for (kind, i), nbytes in zip(
+        backward.outputs if backward else (), backward.result_bytes if backward else (), strict=True
+    ):
+        assert kind == "grad"
+        if block.inputs[i].kind == "weight":
+            grad_groups[owner[block.inputs[i].name]] += nbytes
+        else:
+            grad_values.append(block.inputs[i].value)
+    tangents = [block.outputs[k] for kind, k in (backward.inputs if backward else ()) if kind == "grad"]
+    choices = [
+        Choice(
+            name=option.name,
+            forward=_call(block, option.forward, owner),
+            recompute=_call(block, option.recompute, owner) if option.recompute else None,
+            backward=_call(block, option.backward, owner) if option.backward else None,
+            saved_bytes=option.saved_bytes,
+        )
+        for option in template.options.values()
+    ]
+    return BlockWork(
+        name=block.name,
+        template=block.template,
+        outputs=block.outputs,
+        tangents=tuple(tangents),
+        grad_values=tuple(grad_values),
+        grad_groups=tuple(grad_groups.items()),
+        choices=tuple(choices),
+    )
+
+
+def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
+    reads: dict[int, None] = {}
+    groups: dict[int, None] = {}
+    for kind, i in function.inputs:
+        if kind == "out":
+            reads[block.outputs[i]] = None
+        elif kind == "in" and block.inputs[i].kind == "value":
+            reads[block.inputs[i].value] = None
+        elif kind == "in" and block.inputs[i].kind == "weight":
+            groups[owner[block.inputs[i].name]] = None
+    return Call(
+        reads=tuple(reads),
+        groups=tuple(groups),
+        peak_bytes=function.peak_bytes,
+        end_bytes=function.end_bytes,
+        flops=function.flops,
+        moved_bytes=function.moved_bytes,
+    )

@@ -1,0 +1,131 @@
+"""The plan: every choice that shapes a step, frozen, and its exact JSON form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megacompile.errors import MegacompileError
+from megacompile.plan.codec import parse_json
+from megacompile.plan.text import plan_lines
+
+PLAN_VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """``choice``: what the block keeps ("all", "some", "none"); ``stash``: where that waits."""
+
+    choice: str
+    stash: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How long a weight group stays on the device, how early it is fetched, and where its state lives.
+
+    ``keep``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
+    backward, "step" holds it for the whole step. ``lead`` counts compute operations between the
+    start of a prefetch and the first use. ``state``: "host" holds masters and moments in RAM; "nvme"
+    leaves only the streamed weights there; "nvme-all" leaves nothing there;
+    "device" keeps all of it on the device, where it is updated. ``update``: where updates
+    need not wait for the end of the backward, "early" updates when the gradient has landed, "late" after
+    the backward, in the order of the next forward, with the gradient kept on the host until then. A
+    forward waits for its own groups alone, so late updates of some groups let it start sooner.
+    """
+
+    keep: Literal["stream", "micro", "step"] = "stream"
+    lead: int = 2
+    state: Literal["host", "nvme", "nvme-all", "device"] = "host"
+    update: Literal["early", "late"] = "early"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One decision per block and weight group, and those of the whole step.
+
+    ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
+    micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
+    take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
+    those through which state from NVMe passes, and as many for weights.
+    ``workload`` is the digest of what the plan was made for; an empty one goes with any that has as many
+    blocks and groups.
+    """
+
+    blocks: tuple[BlockPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    order: Literal["depth", "breadth"] = "depth"
+    grad_lag: int = 1
+    ring: int = 2
+    window: int = 2
+    workload: str = ""
+
+    names: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        """The plan in words, equal layers folded; by number where the names are not known."""
+        blocks = self.names[0] or [f"block {i}" for i in range(len(self.blocks))]
+        groups = self.names[1] or [f"group {i}" for i in range(len(self.groups))]
+        return "\n".join(plan_lines(self, blocks, groups))
+
+    def to_json(self) -> str:
+        fields = {name: value for name, value in asdict(self).items() if name != "names"}
+        return json.dumps({"version": PLAN_VERSION, **fields}, indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
+        fields = parse_json(text, "The plan file")
+        if not isinstance(fields, dict) or "version" not in fields:
+            raise MegacompileError("This is no plan file: it has no version.")
+        version = fields.pop("version")
+        if version != PLAN_VERSION:
+            raise MegacompileError(
+                f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
+            )
+        for name, kind in (("blocks", BlockPlan), ("groups", GroupPlan)):
+            if not isinstance(fields.get(name), list):
+                raise MegacompileError(f"The plan file has no list of {name}.")
+            items = enumerate(fields[name])
+            fields[name] = tuple(_read(kind, item, f"{name}[{i}]") for i, item in items)
+        plan: Plan = _read(Plan, fields, "the plan")
+        return plan
+
+
+def _read(kind: type, fields: Any, where: str) -> Any:
+    """An instance of a plan's dataclass, if ``fields`` are exactly its fields with values it allows."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "names"}
+    if not isinstance(fields, dict) or set(fields) != set(hints):
+        raise MegacompileError(f"The plan file is wrong at {where}: it needs {sorted(hints)}.")
+    for name, hint in hints.items():
+        value, options = fields[name], get_args(hint)
+        if hint is int:
+            valid = type(value) is int and value >= (name in ("ring", "window"))
+        elif hint is str or get_origin(hint) is Literal:
+            valid = isinstance(value, str) and (not options or value in options)
+        else:
+            valid = isinstance(value, tuple)
+        if not valid:
+            raise MegacompileError(f"The plan file is wrong at {where}: {name} is {value!r}.")
+    return kind(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Which program of a model a step is.
+
+    "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update"
+    applies them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of
+    the backward: with clipping, with several micro-batches, or where a fault must leave the state
+    whole.
+    """
+
+    kind: Literal["train", "accumulate", "update", "evaluate"]
+    micro_batches: int = 1
+    deferred: bool = False
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
+        return self.deferred or self.kind != "train" or self.micro_batches > 1

@@ -1,0 +1,62 @@
+"""Backends by device: what a budget refers to, what is planned for, and how a runtime's device opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megacompile.errors import MegacompileError
+from megacompile.machine.catalog import PROFILES, Dtype
+from megacompile.machine.rates import Machine
+from megacompile.runtime.cpu import CpuDevice
+from megacompile.runtime.device import Device
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``device_bytes`` is the device's own memory and ``machine`` what it is planned as; None on a CPU.
+
+    ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget.
+    """
+
+    device_bytes: int | None
+    machine: Machine | None
+    plan_bytes: Callable[[int], int]
+    open: Callable[[int], Device]
+
+
+def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) -> Backend:
+    """The backend of a device; None takes a GPU if there is one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    if target.type == "cpu":
+        return Backend(None, None, lambda budget: budget, CpuDevice)
+    if target.type != "cuda":
+        raise MegacompileError(f"device={str(device)!r} is not supported: use 'cuda' or 'cpu'.")
+    if not torch.cuda.is_available():
+        raise MegacompileError("device='cuda' was asked for, and torch finds no GPU: check the driver.")
+    return _cuda(torch.device("cuda", target.index or 0), compute_dtype)
+
+
+def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
+    from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, TorchCuda, allowed_bytes
+
+    api = TorchCuda(device)
+    dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"
+    return Backend(
+        torch.cuda.get_device_properties(device).total_memory,
+        _machine(device, dtype),
+        lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,
+        lambda budget: CudaDevice(api, allowed_bytes(api, budget)),
+    )
+
+
+def _machine(device: torch.device, dtype: Dtype) -> Machine:
+    """The built-in profile that a card's name fits best; an H100's where none does."""
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    shared = {name: sum(part in words for part in name.split("-")) for name in PROFILES}
+    best = max(shared, key=lambda name: (shared[name], "sxm" in name))
+    return PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)

@@ -1,0 +1,396 @@
+"""The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
+
+Weights live in a slab that is allocated once per program. What blocks create comes from torch's
+allocator on the compute stream, and is freed by the compute stream after it waited for whoever else
+read it, so stream order alone makes its reuse safe. The allocator may never hold more than the budget
+less what the driver takes: going over raises.
+
+Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and
+is set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and
+the host casts and adds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
+from megacompile.host.adam import AdamHyper
+from megacompile.host.arena import HostArena
+from megacompile.host.state import HostState, add_gradients, slot_view
+from megacompile.kernels.adamw import adamw_
+from megacompile.plan.assemble import Slot
+from megacompile.runtime.cuda_streams import CudaApi, CudaStreams, Flag, Tail
+from megacompile.runtime.workers import Trace
+from megacompile.step.operations import Event, Step, Stream
+from megacompile.units import format_bytes
+
+_REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
+WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and the allocator's rounding of segments
+_LANDING = 2
+
+
+class CudaMemory(CudaApi, Protocol):
+    """Streams and events, memory and copies of one device."""
+
+    device: torch.device
+
+    def current(self) -> Any:
+        """The calling thread's stream."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Issue a copy on the calling thread's stream."""
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A host tensor's copy in page-locked memory."""
+
+    def register(self, tensor: Tensor) -> None:
+        """Page-lock the memory of a host tensor where it is."""
+
+    def release(self) -> None:
+        """Undo what :meth:`register` did."""
+
+    def limit(self, nbytes: int) -> None:
+        """Make torch's allocator refuse to hold more."""
+
+    def context_bytes(self) -> int:
+        """What the process holds on the device besides torch's allocator."""
+
+    def reserved_bytes(self) -> int:
+        """The most that torch's allocator held since :meth:`reset`."""
+
+    def allocated_bytes(self) -> int:
+        """The most that tensors took since :meth:`reset`."""
+
+    def reset(self) -> None:
+        """Start the measurement of peaks anew."""
+
+
+class CudaDevice:
+    """One GPU under a budget; see :class:`~megacompile.runtime.device.Device`.
+
+    ``allowed_bytes`` is what torch's allocator may hold: see :func:`allowed_bytes`.
+    """
+
+    immediate = False
+
+    def __init__(self, api: CudaMemory, allowed_bytes: int) -> None:
+        self.api = api
+        self.torch_device = api.device
+        self._allowed = allowed_bytes
+        api.limit(allowed_bytes)
+        cores = os.cpu_count() or 1
+        self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
+        share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
+                 "nvme_write": 1}  # fmt: skip
+        self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
+        self.peak_bytes = 0
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._landing = [_Landing() for _ in range(_LANDING)]
+        self._landings = 0
+        self._read: Any = None
+        self._waited: frozenset[Event] = frozenset()
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.streams.step
+
+    def submit(
+        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
+    ) -> None:
+        self.streams.submit(stream, event, after, run)
+
+    def wait(self, after: Iterable[Event]) -> None:
+        self.streams.wait(after)
+
+    def reached(self, event: Event) -> None:
+        self.streams.reached(event)
+
+    def clock(self) -> Any:
+        return self.streams.clock()
+
+    def note(self, event: Event, start: Any) -> None:
+        self.streams.note(event, start)
+
+    def drain(self) -> None:
+        self.streams.drain()
+
+    def raise_failure(self) -> None:
+        self.streams.raise_failure()
+
+    def close(self) -> None:
+        self.streams.close()
+        self.api.release()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
+            self.drain()
+            self._slab = torch.empty(0, dtype=torch.uint8)
+            self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
+        self._waited = frozenset(e for op in step.ops for e in op.waits)
+        return {name: self._constant(tensor) for name, tensor in constants.items()}
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """A buffer of the model on the device, brought up to date where the model's has changed."""
+        known = self._constants.get(id(tensor))
+        if known is None:
+            known = (tensor, tensor._version, tensor.to(self.torch_device, copy=True))
+        elif known[1] != tensor._version:
+            known = (tensor, tensor._version, known[2].copy_(tensor))
+        self._constants[id(tensor)] = known
+        return known[2]
+
+    @contextmanager
+    def start(self, trace: Trace) -> Iterator[None]:
+        caller, compute = self.api.current(), self.streams.compute
+        self.streams.begin(trace, self._waited)
+        self.api.reset()
+        _follow(self.api, compute, caller)
+        self.api.use(compute)
+        try:
+            yield
+        finally:
+            _follow(self.api, caller, compute)
+            self.api.use(caller)
+        self.peak_bytes = max(self.peak_bytes, self.api.allocated_bytes())
+        held = self.api.reserved_bytes()
+        if held > self._allowed:
+            raise BudgetExceededError(
+                f"The device held {held} bytes where the budget leaves {self._allowed}: please report this."
+            )
+
+    def counted(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def slot(self, offset: int, nbytes: int) -> Tensor:
+        return self._slab[offset : offset + nbytes]
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        buffer = HostArena(nbytes).tensor
+        self.api.register(buffer)
+        return buffer[:nbytes]
+
+    def own(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.api.register(tensor)
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def load(self, leaf: Tensor) -> Tensor:
+        return self.send(leaf) if leaf.device.type == "cpu" else leaf.clone()
+
+    def hold(self, tensor: Tensor) -> None:
+        pass  # torch's allocator counts all
+
+    def send(self, tensor: Tensor) -> Tensor:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
+        self.api.copy(target, self.api.pin(tensor.contiguous()))
+        return target
+
+    def read(self, value: Tensor) -> Tensor:
+        target = self.api.pin(torch.zeros(value.shape, dtype=value.dtype))
+        self.api.copy(target, value.detach())
+        self._read = self.streams.clock()
+        return target
+
+    def settle(self) -> None:
+        if self._read is not None:
+            self._read.synchronize()
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.api.copy(target, source)
+
+    def push(
+        self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+    ) -> Tail | None:
+        places = [slot_view(home, slots[index]) for index, _ in parts]
+        grads = [grad for _, grad in parts]
+        alike = all(
+            p.dtype == g.dtype and p.stride() == g.stride() for p, g in zip(places, grads, strict=True)
+        )
+        if fresh and alike and len(parts) == len(slots):
+            self.copy(places, grads)
+            return None
+        landing = self._landing[self._landings % _LANDING]
+        self._landings += 1
+        landed = landing.take(grads, self.host_empty)
+        self.copy(landed, grads)
+        indices = [index for index, _ in parts]
+
+        def tail() -> None:
+            try:
+                add_gradients(home, slots, list(zip(indices, landed, strict=True)), fresh)
+            finally:
+                landing.free.set()
+
+        return tail
+
+    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
+        """By the kernel, or its reference in plain torch where triton is missing."""
+        for weights, low, first, second, part, hyper in state.plain_runs(group, grad, hypers):
+            if hyper.maximize or (hyper.weight_decay and not hyper.decoupled):
+                raise ProgramError(
+                    "The optimizer's weight_decay or maximize was changed to what the device's AdamW cannot "
+                    "do: set it before compile."
+                )
+            scale = None if hyper.grad_scale == 1.0 else self.send(torch.tensor([hyper.grad_scale]))
+            adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
+                   hyper.weight_decay, hyper.step, scale)  # fmt: skip
+
+
+def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
+    """What torch's allocator may hold of a budget: all but the driver's context and loaded libraries."""
+    context = api.context_bytes()
+    if budget_bytes <= context + WORKSPACE_BYTES:
+        raise BudgetError(
+            f"hbm_budget={format_bytes(budget_bytes)} is too small: the CUDA context and the libraries' "
+            f"workspaces take {format_bytes(context + WORKSPACE_BYTES)} of it. Raise the budget."
+        )
+    return budget_bytes - context
+
+
+class _Landing:
+    """A host buffer that gradients pass through on their way into another dtype or a sum."""
+
+    def __init__(self) -> None:
+        self.free = Flag()
+        self.free.set()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, like: Sequence[Tensor], host_empty: Callable[[int], Tensor]) -> list[Tensor]:
+        """Host tensors like those given, once what was here before has gone on."""
+        self.free.wait()
+        self.free.clear()
+        forms = [torch.empty_like(t, device="meta") for t in like]
+        sizes = [-(-f.untyped_storage().nbytes() // 256) * 256 for f in forms]
+        if self._buffer.nbytes < sum(sizes):
+            self._buffer = host_empty(sum(sizes))
+        pieces = torch.split(self._buffer[: sum(sizes)], sizes)
+        return [
+            p.view(f.dtype).as_strided(f.shape, f.stride(), p.storage_offset() // f.dtype.itemsize)
+            for p, f in zip(pieces, forms, strict=True)
+        ]
+
+
+def _follow(api: CudaMemory, later: Any, earlier: Any) -> None:
+    event = api.event()
+    event.record(earlier)
+    later.wait_event(event)
+
+
+class TorchCuda:
+    """``torch.cuda`` as :class:`CudaMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        _expand_segments()
+        _warm_up(device)
+        self._base = self.event()
+        self._base.record(self.current())
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+        self._refused = False
+        self._registered: list[int] = []
+
+    def stream(self, name: str) -> Any:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+    def use(self, stream: Any) -> None:
+        torch.cuda.set_stream(stream)
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1e3
+
+    def host_seconds(self, event: Any) -> float:
+        return self._base_seconds + self.seconds_between(self._base, event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def register(self, tensor: Tensor) -> None:
+        """Without page-locking copies are right, but slow: said once."""
+        if tensor.nbytes < _REGISTERED_FROM or self._refused or tensor.is_pinned():
+            return
+        page = os.sysconf("SC_PAGE_SIZE")
+        start = tensor.data_ptr() // page * page
+        stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(start, stop - start, 1))
+        if code == 0:
+            self._registered.append(start)
+        else:
+            self._refused = True
+            print(
+                f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers "
+                "will be slower. Raise the limit of locked memory (ulimit -l unlimited).",
+                file=sys.stderr,
+            )
+
+    def release(self) -> None:
+        """Memory that is given back while it is registered could not be registered again."""
+        torch.cuda.synchronize(self.device)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for start in self._registered:
+            runtime.cudaHostUnregister(start)
+        self._registered.clear()
+
+    def limit(self, nbytes: int) -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
+
+    def context_bytes(self) -> int:
+        """Measured after the libraries were loaded; other processes on the same GPU count into it."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _expand_segments() -> None:
+    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more."""
+    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if settings is not None:
+        settings("expandable_segments:True")
+
+
+def _warm_up(device: torch.device) -> None:
+    """Load the libraries that a step uses, so that what they hold is known before anything is planned."""
+    a = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(a, a, a, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = torch.ones(256, 256, dtype=dtype, device=device)
+        torch.mm(matrix, matrix)
+    torch.cuda.synchronize(device)

@@ -1,0 +1,259 @@
+"""CUDA streams with the order of the light step: who issues, who waits, and for what.
+
+The calling thread issues the compute stream. ``h2d`` and ``d2h`` have a thread each that issues their
+copies, ``host`` and those of NVMe one that works itself, and ``land`` finishes on the host what a copy
+to the host began (its tail). An operation leaves a :class:`Mark`, and a wait for it has up to three parts:
+
+- until it is *issued*, on the host: a CUDA stream that waits for an event which is not yet recorded
+  waits for nothing. For work on the host, issued means over.
+- its CUDA event: device streams wait on the device, host threads on the host.
+- *tails*, where the waiter works on the host. The step orders a host operation after copies by events
+  that may imply each other, and tails are no part of those: so it waits for the tail of every push
+  issued before it in program order. Tails run in order; the last one is enough.
+
+Nothing here knows torch: streams and events come from an ``api`` (see :class:`CudaApi`), in tests one
+that records every call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from megacompile.runtime.workers import Trace
+from megacompile.step.operations import Event
+
+Tail = Callable[[], None]
+Run = Callable[[], Tail | None]
+Flag = threading.Event  # between host threads
+
+
+class CudaApi(Protocol):
+    """Streams and events of one device; ``torch.cuda``'s in :mod:`~megacompile.runtime.cuda`."""
+
+    def stream(self, name: str) -> Any:
+        """A new stream with ``wait_event(event)`` and ``synchronize()``."""
+
+    def event(self) -> Any:
+        """A new event with ``record(stream)``, ``synchronize()`` (without spinning) and ``query()``."""
+
+    def use(self, stream: Any) -> None:
+        """Make a stream the calling thread's own."""
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Device time between two records that are over."""
+
+    def host_seconds(self, event: Any) -> float:
+        """``time.perf_counter`` at a record that is over."""
+
+
+class Mark:
+    """One operation's completion; see the module's docstring."""
+
+    __slots__ = ("event", "issued", "tail")
+
+    def __init__(self) -> None:
+        self.issued = Flag()
+        self.event: Any = None
+        self.tail: threading.Event | None = None  # the last one up to here
+
+
+Task = tuple[int, Run, tuple[Mark, ...], Mark | None, Mark, Event, Trace]
+
+
+class CudaStreams:
+    """The four streams of a step on one device. ``threads`` prepares a worker, by the stream's name."""
+
+    def __init__(self, api: CudaApi, threads: Callable[[str], None]) -> None:
+        self.api = api
+        self.compute = api.stream("compute")
+        self.step = 0
+        self.trace: Trace = []
+        self._prepare_worker = threads
+        self._marks: dict[Event, Mark] = {}
+        self._pushed: Mark | None = None  # the last operation submitted that may have a tail
+        self._waited: frozenset[Event] = frozenset()
+        self._failure: tuple[int, BaseException] | None = None
+        self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
+        self._closed = False
+        self._copies = {name: api.stream(name) for name in ("h2d", "d2h")}
+        works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "nvme_read": self._work,
+                 "nvme_write": self._work, "land": self._land}  # fmt: skip
+        self._queues: dict[str, SimpleQueue[Any]] = {n: SimpleQueue() for n in works}  # tails come last
+        self._threads = [
+            threading.Thread(target=work, args=(n,), name=f"megacompile-{n}", daemon=True)
+            for n, work in works.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- the calling thread ----------------------------------------------------------------------
+
+    def begin(self, trace: Trace, waited: frozenset[Event]) -> None:
+        """Another step: its trace, and the events of the compute stream that anything waits for."""
+        self.step += 1
+        self.trace = trace
+        self._waited = waited
+        self._read_times()
+
+    def submit(self, stream: str, event: Event, after: Iterable[Event], run: Run) -> None:
+        """Queue an operation; what it waits for are the latest marks of ``after`` now."""
+        needed = tuple(self._marks[e] for e in after if e in self._marks)
+        mark, pushed = Mark(), self._pushed if stream == "host" else None
+        self._queues[stream].put((self.step, run, needed, pushed, mark, event, self.trace))
+        self._marks[event] = mark
+        if stream == "d2h":
+            self._pushed = mark
+
+    def wait(self, after: Iterable[Event]) -> None:
+        """Make the compute stream wait, the calling thread only until there is something to wait for."""
+        for event in after:
+            mark = self._marks.get(event)
+            if mark is not None:
+                self._follow(self.compute, mark)
+        self.raise_failure()
+
+    def reached(self, event: Event) -> None:
+        """Record an event of the compute stream, if anything waits for it."""
+        if event not in self._waited:
+            self._marks.pop(event, None)
+            return
+        mark = Mark()
+        mark.event = self.clock()
+        mark.issued.set()
+        self._marks[event] = mark
+
+    def clock(self) -> Any:
+        """An event recorded here on the compute stream."""
+        event = self.api.event()
+        event.record(self.compute)
+        return event
+
+    def note(self, event: Event, start: Any) -> None:
+        """An operation ran on the compute stream from ``start`` to here."""
+        self._timed.append((self.trace, event, start, self.clock()))
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is over, then raise what went wrong, if anything did."""
+        if not self._closed:
+            for queue in self._queues.values():
+                over = Flag()
+                queue.put(over)
+                over.wait()
+            for stream in (self.compute, *self._copies.values()):
+                stream.synchronize()
+            self._read_times()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of an operation, once; later operations run again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure[1]
+
+    def close(self) -> None:
+        """Let all threads finish their queues and end."""
+        if not self._closed:
+            self._closed = True
+            for queue, thread in zip(self._queues.values(), self._threads, strict=True):
+                queue.put(None)
+                thread.join()
+
+    def _read_times(self) -> None:
+        """Put what the device has finished into the traces."""
+        for _ in range(len(self._timed)):
+            trace, event, start, end = self._timed.popleft()
+            if end.query():
+                begun = self.api.host_seconds(start)
+                trace.append((event, begun, begun + self.api.seconds_between(start, end)))
+            else:
+                self._timed.append((trace, event, start, end))
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    def _issue(self, name: str) -> None:
+        """Issue the copies of one stream."""
+        stream, queue = self._copies[name], self._queues[name]
+        latest: threading.Event | None = None  # tail of this stream; it implies those before
+        self._prepare_worker(name)
+        self.api.use(stream)
+        while (task := queue.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
+                continue
+            step, run, needed, _, mark, event, trace = task
+            for other in needed:
+                self._follow(stream, other)
+            start = self.api.event()
+            start.record(stream)
+            tail = self._attempt(step, run)
+            mark.event = self.api.event()
+            mark.event.record(stream)
+            if tail is not None:
+                latest = Flag()
+                self._queues["land"].put((step, tail, mark.event, latest))
+            mark.tail = latest
+            self._timed.append((trace, event, start, mark.event))
+            del task, run, needed, tail  # drop tensors before anyone is told that they were read
+            mark.issued.set()
+
+    def _follow(self, stream: Any, mark: Mark) -> None:
+        """Make a device stream wait for an operation."""
+        mark.issued.wait()
+        if mark.event is not None:
+            stream.wait_event(mark.event)
+
+    def _work(self, name: str) -> None:
+        """Run operations of the host stream."""
+        queue = self._queues[name]
+        self._prepare_worker(name)
+        while (task := queue.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
+                continue
+            step, run, needed, pushed, mark, event, trace = task
+            for other in needed:
+                other.issued.wait()
+                if other.event is not None:
+                    other.event.synchronize()
+            self._await_tails(pushed)
+            start = time.perf_counter()
+            self._attempt(step, run)
+            trace.append((event, start, time.perf_counter()))
+            del task, run, needed, pushed
+            mark.issued.set()
+
+    def _await_tails(self, pushed: Mark | None) -> None:
+        """Until the last tail that was submitted before this operation is over, if there is one."""
+        if pushed is not None:
+            pushed.issued.wait()
+            if pushed.tail is not None:
+                pushed.tail.wait()
+
+    def _land(self, name: str) -> None:
+        """Run tails in the order of their copies; also after a failure, for they give buffers back."""
+        queue = self._queues[name]
+        self._prepare_worker(name)
+        while (task := queue.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
+                continue
+            step, tail, event, over = task
+            event.synchronize()
+            self._attempt(step, tail, always=True)
+            del task, tail
+            over.set()
+
+    def _attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
+        failure = self._failure
+        if failure is not None and step >= failure[0] and not always:
+            return None
+        try:
+            return run()
+        except BaseException as error:
+            self._failure = self._failure or (step, error)
+        return None

@@ -1,0 +1,81 @@
+"""State on the device: weights, moments and gradients of the groups that a plan keeps there.
+
+The runtime's operations on such groups all belong to the compute stream. What their memory takes is
+part of the step's constant bytes; it is given back when a step wants it on the host again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megacompile.host.state import HostState, slot_view
+from megacompile.plan.assemble import GroupLayout
+from megacompile.runtime.device import Device
+from megacompile.step.operations import Step, Token
+
+
+class ResidentState:
+    """Views of the weights that blocks read, and buffers for gradients, by group."""
+
+    def __init__(self, state: HostState, device: Device) -> None:
+        self.state = state
+        self.device = device.torch_device
+        self._hold = device.hold
+        self.weights: dict[int, list[Tensor]] = {}
+        self.landed: set[int] = set()
+        self._gradients: dict[int, Tensor] = {}
+        self._passing = torch.empty(0, dtype=torch.uint8)
+
+    def settled(self, step: Step) -> bool:
+        """Whether everything is where a step wants it; otherwise :meth:`move` must follow, at rest."""
+        return set(self.weights) == set(step.resident)
+
+    def move(self, step: Step) -> None:
+        """Bring state to the device, or back to the host, as a step wants it."""
+        gone = [group for group in self.weights if group not in step.resident]
+        for group in gone:
+            del self.weights[group]
+            self._gradients.pop(group, None)
+            self.state.move(group, torch.device("cpu"))
+        for group in step.resident:
+            if group not in self.weights:
+                self.state.move(group, self.device)
+                weights = self.state.arrays[group]["weights"]
+                self._hold(weights)
+                self.weights[group] = [slot_view(weights, s) for s in self.state.groups[group].slots]
+
+    def prepare(self, step: Step) -> None:
+        """Buffers for the gradients of a step; those that it does not use are given back."""
+        homes = {op.writes[0] for op in step.ops if op.kind == "accumulate"}
+        waiting = {group for name, group in homes if name == "dgrad"} | self.landed
+        for group in set(self._gradients) - waiting:
+            del self._gradients[group]
+        for group in sorted(waiting - set(self._gradients)):
+            elements = self.state.groups[group].elements
+            self._gradients[group] = torch.zeros(elements, dtype=torch.float32, device=self.device)
+        passing = [op.group for op in step.ops if op.kind == "accumulate" and op.writes[0][0] == "dring"]
+        nbytes = max((self.state.groups[g].nbytes for g in passing), default=0)
+        if self._passing.nbytes != nbytes:
+            self._passing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def gradient(self, group: int, home: Token) -> Tensor:
+        """A flat buffer: FP32 where the gradient waits, otherwise in the dtype that the group computes in."""
+        layout = self.state.groups[group]
+        if home[0] == "dring":
+            return self._passing[: layout.nbytes].view(layout.dtype)
+        return self._gradients[group]
+
+    def norms(self, group: int) -> Tensor:
+        """2-norms of a group's gradient by parameter, FP32, on the device."""
+        layout: GroupLayout = self.state.groups[group]
+        grad = self._gradients[group]
+        return torch.stack(
+            [torch.linalg.vector_norm(slot_view(grad, s), 2, dtype=torch.float32) for s in layout.slots]
+        )
+
+    def names(self, group: int) -> Sequence[str]:
+        """Parameters of a group in the order of :meth:`norms`."""
+        return [slot.parameter.name for slot in self.state.groups[group].slots]

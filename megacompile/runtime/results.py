@@ -1,0 +1,75 @@
+"""What a program gives back: the result of a step, and the bytes that it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import ProgramError
+from megacompile.runtime.step_io import StepResults
+from megacompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from megacompile.program import Program
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, measured beside predicted, and on the host by kind."""
+
+    budget_bytes: int
+    device_peak_bytes: int
+    predicted_peak_bytes: int
+    host_bytes: dict[str, int]
+    host_budget_bytes: int
+    resident_peak_bytes: int  # of the whole process, Python and torch included
+    storage_bytes: int = 0
+    traffic: str = ""
+
+    def __str__(self) -> str:
+        host = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.host_bytes.items() if v)
+        host += (
+            f"; budget {format_bytes(self.host_budget_bytes)}; the whole process held "
+            f"{format_bytes(self.resident_peak_bytes)} at most"
+        )
+        if self.storage_bytes:
+            host += f"\nstorage: {format_bytes(self.storage_bytes)} in scratch files\n{self.traffic}"
+        return (
+            f"device: peak {format_bytes(self.device_peak_bytes)} measured, "
+            f"{format_bytes(self.predicted_peak_bytes)} predicted, budget "
+            f"{format_bytes(self.budget_bytes)}\nhost: {host}"
+        )
+
+
+class StepOutput:
+    """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
+
+    def __init__(self, program: Program, results: StepResults, weights: Sequence[float]) -> None:
+        self._program = program
+        self._results = results
+        self._weights = tuple(weights)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
+        losses = self._results.losses
+        self._program.settle()
+        if not losses:
+            raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
+        if len(losses) == 1 and self._weights == (1.0,):
+            return losses[0]
+        return torch.stack([w * x for w, x in zip(self._weights, losses, strict=True)]).sum()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient's 2-norm before clipping; None where updates do not wait for it."""
+        if self._results.grad_norm is None and self._results.takes_norm:
+            self._program.wait()
+        return self._results.grad_norm
+
+    def __repr__(self) -> str:
+        return f"StepOutput(loss={float(self.loss):.4f})" if self._results.losses else "StepOutput()"

@@ -1,0 +1,126 @@
+"""Streams for the CPU backend: one thread per stream, in order, with events between them.
+
+A task starts when the events that were latest when it was submitted are over. The first exception in
+a task keeps the other tasks of its step, and of later ones, from doing anything; tasks of earlier
+steps still run. All events fire in any case, so nothing ever hangs, and the exception is raised in the
+caller at its next wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from queue import SimpleQueue
+
+import torch
+
+from megacompile.step.operations import Event
+
+Trace = list[tuple[Event, float, float]]
+"""What one step did: (event, start, end) of each operation, in seconds of ``time.perf_counter``."""
+
+Task = tuple[int, Callable[[], object], tuple[threading.Event, ...], threading.Event, Event, Trace]
+
+
+class Streams:
+    """In-order worker threads by name, and the latest record of every event.
+
+    ``threads`` gives each stream's number of threads inside torch's operators.
+    """
+
+    def __init__(self, threads: Mapping[str, int]) -> None:
+        self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in threads}
+        self._events: dict[Event, threading.Event] = {}
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
+        self.step = 0  # the number of the step to which tasks are submitted
+        self.trace: Trace = []  # of that step; its tasks add to it even after the next one has begun
+        self._threads = [
+            threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
+            for n, q in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._limit_threads(threads)
+
+    def _limit_threads(self, threads: Mapping[str, int]) -> None:
+        """Set each worker's count inside that worker; torch keeps it per thread."""
+        ours = torch.get_num_threads()
+        for name, count in threads.items():
+            self.submit(name, ("threads",), (), functools.partial(torch.set_num_threads, count))
+            self.wait([("threads",)])
+        torch.set_num_threads(ours)  # also what threads that start later will take
+        self.reached(("threads",))
+
+    def submit(self, stream: str, event: Event, after: Iterable[Event], run: Callable[[], object]) -> None:
+        """Queue ``run`` on a stream; ``event`` fires when it is over."""
+        needed = tuple(self._events[e] for e in after if e in self._events)
+        done = threading.Event()
+        self._events[event] = done
+        self._queues[stream].put((self.step, run, needed, done, event, self.trace))
+
+    def wait(self, events: Iterable[Event]) -> None:
+        """Block the caller until the latest records of ``events`` are over."""
+        for event in events:
+            done = self._events.get(event)
+            if done is not None:
+                done.wait()
+        self.raise_failure()
+
+    def reached(self, event: Event) -> None:
+        """The caller's own stream passed this point: earlier records no longer hold anyone back."""
+        self._events.pop(event, None)
+
+    def note(self, event: Event, start: float) -> None:
+        """Put an operation of the caller's own stream, over now, into the step's trace."""
+        self.trace.append((event, start, time.perf_counter()))
+
+    def drain(self) -> None:
+        """Wait until every queued task is over, then raise what went wrong, if anything did."""
+        if self._closed:
+            self.raise_failure()
+            return
+        marks = []
+        for name in self._queues:
+            mark = threading.Event()
+            self._queues[name].put((self.step, lambda: None, (), mark, ("drain",), []))
+            marks.append(mark)
+        for mark in marks:
+            mark.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of a task, once; later calls run again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure[1]
+
+    def close(self) -> None:
+        """Let all threads finish their queues and end."""
+        if self._closed:
+            return
+        self._closed = True
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, queue: SimpleQueue[Task | None]) -> None:
+        while (task := queue.get()) is not None:
+            step, run, needed, done, name, trace = task
+            for event in needed:
+                event.wait()
+            start = time.perf_counter()
+            failure = self._failure
+            if failure is None or step < failure[0]:
+                try:
+                    run()
+                except BaseException as error:
+                    self._failure = self._failure or (step, error)
+            trace.append((name, start, time.perf_counter()))
+            del failure
+            del task, run, needed  # drop what the task holds before anyone is told that it is over
+            done.set()
+            del done

@@ -1,0 +1,1 @@
+"""Search: the fastest plan that fits the budgets, scored by simulating the step it leads to."""

@@ -1,0 +1,114 @@
+"""Arrange: from counts to places, and from one plan to its neighbours.
+
+A :class:`~megacompile.search.mixture.Mixture` says how many; these functions say which. "runs" gives blocks
+that wait on the host the first places, those that keep most the last ones, and holds the last weight groups;
+"spread" mixes all treatments evenly, so that no stretch of the step loads one stream more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.mixture import Kind, Mixture, Treatment
+
+CHOICES = ("all", "some", "none", "least")
+Arrangement = Literal["runs", "spread"]
+_KEEPS_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The part of a plan that is the same for all blocks and groups of a start."""
+
+    order: Literal["depth", "breadth"]
+    lead: int
+    grad_lag: int
+
+
+def shapes(mode: Mode) -> list[Shape]:
+    """What starts are tried with: orders, and how far transfers run ahead of compute."""
+    orders: list[Literal["depth", "breadth"]] = ["depth", "breadth"]
+    pairs = [(2, 1), (1, 1), (0, 0)]
+    return [Shape(o, lead, lag) for o in orders[: 1 + (mode.micro_batches > 1)] for lead, lag in pairs]
+
+
+def uniform(
+    work: Workload, shape: Shape, choice: str, stash: str, keep: str, *, choices: Sequence[str] = ()
+) -> Plan:
+    """One treatment for all blocks and one for all groups; ``choices`` name the blocks' one by one."""
+    names = choices or (choice,) * len(work.blocks)
+    return Plan(
+        blocks=tuple(BlockPlan(n, stash) for n in names),  # type: ignore[arg-type]
+        groups=(GroupPlan(keep, shape.lead),) * len(work.groups),  # type: ignore[arg-type]
+        order=shape.order,
+        grad_lag=shape.grad_lag,
+    )
+
+
+def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrangement) -> Plan:
+    """The plan in which each kind has its counts, rounded, at the places that the arrangement gives."""
+    blocks: list[BlockPlan] = [BlockPlan("none")] * len(work.blocks)
+    groups: list[GroupPlan] = [GroupPlan("stream", shape.lead)] * len(work.groups)
+    for kind, counts in mixture.blocks:
+        for b, (choice, stash) in _places(kind, counts, arrangement):
+            blocks[b] = BlockPlan(choice, stash)  # type: ignore[arg-type]
+    for kind, counts in mixture.groups:
+        for g, (_, keep) in _places(kind, counts, arrangement):
+            groups[g] = GroupPlan(keep, shape.lead)  # type: ignore[arg-type]
+    return Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
+
+
+def with_late(plan: Plan, work: Workload, share: float) -> Plan:
+    """The plan in which about this share of all updates, evenly spread, waits for the backward's end."""
+    trained = [g for g in range(len(plan.groups)) if g in work.contributions]
+    sizes = list(accumulate((work.groups[g].elements for g in trained), initial=0))
+    total = max(1, sizes[-1])
+    late, done = set(), 0.0
+    for g, size in zip(trained, sizes[1:], strict=True):
+        if share * size / total - done >= 0.5 * work.groups[g].elements / total:
+            late.add(g)
+            done += work.groups[g].elements / total
+    return replace(
+        plan,
+        groups=tuple(replace(p, update="late" if g in late else "early") for g, p in enumerate(plan.groups)),
+    )
+
+
+def _rank(treatment: Treatment) -> tuple[bool, int]:
+    choice, place = treatment
+    return place not in ("host", "stream"), _KEEPS_LESS.get(choice, 0)
+
+
+def _places(kind: Kind, counts: Sequence[float], arrangement: Arrangement) -> Iterator[tuple[int, Treatment]]:
+    whole = _rounded(counts, len(kind.members))
+    order = sorted(range(len(whole)), key=lambda t: _rank(kind.treatments[t]))
+    chosen = [t for t in order for _ in range(whole[t])] if arrangement == "runs" else _evenly(whole, order)
+    for member, t in zip(kind.members, chosen, strict=True):
+        yield member, kind.treatments[t]
+
+
+def _rounded(counts: Sequence[float], total: int) -> list[int]:
+    """Whole counts with the given sum, by largest remainders."""
+    whole = [int(c + 1e-9) for c in counts]
+    by_rest = sorted(range(len(counts)), key=lambda t: (whole[t] - counts[t], t))
+    for i in range(total - sum(whole)):
+        whole[by_rest[i % len(whole)]] += 1
+    while sum(whole) > total:
+        whole[max(range(len(whole)), key=lambda t: whole[t])] -= 1
+    return whole
+
+
+def _evenly(counts: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Each t counts[t] times, at each place the one that is furthest behind its share."""
+    total, given = sum(counts), [0] * len(counts)
+    found = []
+    for place in range(total):
+        behind = max(order, key=lambda t: (counts[t] * (place + 1) / total - given[t], counts[t] > given[t]))
+        given[behind] += 1
+        found.append(behind)
+    return found

@@ -1,0 +1,226 @@
+"""Mixture: how many blocks of a kind should be treated how, by a linear program over counts.
+
+Equal blocks are interchangeable but for their place, so the plan's large decisions are counts: of each
+kind of block, how many keep what and where that waits; of each kind of weight group, how many stay on the
+device. The program's rows are the streams' work in two phases (forward, then backward; transfers hide
+behind the compute of their own phase), the memory at the turn between them, and host memory. Its solution
+is a start for the search in the simulator, which knows what counts cannot tell: where and when.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import duration
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.search.simplex import minimise
+from megacompile.step.operations import Op
+
+Order = Literal["depth", "breadth"]
+Treatment = tuple[str, str]  # of a block: (choice, stash); of a group: ("", keep)
+_TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the one that works less
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Interchangeable blocks, or weight groups, and what each treatment of one of them takes."""
+
+    members: tuple[int, ...]
+    treatments: tuple[Treatment, ...]
+    takes: tuple[Sequence[float], ...]  # per treatment one entry per row of the program
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Per kind and treatment a count, not yet whole; ``late`` is the share of updates that the backward
+    has no time for, ``seconds`` what the program expects of a step.
+    """
+
+    blocks: tuple[tuple[Kind, tuple[float, ...]], ...]
+    groups: tuple[tuple[Kind, tuple[float, ...]], ...]
+    late: float
+    seconds: float
+
+
+# rows: work of each stream in each phase, host updates, device bytes at the turn, host bytes of stashes
+_ROWS = ("compute F", "h2d F", "d2h F", "compute B", "h2d B", "d2h B", "device", "host")
+
+
+class Mixer:
+    """The program of one workload, mode, machine and order, solved for any room on the device."""
+
+    def __init__(self, work: Workload, mode: Mode, machine: Machine, order: Order) -> None:
+        self.work, self.mode, self.machine, self.order = work, mode, machine, order
+        self.breadth = order == "breadth"
+        m = mode.micro_batches
+        self.forwards = (m, 0) if self.breadth else (1, m - 1)  # in the first phase, in the second
+        self.blocks = self._kinds([self._block(b) for b in range(len(work.blocks))])
+        self.groups = self._kinds([self._group(g) for g in range(len(work.groups))])
+
+    def solve(self, device_bytes: float, host_bytes: float | None) -> Mixture | None:
+        """The fastest mixture whose stashes and held groups take at most these bytes."""
+        kinds = self.blocks + self.groups
+        columns = [(k, t) for k, kind in enumerate(kinds) for t in range(len(kind.treatments))]
+        takes = np.array([kinds[k].takes[t] for k, t in columns]).T  # rows x columns
+        count = len(columns)
+        rows, limits = [], []
+        for kind in range(len(kinds)):  # counts of a kind add up; >= suffices, as nothing is free
+            rows.append([-float(k == kind) for k, _ in columns] + [0.0] * 3)
+            limits.append(-float(len(kinds[kind].members)))
+        first, second, whole = (np.eye(3)[i] for i in range(3))
+        adam, norm, pushes = self._fixed
+        if self.machine.shared_cores:
+            cores = self.machine.cores
+            copy, update = 1 / cores, max(1, cores // 2) / cores
+            weights = np.array([1.0, copy, copy, 1.0, copy, copy])
+            rows.append([*(weights @ takes[:6]), *-whole])
+            limits.append(-(update * (adam + norm) + copy * pushes))
+        else:
+            for i, phase in enumerate((first, first, first, second, second, second)):
+                rows.append([*takes[i], *-phase])
+                limits.append(-pushes if i == 5 else 0.0)
+            rows.append([0.0] * count + [*(first + second - whole)])
+            limits.append(0.0)
+            if self.machine.shared_memory:
+                rows.append([*(takes[[1, 2, 4, 5]].sum(axis=0) * self._link_share), *-whole])
+                limits.append(-(adam + norm) - pushes * self._link_share)
+            if self.mode.keeps_gradients:
+                rows += [[0.0] * count + [*-first], [0.0] * count + [*-second]]
+                limits += [-adam, -norm]
+            else:
+                rows.append([0.0] * count + [*-whole])
+                limits.append(-adam)
+        scale = max(1.0, float(takes[6:].max(initial=1.0)))
+        rows.append([*(takes[6] / scale), 0.0, 0.0, 0.0])
+        limits.append(max(0.0, device_bytes) / scale)
+        if host_bytes is not None:
+            rows.append([*(takes[7] / scale), 0.0, 0.0, 0.0])
+            limits.append(max(0.0, host_bytes) / scale)
+        cost = np.array([*(_TIE * takes[:6].sum(axis=0)), 0.0, 0.0, 1.0])
+        unit = max(float(takes[:6].max(initial=0.0)), 1e-30)  # seconds of about one
+        a = np.array(rows)
+        time_rows = slice(len(kinds), len(a) - 1 - (host_bytes is not None))
+        b = np.array(limits)
+        a[time_rows, :count] /= unit
+        b[time_rows] /= unit
+        cost[:count] /= unit
+        x = minimise(cost, a, b)
+        return None if x is None else self._mixture(x, unit)
+
+    def _mixture(self, x: np.ndarray, unit: float) -> Mixture:
+        counts: list[tuple[Kind, tuple[float, ...]]] = []
+        place = 0
+        for kind in self.blocks + self.groups:
+            size = len(kind.treatments)
+            counts.append((kind, tuple(float(v) for v in x[place : place + size])))
+            place += size
+        blocks = len(self.blocks)
+        adam = self._fixed[0]
+        late = 1 - float(x[-2]) * unit / adam if adam and not self.machine.shared_cores else 0.0
+        return Mixture(
+            tuple(counts[:blocks]), tuple(counts[blocks:]), min(1.0, max(0.0, late)), float(x[-1]) * unit
+        )
+
+    @staticmethod
+    def _kinds(items: list[dict[Treatment, tuple[float, ...]]]) -> tuple[Kind, ...]:
+        found: dict[tuple[tuple[Treatment, tuple[float, ...]], ...], list[int]] = defaultdict(list)
+        for index, takes in enumerate(items):
+            found[tuple(takes.items())].append(index)
+        return tuple(
+            Kind(tuple(members), tuple(t for t, _ in key), tuple(v for _, v in key))
+            for key, members in found.items()
+        )
+
+    # ---- what one block or group takes --------------------------------------------------------------
+
+    def _block(self, b: int) -> dict[Treatment, tuple[float, ...]]:
+        ahead, later = self.forwards
+        m = self.mode.micro_batches
+        takes: dict[Treatment, tuple[float, ...]] = {}
+        for choice in self.work.blocks[b].choices:
+            forward = self._seconds("forward", choice.forward)
+            back = self._seconds("recompute", choice.recompute) + self._seconds("backward", choice.backward)
+            stash = self.stash_bytes(b, choice)
+            compute = (ahead * forward, later * forward + m * back)
+            alive = stash * (m if self.breadth else 1)
+            takes[choice.name, "device"] = (compute[0], 0.0, 0.0, compute[1], 0.0, 0.0, alive, 0.0)
+            if stash:
+                out = duration(Op("offload", "d2h", nbytes=stash), self.machine)
+                back_in = duration(Op("reload", "h2d", nbytes=stash), self.machine)
+                takes[choice.name, "host"] = (
+                    compute[0], 0.0, ahead * out, compute[1], m * back_in, later * out, 0.0, float(stash * m)
+                )  # fmt: skip
+        return takes
+
+    def _group(self, g: int) -> dict[Treatment, tuple[float, ...]]:
+        m, again = self.mode.micro_batches, g in self._wanted_again
+        fetch = duration(Op("prefetch", "h2d", nbytes=self.work.groups[g].nbytes), self.machine)
+        later = m - 1 if not self.breadth else 0
+        nbytes = float(self.work.groups[g].nbytes)
+
+        def takes(second: int, held: float) -> tuple[float, ...]:
+            return (0.0, fetch, 0.0, 0.0, second * fetch, 0.0, held, 0.0)
+
+        if not again and m == 1:
+            return {("", "stream"): takes(0, 0.0)}
+        found = {("", "stream"): takes(later + (m if not self.breadth else 1) * again, 0.0)}
+        if m > 1 and not self.breadth:
+            found["", "micro"] = takes(later, nbytes)
+        found["", "step"] = takes(0, nbytes)
+        return found
+
+    def stash_bytes(self, b: int, choice: Choice) -> int:
+        """Bytes that wait from a block's forward for its own backward alone."""
+        calls = [c for c in (choice.recompute, choice.backward) if c is not None]
+        reads = {v for call in calls for v in call.reads}
+        own = [v for v in reads if self._readers[v] == {b} and not self.work.values[v].batch]
+        saved = choice.saved_bytes if choice.recompute is None and choice.backward is not None else 0
+        return saved + sum(self.work.values[v].nbytes for v in own)
+
+    def _seconds(self, kind: str, call: Call | None) -> float:
+        if call is None:
+            return 0.0
+        op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore[arg-type]
+        return duration(op, self.machine)
+
+    @cached_property
+    def _readers(self) -> dict[int, set[int]]:
+        """Per value the blocks that read it again after their forward."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for b, block in enumerate(self.work.blocks):
+            for choice in block.choices:
+                for call in (choice.recompute, choice.backward):
+                    for v in call.reads if call is not None else ():
+                        readers[v].add(b)
+        return readers
+
+    @cached_property
+    def _wanted_again(self) -> set[int]:
+        """Groups that a backward wants after other blocks have run since their forward."""
+        last = len(self.work.blocks) - 1
+        return {g for b, block in enumerate(self.work.blocks) if b < last for c in block.choices
+                for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
+
+    @property
+    def _link_share(self) -> float:
+        """Of host memory bandwidth, what a copy over the link draws."""
+        machine = self.machine
+        return (machine.h2d_bandwidth + machine.d2h_bandwidth) / 2 / machine.host_bandwidth
+
+    @cached_property
+    def _fixed(self) -> tuple[float, float, float]:
+        """Seconds of all updates, of all norms, of all pushes of gradients."""
+        elements = sum(self.work.groups[g].elements for g in self.work.contributions)
+        pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
+        adam = duration(Op("adam", "host", nbytes=28 * elements), self.machine)
+        norm = duration(Op("norm", "host", nbytes=4 * elements), self.machine)
+        pushes = sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushed)
+        return adam, norm * self.mode.keeps_gradients, pushes * self.mode.micro_batches

@@ -1,0 +1,106 @@
+"""Neighbours of a plan: what local search tries, the most promising first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megacompile.plan.plan import BlockPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import CHOICES, with_late
+
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def neighbours(work: Workload, mode: Mode, plan: Plan) -> Iterator[Plan]:
+    """Plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
+    if mode.kind == "train" and not mode.keeps_gradients:
+        yield from _updates(work, plan)
+    yield from _leads(plan)
+    yield from _flow(plan)
+    yield from _groups(plan)
+    yield from _blocks(work, plan)
+
+
+def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:
+    trained = sum(work.groups[g].elements for g in work.contributions)
+    late = sum(work.groups[g].elements for g, p in enumerate(plan.groups) if p.update == "late")
+    now = late / max(1, trained)
+    for share in (*_SHARES, now - 0.1, now + 0.1, now - 0.04, now + 0.04):
+        if 0 <= share <= 1:
+            yield with_late(plan, work, share)
+    places = [g for g, p in enumerate(plan.groups) if p.update == "late"]
+    for g in (*places[-3:], *(g for g in range(4) if g not in places)):
+        yield _flipped(plan, {g})
+    for g in places[-3:]:  # another group's update waits in its stead
+        before = [i for i in range(g) if i not in places]
+        for other in (before[-1:] or [])[:1]:
+            yield _flipped(plan, {g, other})
+
+
+def _flipped(plan: Plan, places: set[int]) -> Plan:
+    return replace(plan, groups=tuple(
+        replace(p, update="early" if p.update == "late" else "late") if g in places else p
+        for g, p in enumerate(plan.groups)))  # fmt: skip
+
+
+def _leads(plan: Plan) -> Iterator[Plan]:
+    for change in (1, -1):
+        yield _with_leads(plan, [g.lead + change for g in plan.groups])
+    count = len(plan.groups)
+    for part in (8, 4, 2):
+        for lead in (4, 8):
+            yield _with_leads(plan, [max(g.lead, lead) if i < count // part else g.lead
+                                     for i, g in enumerate(plan.groups)])  # fmt: skip
+
+
+def _with_leads(plan: Plan, leads: list[int]) -> Plan:
+    groups = (replace(g, lead=max(0, lead)) for g, lead in zip(plan.groups, leads, strict=True))
+    return replace(plan, groups=tuple(groups))
+
+
+def _flow(plan: Plan) -> Iterator[Plan]:
+    yield replace(plan, grad_lag=plan.grad_lag + 1)
+    if plan.grad_lag:
+        yield replace(plan, grad_lag=plan.grad_lag - 1)
+    for ring in (2, 4):
+        yield replace(plan, ring=ring)
+
+
+def _groups(plan: Plan) -> Iterator[Plan]:
+    """Hold more groups, or fewer, by halving stretches from either end."""
+    streamed = [i for i, g in enumerate(plan.groups) if g.keep == "stream"]
+    held = [i for i, g in enumerate(plan.groups) if g.keep != "stream"]
+    for places, keep in ((streamed, "step"), (held, "stream")):
+        for stretch in _stretches(places):
+            yield replace(plan, groups=tuple(
+                replace(g, keep=keep) if i in stretch else g for i, g in enumerate(plan.groups)  # type: ignore[arg-type]
+            ))  # fmt: skip
+
+
+def _blocks(work: Workload, plan: Plan) -> Iterator[Plan]:
+    """Another treatment for a stretch of the blocks that have one now."""
+    names = {c.name for b in work.blocks for c in b.choices}
+    treatments = [BlockPlan(n, s) for n in CHOICES if n in names
+                  for s in ("device", "host")]  # fmt: skip
+    present = sorted(set(plan.blocks), key=lambda p: (p.choice, p.stash))
+    for other in treatments:
+        for now in present:
+            if other == now:
+                continue
+            places = [i for i, p in enumerate(plan.blocks) if p == now]
+            for stretch in _stretches(places):
+                yield replace(plan, blocks=tuple(
+                    other if i in stretch else p for i, p in enumerate(plan.blocks)))  # fmt: skip
+
+
+def _stretches(places: list[int]) -> Iterator[frozenset[int]]:
+    """The first and the last n of the places, for n = 1, 4, 16, …; each alone where they are few."""
+    if len(places) <= 6:
+        yield from (frozenset([p]) for p in places)
+        return
+    size = 1
+    while size < len(places):
+        yield frozenset(places[:size])
+        yield frozenset(places[-size:])
+        size *= 4

@@ -1,0 +1,295 @@
+"""The planner: search for the fastest plan that fits, scored by simulating the step it leads to.
+
+Candidates are lowered by the very passes that make the final step; their peak is exact and their time
+simulated. Starts come from a linear program over counts (:mod:`~megacompile.search.mixture`) whose room is
+corrected until the step just fits, and from plans that treat everything alike; local search improves the
+best of them. The search is deterministic: it is limited by the operations that it lowers, not by time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import Timeline, duration, simulate
+from megacompile.passes import finish, lower_memory
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import CHOICES, Arrangement, Shape, arrange, shapes, uniform, with_late
+from megacompile.search.least import describe_peak, infeasible, least_plans
+from megacompile.search.mixture import Mixer
+from megacompile.search.neighbours import neighbours
+from megacompile.step.operations import Op, Step, host_bytes, peak_bytes
+from megacompile.units import format_bytes
+
+_STARTS, _LIMIT = 90_000, 180_000  # operations lowered before local search begins, and in all
+_EVALUATIONS = 300  # where steps are short
+_CORRECTIONS = 6  # solutions of the linear program per start
+_BETTER = 1 - 1e-9
+_CLOSE = 1.003  # to the goal: no more to be looked for
+_EVERYTHING = 1e15  # bytes that no device has
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the step it lowers to and what that step is predicted to take."""
+
+    plan: Plan
+    step: Step
+    timeline: Timeline
+    peak_bytes: int
+    evaluations: int
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds
+
+
+def search(
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    host_budget: int | None = None,
+    also: Sequence[Plan] = (),
+) -> Planned:
+    """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
+
+    ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
+    stashes; where no plan meets it, it is as if not given, and the caller refuses. ``also`` are plans to
+    score as well, such as those of smaller budgets: what is found is never slower than one of them that
+    fits. On an interrupt the best plan so far is returned, if any.
+
+    Raises :class:`BudgetError` with the least feasible budget where nothing fits.
+    """
+    found = _Search(work, mode, machine, budget_bytes, host_budget)
+    try:
+        with _without_garbage_collection():
+            found.run(also)
+    except KeyboardInterrupt:
+        if found.best is None:
+            raise
+    if found.best is None and host_budget is not None:
+        return search(work, mode, machine, budget_bytes)
+    if found.best is None:
+        raise infeasible(work, mode, budget_bytes)
+    plan = replace(found.best.plan, workload=work.digest)
+    return replace(found.best, plan=plan, evaluations=found.evaluations)
+
+
+def follow(plan: Plan, work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Planned:
+    """The step of a given plan, if the plan was made for this workload and fits.
+
+    Raises :class:`MegacompileError` for a plan of another model or batch, :class:`BudgetError` for one
+    that holds more than ``budget_bytes``.
+    """
+    check_fits(plan, work)
+    step = lower_memory(work, plan, mode)
+    peak = peak_bytes(step)
+    if peak > budget_bytes:
+        raise BudgetError(
+            f"The given plan holds {format_bytes(peak)} on the device and hbm_budget is "
+            f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
+            least_bytes=peak,
+        )
+    step = finish(step, work, plan, mode)
+    return Planned(plan, step, simulate(step, machine), peak, 1)
+
+
+def check_fits(plan: Plan, work: Workload) -> None:
+    """Raise :class:`MegacompileError` where a plan is not one for this workload."""
+    if plan.workload and plan.workload != work.digest:
+        raise MegacompileError(
+            "The plan was made for another model, batch or version (its digest is "
+            f"{plan.workload[:8]}…, this workload's {work.digest[:8]}…): plan again."
+        )
+    if (len(plan.blocks), len(plan.groups)) != (len(work.blocks), len(work.groups)):
+        raise MegacompileError(
+            f"The plan has {len(plan.blocks)} blocks and {len(plan.groups)} weight groups, this model has "
+            f"{len(work.blocks)} and {len(work.groups)}: plan again."
+        )
+    for block, planned in zip(work.blocks, plan.blocks, strict=True):
+        if planned.choice not in CHOICES:
+            raise MegacompileError(
+                f"The plan keeps {planned.choice!r} of {block.name}: choose from {', '.join(CHOICES)}."
+            )
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Steps hold no cycles, and collections would walk the whole captured model each time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Search:
+    """Lowers, measures and simulates candidates, each plan once; keeps the best."""
+
+    def __init__(
+        self, work: Workload, mode: Mode, machine: Machine, budget_bytes: int, host_budget: int | None
+    ) -> None:
+        self.work, self.mode, self.machine = work, mode, machine
+        self.budget_bytes, self.host_budget = budget_bytes, host_budget
+        self.best: Planned | None = None
+        self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
+        self.lowered = 0  # operations so far
+        self.evaluations = 0
+        self._seen: set[Plan] = set()
+
+    def run(self, also: Sequence[Plan]) -> None:
+        for plan in also:
+            self.score(replace(plan, workload=""))
+        self._mixtures()
+        self._uniform()
+        if self.best is None:
+            for plan in least_plans(self.work, self.mode):
+                self.score(plan)
+        if self.best is not None:
+            self._improve()
+
+    @property
+    def _spent(self) -> bool:
+        return self.lowered >= _LIMIT or self.evaluations >= _EVALUATIONS
+
+    # ---- one candidate ------------------------------------------------------------------------------
+
+    def measure(self, plan: Plan) -> tuple[Step, int, bool]:
+        """The step before its waits, its peak, and whether it fits device and host."""
+        self.evaluations += 1
+        step = lower_memory(self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        peak = peak_bytes(step)
+        fits = peak <= self.budget_bytes and (
+            self.host_budget is None or host_bytes(step, self.work) <= self.host_budget
+        )
+        return step, peak, fits
+
+    def score(self, plan: Plan) -> bool:
+        """Whether a plan fits and is faster than the best so far, which it then becomes."""
+        if plan in self._seen or not self._may_win(plan):
+            return False
+        self._seen.add(plan)
+        step, peak, fits = self.measure(plan)
+        return fits and self._simulate(plan, step, peak)
+
+    def _simulate(self, plan: Plan, step: Step, peak: int) -> bool:
+        step = finish(step, self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        timeline = simulate(step, self.machine)
+        if self.best is not None and timeline.step_seconds >= self.best.seconds * _BETTER:
+            return False
+        self.best = Planned(plan, step, timeline, peak, 0)
+        return True
+
+    def _may_win(self, plan: Plan) -> bool:
+        """False where compute alone takes as long as the best step."""
+        if self.best is None:
+            return True
+        compute = sum(
+            self._compute[b][p.choice] if p.choice in self._compute[b] else self._compute[b]["none"]
+            for b, p in enumerate(plan.blocks)
+        )
+        return compute < self.best.seconds
+
+    @cached_property
+    def _compute(self) -> list[dict[str, float]]:
+        """Per block and choice the seconds of its functions in a step."""
+
+        def seconds(kind: str, call: object) -> float:
+            if call is None:
+                return 0.0
+            op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore
+            return duration(op, self.machine)
+
+        if self.mode.kind == "update":
+            return [dict.fromkeys([c.name for c in b.choices] + ["none"], 0.0) for b in self.work.blocks]
+        return [
+            {
+                c.name: self.mode.micro_batches
+                * (
+                    seconds("forward", c.forward)
+                    + (self.mode.kind != "evaluate")
+                    * (seconds("recompute", c.recompute) + seconds("backward", c.backward))
+                )
+                for c in b.choices
+            }
+            for b in self.work.blocks
+        ]
+
+    # ---- starts -------------------------------------------------------------------------------------
+
+    def _mixtures(self) -> None:
+        if self.mode.kind in ("evaluate", "update"):
+            return
+        arrangements: tuple[Arrangement, ...] = ("runs", "spread")
+        mixers = {}
+        for shape, arrangement in product(shapes(self.mode), arrangements):
+            if self.lowered > _STARTS:
+                return
+            if shape.order not in mixers:
+                mixer = mixers[shape.order] = Mixer(self.work, self.mode, self.machine, shape.order)
+                ideal = mixer.solve(_EVERYTHING, None)
+                if ideal is not None:
+                    self.goal = min(self.goal or ideal.seconds, ideal.seconds)
+            self._fill(mixers[shape.order], shape, arrangement)
+
+    def _fill(self, mixer: Mixer, shape: Shape, arrangement: Arrangement) -> None:
+        """Correct the program's room until the step that comes of it just fits, and score that one."""
+        room, host_room = float(self.budget_bytes), self.host_budget
+        fits_at, fails_at = 0.0, _EVERYTHING
+        fitting: tuple[Plan, Step, int] | None = None
+        for _ in range(_CORRECTIONS):
+            mixture = mixer.solve(room, host_room)
+            if mixture is None:
+                break
+            plan = arrange(self.work, shape, mixture, arrangement)
+            if not self.mode.keeps_gradients:
+                plan = with_late(plan, self.work, mixture.late)
+            step, peak, fits = self.measure(plan)
+            if fits:
+                same, fits_at = fitting is not None and fitting[0] == plan, room
+                fitting = plan, step, peak
+                if same or self.budget_bytes - peak < 0.01 * self.budget_bytes:
+                    break
+            else:
+                fails_at = room
+                if host_room is not None:
+                    host_room -= max(0, host_bytes(step, self.work) - (self.host_budget or 0))
+            room += 0.98 * (self.budget_bytes - peak)
+            if not fits_at < room < fails_at:
+                room = (fits_at + min(fails_at, self.budget_bytes)) / 2
+        if fitting is not None and fitting[0] not in self._seen:
+            self._seen.add(fitting[0])
+            self._simulate(*fitting)
+
+    def _uniform(self) -> None:
+        keeps = ("step", "stream") if self.mode.micro_batches == 1 else ("step", "micro", "stream")
+        for shape in shapes(self.mode):
+            for choice, stash, keep in product(CHOICES, ("device", "host"), keeps):
+                self.score(uniform(self.work, shape, choice, stash, keep))
+
+    # ---- local search -------------------------------------------------------------------------------
+
+    def _improve(self) -> None:
+        """First improvement over the neighbours of the best, until none helps or the limit is reached."""
+        assert self.best is not None
+        while not self._spent and self.best.seconds > self.goal * _CLOSE:
+            start = self.best.plan
+            for plan in neighbours(self.work, self.mode, start):
+                if self._spent:
+                    return
+                self.score(plan)
+            if self.best.plan == start:
+                return

@@ -1,0 +1,70 @@
+"""Fixed schedules by name, on the same executor and with the same proof as what the search finds.
+
+For knowing what a schedule is worth: each is one rule for the whole step, whatever the budget. A policy
+is any function ``(work, mode, machine, budget_bytes) -> Plan``, so one's own goes wherever a name goes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from megacompile.errors import MegacompileError
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import Shape, uniform, with_late
+
+Policy = Callable[[Workload, Mode, Machine, int], Plan]
+SEARCH = "search"
+
+
+def full_recompute(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """Each block keeps its input alone; weights come two operations ahead, for each use."""
+    return uniform(work, Shape("depth", 2, 1), "none", "device", "stream")
+
+
+def double_buffer(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """Two layers' weights on the device at a time, inputs kept, updates after the backward."""
+    return with_late(uniform(work, Shape("depth", 1, 1), "none", "device", "stream"), work, 1.0)
+
+
+def zero3_like(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """Weights fetched for each layer's forward and again for its backward, one ahead; inputs wait on the
+    host; updates after the backward, as ZeRO-3 with offload does it.
+    """
+    return with_late(uniform(work, Shape("depth", 1, 0), "none", "host", "stream"), work, 1.0)
+
+
+POLICIES: dict[str, Policy] = {
+    "full-recompute": full_recompute,
+    "double-buffer": double_buffer,
+    "zero3-like": zero3_like,
+}
+
+
+def chosen(policy: str | Policy, plan: Plan | str | Path | None) -> Policy | None:
+    """What makes the plan instead of the search; None: the search. ``plan`` may name a plan file."""
+    if plan is not None:
+        if policy != SEARCH:
+            raise MegacompileError("Give policy= or plan=, not both.")
+        given = plan if isinstance(plan, Plan) else read_plan(plan)
+        return lambda work, mode, machine, budget_bytes: given
+    if not isinstance(policy, str):
+        return policy
+    if policy == SEARCH:
+        return None
+    if policy not in POLICIES:
+        near = difflib.get_close_matches(policy, [SEARCH, *POLICIES], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join([SEARCH, *POLICIES])}."
+        raise MegacompileError(f"There is no policy {policy!r}: {hint}")
+    return POLICIES[policy]
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file that ``dump=`` or ``Plan.to_json`` wrote."""
+    try:
+        return Plan.from_json(Path(path).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise MegacompileError(f"The plan file {path} cannot be read: {error}.") from error

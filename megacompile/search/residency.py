@@ -1,0 +1,83 @@
+"""Which weight groups keep their state on the device: the last choice of a plan, with the memory left over.
+
+A group on the device takes its weights, masters, moments and, where gradients wait, its gradient: 12 to
+16 bytes per parameter, for which nothing of it crosses the link and the host does not update it. First
+groups in the order of the forward come first: theirs are the updates that end a step last and that the
+next step wants first.
+
+A model has one state. The groups chosen for its first training program stay for all others that fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megacompile.host.formats import StateFormat, group_arrays
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import simulate
+from megacompile.passes import finish, lower_memory
+from megacompile.plan.assemble import Assembly
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.planner import Planned
+from megacompile.step.operations import peak_bytes
+
+
+def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
+    """The assembly with what each group's state and gradient take."""
+    groups = tuple(
+        replace(
+            work,
+            state_bytes=sum(a.nbytes for a in group_arrays(layout, form) if a.name != "weights"),
+            gradient_bytes=4 * layout.elements,
+        )
+        for work, layout in zip(assembly.work.groups, assembly.groups, strict=True)
+    )
+    return replace(assembly, work=replace(assembly.work, groups=groups))
+
+
+def reside(
+    best: Planned,
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    budget_bytes: int,
+    candidates: tuple[int, ...] | None,
+) -> Planned:
+    """The plan with the state of as many ``candidates`` on the device as fit, if that is faster.
+
+    ``candidates`` None allows every group whose state the plan keeps in RAM. Modes that do not train
+    take all candidates that fit, so that state need not move.
+    """
+    if candidates is None:
+        candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
+    count = _most(best.plan, candidates, work, mode, budget_bytes)
+    if count == 0:
+        return best
+    plan = resident_plan(best.plan, candidates[:count])
+    step = finish(lower_memory(work, plan, mode), work, plan, mode)
+    found = Planned(plan, step, simulate(step, machine), peak_bytes(step), best.evaluations)
+    slower = found.timeline.step_seconds > best.timeline.step_seconds * (1 - 1e-9)
+    return best if slower and mode.kind == "train" else found
+
+
+def _most(plan: Plan, candidates: tuple[int, ...], work: Workload, mode: Mode, budget_bytes: int) -> int:
+    """How many of the first candidates fit, by bisection: one more never needs less memory."""
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high + 1) // 2
+        step = lower_memory(work, resident_plan(plan, candidates[:middle]), mode)
+        if peak_bytes(step) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def resident_plan(plan: Plan, groups: tuple[int, ...]) -> Plan:
+    """The plan with the state of these groups on the device."""
+    chosen = set(groups)
+    return replace(
+        plan,
+        groups=tuple(replace(g, state="device") if i in chosen else g for i, g in enumerate(plan.groups)),
+    )

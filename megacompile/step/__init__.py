@@ -1,0 +1,1 @@
+"""Step: the light step's operations, their proof, and their Python source."""

@@ -1,0 +1,79 @@
+"""Bind: an emitted step together with the functions, layouts and constants that it refers to.
+
+In: a step, its source, and what the stages before left. Out: :class:`BoundStep`, which a runtime runs.
+Block functions are loaded for the device that they will run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, load_functions
+from megacompile.partition.blocks import Block, Partition
+from megacompile.plan.assemble import Assembly
+from megacompile.step.operations import Step, kept_gradients
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """One function of one block, ready to be called."""
+
+    block: Block
+    function: BlockFunction
+    run: Callable[[list[Any]], list[Any]]
+
+
+class BoundStep:
+    """An emitted step with the functions, layouts and constants that its operations refer to.
+
+    ``function`` takes a runtime and makes the calls of the step on it. ``constants`` are the model's
+    own buffers and constants, on the host.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        source: str,
+        part: Partition,
+        templates: Sequence[DifferentiatedTemplate],
+        assembly: Assembly,
+        constants: dict[str, Tensor],
+        parameter_order: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        namespace: dict[str, Any] = {}
+        exec(compile(source, "<megacompile step>", "exec"), namespace)
+        self.function: Callable[[Any], None] = namespace["step"]
+        self.step = step
+        self.part = part
+        self.assembly = assembly
+        self.constants = constants
+        self.parameter_order = tuple(parameter_order)
+        self.kinds = frozenset(op.kind for op in step.ops)
+        self.kept = kept_gradients(step)
+        self.updates = sum(op.kind == "adam" for op in step.ops)
+        self.loss_block = part.values[part.loss].producer
+        self._templates = templates
+        self._calls: dict[tuple[int, str, str], BoundCall] = {}
+        self._functions: dict[str, Callable[[list[Any]], list[Any]]] = {}
+        for template in templates:
+            for function in template.functions():
+                self._functions.update(load_functions(function.source, device))
+
+    def call(self, block: int, keep: str, part: str) -> BoundCall:
+        """The bound function for one operation; made once per block and kind."""
+        key = (block, keep, part)
+        found = self._calls.get(key)
+        if found is None:
+            bound = self.part.blocks[block]
+            option = self._templates[bound.template].options[keep]  # type: ignore[index]
+            function: BlockFunction | None = getattr(option, part)
+            assert function is not None
+            found = BoundCall(bound, function, self._functions[function.name])
+            self._calls[key] = found
+        return found

@@ -1,0 +1,337 @@
+"""Emit: the scheduled step as Python source that a person can read.
+
+One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that
+repeat with indices moving evenly, as they do over equal layers, are printed as a loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token
+
+_INTEGER = re.compile(r"(?<![A-Za-z_0-9.])-?\d+")
+_LONGEST_BODY = 64
+_HOLE = "\0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    shape: str
+    numbers: tuple[int, ...]
+
+    def text(self, expressions: Sequence[str]) -> str:
+        parts = self.shape.split(_HOLE)
+        text = "".join(a + b for a, b in zip(parts, (*expressions, ""), strict=True))
+        return re.sub(r"\((\w+)\) %", r"\1 %", text)  # parentheses around a single term
+
+
+def emit_step(step: Step, work: Workload, *, title: str) -> str:
+    """Source of ``def step(rt)`` for one program."""
+    prefetches = [op for op in step.ops if op.kind == "prefetch"]
+    lines = [
+        f'"""{title}',
+        "",
+        "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
+        *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),
+        "An operation starts when the named events before it (after=) are over.",
+        "",
+        *_legend(work),
+        '"""',
+        "",
+    ]
+    if prefetches:
+        offsets = ", ".join(_repeats([op.offset for op in prefetches]))
+        lines += ["# Byte offset in the weight slab of each prefetch, in order of issue.",
+                  *_wrapped(f"OFFSETS = ({offsets},)"), "", ""]  # fmt: skip
+    lines += ["def step(rt):", *_body(step)]
+    return "\n".join(lines) + "\n"
+
+
+def _legend(work: Workload) -> list[str]:
+    lines = ["blocks:"]
+    lines += [f"    {text}" for text in fold([b.name for b in work.blocks])]
+    lines += ["weight groups:"]
+    sizes = [f"{g.name}  {g.nbytes / 1e6:.2f} MB" for g in work.groups]
+    lines += [f"    {text}" for text in fold(sizes)]
+    return lines
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """One line per run of names that differ in evenly counted numbers: ``1-8  layers.0-7``."""
+    lines = []
+    start = 0
+    while start < len(names):
+        end = start + 1
+        while end < len(names) and _alike(names[start], names[end], end - start):
+            end += 1
+        if end - start == 1:
+            lines.append(f"{start}  {names[start]}")
+        else:
+            lines.append(f"{start}-{end - 1}  {_span(names[start], names[end - 1])}")
+        start = end
+    return lines
+
+
+def _alike(first: str, other: str, distance: int) -> bool:
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", other)
+    if len(a) != len(b) or a[::2] != b[::2]:
+        return False
+    moved = [(int(x), int(y)) for x, y in zip(a[1::2], b[1::2], strict=True) if x != y]
+    return len(moved) == 1 and moved[0][1] - moved[0][0] == distance
+
+
+def _span(first: str, last: str) -> str:
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+    return "".join(x if x == y else f"{x}-{y}" for x, y in zip(a, b, strict=True))
+
+
+def _repeats(numbers: Sequence[int], longest: int = 16) -> list[str]:
+    """Items of a tuple display; what repeats is written once: ``*(0, 512) * 40``."""
+    items, start = [], 0
+    while start < len(numbers):
+        best = (1, 1)
+        for period in range(1, min(longest, (len(numbers) - start) // 2) + 1):
+            count, body = 1, numbers[start : start + period]
+            while numbers[start + count * period : start + (count + 1) * period] == body:
+                count += 1
+            if period * (count - 1) > max(2, best[0] * (best[1] - 1)):
+                best = (period, count)
+        period, count = best
+        body = numbers[start : start + period]
+        ending = "," if period == 1 else ""
+        items.append(f"*({', '.join(map(str, body))}{ending}) * {count}" if count > 1 else str(body[0]))
+        start += period * count
+    return items
+
+
+def _wrapped(text: str, width: int = 100) -> list[str]:
+    lines, line = [], ""
+    for word in text.split(" "):
+        if line and len(line) + len(word) + 1 > width:
+            lines.append(line)
+            line = "   "
+        line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+# ---- statements ---------------------------------------------------------------------------------
+
+
+def _statements(step: Step) -> list[_Statement]:
+    statements = []
+    prefetches = 0
+    pushes: dict[int, int] = {}
+    reads: dict[tuple[str, int], int] = {}  # number of the latest read of a group into each window
+    counts = {"window": 0, "staged": 0}
+    for op in step.ops:
+        ring = next((t for t in op.writes if t[0] == "ring"), None)
+        if ring is not None:
+            pushes[op.group] = len(pushes)
+        buffer = _buffer(op)
+        if op.kind == "read" and buffer is not None:
+            reads[buffer[0], op.group] = counts[buffer[0]]
+            counts[buffer[0]] += 1
+        number = reads.get((buffer[0], op.group), 0) if buffer is not None else 0
+        text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
+        prefetches += op.kind == "prefetch"
+        numbers = tuple(int(n) for n in _INTEGER.findall(text))
+        statements.append(_Statement(_INTEGER.sub(_HOLE, text), numbers))
+    return statements
+
+
+def _body(step: Step) -> list[str]:
+    statements, lines = _statements(step), []
+    for start, period, count in _loops(statements):
+        body = statements[start : start + period]
+        if count == 1:
+            lines += [f"    {s.text([str(n) for n in s.numbers])}" for s in body]
+        else:
+            lines += _loop(body, statements[start + period : start + 2 * period], count)
+    return lines or ["    pass"]
+
+
+def line_of_each(step: Step) -> list[tuple[int, int | None]]:
+    """Of each operation the line of the emitted function's body, from 0, and the loop variable there."""
+    statements, line = _statements(step), 0
+    places: list[tuple[int, int | None]] = []
+    for start, period, count in _loops(statements):
+        body, following = (statements[start + i * period : start + (i + 1) * period] for i in (0, 1))
+        if count == 1:
+            places += [(line + j, None) for j in range(period)]
+        else:
+            origin, stride = _variable(body, following)
+            places += [(line + 1 + j, origin + n * stride) for n in range(count) for j in range(period)]
+        line += period + (count > 1)
+    return places
+
+
+def _buffer(op: Op) -> Token | None:
+    """The buffer of the host window that an operation touches."""
+    return next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
+
+
+def statement(
+    op: Op,
+    prefetch: int = 0,
+    ring: tuple[int, int] | None = None,
+    window: tuple[int, int] | None = None,
+) -> str:
+    """The call on the runtime that runs one operation.
+
+    ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers),
+    ``window`` (number of the read whose buffer is used, buffers).
+    """
+    arguments: list[str] = []
+    if op.kind == "load":
+        arguments += [f"value={op.writes[0][1]}", f"micro={op.micro}"]
+    elif op.kind == "prefetch":
+        arguments += [f"group={op.group}", f"offset=OFFSETS[{prefetch}]"]
+    elif op.kind == "evict" and op.group >= 0:
+        arguments.append(f"group={op.group}")
+    elif op.kind == "evict" and op.block >= 0:
+        arguments += [f"block={op.block}", f"micro={op.micro}"]
+    elif op.kind in ("forward", "recompute", "backward"):
+        arguments += [f"block={op.block}", f"micro={op.micro}", f'keep="{op.choice}"']
+    elif op.kind in ("offload", "reload"):
+        tokens = op.reads if op.kind == "offload" else op.writes
+        arguments += [f"block={op.block}", f"micro={op.micro}", f"stash={_tokens(tokens)}"]
+    elif op.kind == "push_grad":
+        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
+                      f"to={_home(op.writes[0], ring)}"]  # fmt: skip
+    elif op.kind == "accumulate":
+        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
+                      f"to={_token(op.writes[0])}"]  # fmt: skip
+    elif op.kind == "adam":
+        arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
+    elif op.kind in ("norm", "write"):
+        arguments.append(f"group={op.group}")
+    elif op.kind == "read":
+        arguments += [f"group={op.group}", f'part="{op.choice}"']
+    buffer = _buffer(op)
+    if buffer is not None:
+        arguments.append(f"slot={_slot(buffer, window)}")
+    if op.waits:
+        arguments.append(f"after={_tokens(op.waits)}")
+    if op.frees and op.kind != "evict":
+        arguments.append(f"free={_tokens(op.frees)}")
+    elif op.frees:
+        return f"rt.free({', '.join([_tokens(op.frees), *arguments])})"
+    return f"rt.{op.kind}({', '.join(arguments)})"
+
+
+def _home(token: Token, ring: tuple[int, int] | None) -> str:
+    """Where a gradient lands: a group's own buffer, or the next buffer of the ring."""
+    if token[0] != "ring" or ring is None:
+        return _token(token)
+    number, buffers = ring
+    assert token[1] == number % buffers
+    return f'("ring", ({number}) % {buffers})'
+
+
+def _slot(buffer: Token, window: tuple[int, int] | None) -> str:
+    """A buffer of the host window: the buffers are filled in turn."""
+    if window is None:
+        return str(buffer[1])
+    number, buffers = window
+    assert buffer[1] == number % buffers
+    return f"({number}) % {buffers}"
+
+
+def _token(token: Token) -> str:
+    return "(" + ", ".join([f'"{token[0]}"', *map(str, token[1:])]) + ("," if len(token) == 1 else "") + ")"
+
+
+def _tokens(tokens: Sequence[Token]) -> str:
+    return "[" + ", ".join(map(_token, tokens)) + "]"
+
+
+# ---- loops --------------------------------------------------------------------------------------
+
+
+def _loops(statements: list[_Statement]) -> list[tuple[int, int, int]]:
+    """(start, body length, repetitions), covering all statements in the fewest lines."""
+    count = len(statements)
+    periods = range(1, min(_LONGEST_BODY, count // 2) + 1)
+    repetitions = {period: _repetitions(statements, period) for period in periods}
+    lines = [0] * (count + 1)  # that print the statements from here on
+    choice = [(1, 1)] * count
+    for start in reversed(range(count)):
+        lines[start] = 1 + lines[start + 1]
+        for period in periods:
+            most = repetitions[period][start] if start + 2 * period <= count else 1
+            for times in (most, most - 1):
+                printed = 1 + period + lines[start + period * times] if times > 1 else count
+                if printed < lines[start]:
+                    lines[start], choice[start] = printed, (period, times)
+    found, start = [], 0
+    while start < count:
+        found.append((start, *choice[start]))
+        start += choice[start][0] * choice[start][1]
+    return found
+
+
+def _repetitions(statements: list[_Statement], period: int) -> list[int]:
+    """How often the ``period`` statements from each position on follow each other.
+
+    All numbers must move evenly. Any two numbers do, so two repetitions alone count only if none
+    moves by more than one.
+    """
+    moves = [_move(a, b) for a, b in zip(statements, statements[period:], strict=False)]
+    counts = [1] * len(moves)
+    alike = close = even = 0  # how many moves from here on exist, are small, equal the next body's
+    for start in reversed(range(len(moves))):
+        move = moves[start]
+        alike = alike + 1 if move is not None else 0
+        close = close + 1 if move is not None and all(-1 <= m <= 1 for m in move) else 0
+        following = moves[start + period] if start + period < len(moves) else None
+        even = even + 1 if move is not None and move == following else 0
+        if alike >= period:
+            times = 2 + even // period
+            counts[start] = times if times > 2 or close >= period else 1
+    return counts
+
+
+def _move(first: _Statement, second: _Statement) -> tuple[int, ...] | None:
+    if first.shape != second.shape:
+        return None
+    return tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
+
+
+def _loop(body: list[_Statement], following: list[_Statement], count: int) -> list[str]:
+    origin, stride = _variable(body, following)
+    stop = origin + count * stride
+    steps = f"{origin}, {stop}" if stride == 1 else f"{origin}, {stop}, {stride}"
+    lines = [f"    for i in range({steps}):"]
+    for s, t in zip(body, following, strict=True):
+        expressions = [
+            _expression(a, (b - a) * stride, origin) for a, b in zip(s.numbers, t.numbers, strict=True)
+        ]
+        lines.append(f"        {s.text(expressions)}")
+    return lines
+
+
+def _variable(body: list[_Statement], following: list[_Statement]) -> tuple[int, int]:
+    """(first value, step) of a loop's variable: the first number that moves by one."""
+    moves = [
+        (a, b - a)
+        for s, t in zip(body, following, strict=True)
+        for a, b in zip(s.numbers, t.numbers, strict=True)
+    ]
+    return next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
+
+
+def _expression(value: int, slope: int, origin: int) -> str:
+    """``value + slope * (i - origin)`` in its shortest form."""
+    if slope == 0:
+        return str(value)
+    constant = value - slope * origin
+    term = {1: "i", -1: "-i"}.get(slope, f"{slope} * i")
+    if slope == -1 and constant > 0:
+        return f"{constant} - i"
+    if constant == 0:
+        return term
+    return f"{term} {'+' if constant > 0 else '-'} {abs(constant)}"

@@ -1,0 +1,277 @@
+"""Checkpoints: everything that a run needs to go on bit for bit, as safetensors files and one JSON.
+
+In:  the host state, loose tensors (buffers, parameters that no block uses), and :class:`Progress`.
+Out: a folder with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all.
+
+A parameter's flat arrays are stored as they lie in host memory, masters in their two halves and
+moments in their format, so neither side makes a copy of the state: writing maps views, reading goes
+through the file a piece at a time. Each tensor has a CRC-32; nothing is trusted before it is checked,
+and no pickle is involved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.state import HostState
+from megacompile.storage.durable import recover, replacing
+
+MANIFEST = "checkpoint.json"
+VERSION = 1
+SHARD_BYTES = 1 << 30
+PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
+_FILE = re.compile(r"state-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is besides its tensors: the seed, the micro-steps that drew from it, settings."""
+
+    model: str
+    seed: int
+    calls: int
+    param_groups: list[dict[str, Any]]
+
+
+def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor], progress: Progress) -> None:
+    """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
+
+    Raises :class:`ProgramError` where the disk does not take it, with the earlier one untouched.
+    """
+    folder = folder.resolve()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise MegacompileError(f"{folder} is not empty and holds no checkpoint: give another folder.")
+    try:
+        with replacing(folder) as fresh:
+            files = dict(_write_shards(fresh, _batches(state.parts(), loose), state.offload is not None))
+            facts = {"version": VERSION, "progress": asdict(progress)}
+            manifest = {**facts, "layout": _layout(state), "files": files}
+            (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
+    except OSError as error:
+        raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
+
+
+def _batches(
+    parts: Iterator[dict[str, dict[str, Tensor]]], loose: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors by their names in the files, as many at a time as are there together: a group's, the rest."""
+    for group in parts:
+        yield {
+            f"{name}/{array}": tensor for name, arrays in group.items() for array, tensor in arrays.items()
+        }
+    yield {f"{name}/value": value.reshape(-1) for name, value in loose.items()}
+
+
+def _layout(state: HostState) -> dict[str, Any]:
+    """What must be equal for arrays to fit: format, and of each parameter how it lies and its step."""
+    slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
+    return {
+        "optimizer_state": state.form,
+        "parameters": {
+            p.name: {"shape": p.shape, "stride": p.stride, "computes_in": _short(p.dtype), "step": step}
+            for p, step in slots
+        },
+    }
+
+
+def _write_shards(
+    folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
+
+    ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two.
+    """
+    shard: dict[str, Tensor] = {}
+    names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
+    for batch in batches:
+        for name, tensor in batch.items():
+            shard[name] = tensor.detach().cpu()
+            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
+                yield _write(folder / next(names), shard)
+                shard = {}
+        if passing and shard:
+            yield _write(folder / next(names), shard)
+            shard = {}
+    if shard:
+        yield _write(folder / next(names), shard)
+
+
+def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(shard, path)
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
+    sums = {name: checksum(tensor) for name, tensor in shard.items()}
+    return path.name, {"bytes": path.stat().st_size, "checksums": sums}
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of a flat tensor's bytes, continued from those ``before``."""
+    content: Any = tensor.view(torch.uint8).numpy()
+    return zlib.crc32(content, before)
+
+
+class Checkpoint:
+    """A checkpoint on disk that was found whole, and to fit the state it will be read into."""
+
+    def __init__(self, folder: Path, state: HostState, loose: Mapping[str, Tensor]) -> None:
+        """Check names, shapes, formats and files; :class:`MegacompileError` names what does not fit."""
+        self._folder = folder.resolve()
+        self._state, self._loose = state, loose
+        recover(self._folder)
+        manifest = _read_manifest(self._folder)
+        with _well_formed(self._folder):
+            progress = manifest["progress"]
+            _compare_layouts(manifest["layout"], json.loads(json.dumps(_layout(state))), self._folder)
+            self._places = _places(self._folder, manifest["files"])
+            expected = {n: t for batch in _batches(state.shapes(), loose) for n, t in batch.items()}
+            _compare_tensors(self._folder, self._places, expected)
+            self._steps = {name: p["step"] for name, p in manifest["layout"]["parameters"].items()}
+            self.progress = Progress(**progress)
+            if not isinstance(self.progress.seed, int) or not isinstance(self.progress.calls, int):
+                raise TypeError("progress")
+
+    def read(self) -> None:
+        """Overwrite the state and the loose tensors; a damaged file is named and leaves them in part."""
+        for batch in _batches(self._state.parts(change=True), {}):
+            for name, target in batch.items():
+                self._copy(name, target)
+        for name, value in self._loose.items():
+            flat = torch.empty(value.numel(), dtype=value.dtype)
+            self._copy(f"{name}/value", flat)
+            value.copy_(flat.view(value.shape))
+        groups = self._state.groups
+        self._state.steps[:] = [self._steps[g.slots[0].parameter.name] for g in groups]
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        """Copy a flat tensor from its file, which is mapped anew for every piece."""
+        file, known = self._places[name]
+        path, step, crc = self._folder / file, max(1, PIECE_BYTES // target.itemsize), 0
+        for start in range(0, target.numel(), step):
+            with open_shard(path) as handle:
+                piece = handle.get_slice(name)[start : start + step]
+                crc = checksum(piece, crc)
+                target[start : start + step].copy_(piece)
+                del piece
+        if crc != known:
+            raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
+
+
+@contextlib.contextmanager
+def _well_formed(folder: Path) -> Iterator[None]:
+    """Turn what a malformed manifest runs into into an error that names the checkpoint."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise MegacompileError(
+            f"{folder / MANIFEST} is malformed: {type(error).__name__} at {error}."
+        ) from error
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise MegacompileError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it.")
+    try:
+        manifest = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise MegacompileError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
+        found = manifest.get("version") if isinstance(manifest, dict) else None
+        raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
+    return manifest
+
+
+def _compare_layouts(saved: dict[str, Any], ours: dict[str, Any], folder: Path) -> None:
+    if saved["optimizer_state"] != ours["optimizer_state"]:
+        raise MegacompileError(
+            f"{folder} was saved with optimizer_state={saved['optimizer_state']!r} and this program has "
+            f"{ours['optimizer_state']!r}: compile with the one that was saved."
+        )
+    theirs, mine = saved["parameters"], ours["parameters"]
+    for name in [*mine, *theirs]:
+        if name not in theirs or name not in mine:
+            where = "the model" if name in mine else "the checkpoint"
+            why = "of another model"
+            if name.endswith("]") or f"{name}[0:" in "".join([*mine, *theirs]):
+                why = "of a program that cuts its weights otherwise (compile with the same hbm_budget)"
+            raise MegacompileError(f"{folder} is {why}: only {where} has the parameter {name}.")
+        for fact in ("shape", "stride", "computes_in"):
+            if theirs[name][fact] != mine[name][fact]:
+                raise MegacompileError(
+                    f"{folder} does not fit at {name}: {fact} is {theirs[name][fact]} in the checkpoint "
+                    f"and {mine[name][fact]} in the model."
+                )
+        if type(theirs[name]["step"]) is not int or theirs[name]["step"] < 0:
+            raise MegacompileError(f"{folder / MANIFEST} has no step count for {name}.")
+
+
+def _places(folder: Path, files: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """By tensor, the file that holds it and its checksum; every file is there and of its size."""
+    places: dict[str, tuple[str, int]] = {}
+    for name, entry in files.items():
+        if not _FILE.fullmatch(name):
+            raise MegacompileError(f"{folder / MANIFEST} names {name!r}, which is no file of a checkpoint.")
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry["bytes"]:
+            what = "missing" if size is None else f"{size} bytes long instead of {entry['bytes']}"
+            raise MegacompileError(f"{folder / name} is {what}: the checkpoint is not whole.")
+        places |= {tensor: (name, known) for tensor, known in entry["checksums"].items()}
+    return places
+
+
+def _compare_tensors(
+    folder: Path, places: dict[str, tuple[str, int]], expected: Mapping[str, Tensor]
+) -> None:
+    """Each expected tensor is in its file, with its dtype and length; and no others are."""
+    if set(places) != set(expected):
+        name = min(set(places) ^ set(expected))
+        where = "misses" if name in expected else "has in excess"
+        raise MegacompileError(f"{folder} {where} {name}: it is of another model.")
+    for file in {f for f, _ in places.values()}:
+        with open_shard(folder / file) as handle:
+            held = set(handle.keys())
+            for name in (n for n, (f, _) in places.items() if f == file):
+                if name not in held:
+                    raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
+                part = handle.get_slice(name)
+                found = (part.get_dtype(), list(part.get_shape()))
+                wanted = (_SAFETENSORS[expected[name].dtype], [expected[name].numel()])
+                if found != wanted:
+                    raise MegacompileError(f"{folder / file} holds {name} as {found}, not {wanted}.")
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped; one that is not whole is refused by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_SAFETENSORS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bool: "BOOL",
+}  # fmt: skip

@@ -1,0 +1,115 @@
+"""Tile: weights that are too large to be on the device whole become several parameters of rows each.
+
+In: :class:`~megacompile.capture.graph.Captured` and the rows at which parameters are cut. Out: the same with
+a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``, and
+what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
+piece by piece, a linear layer computes some of its outputs, a head adds to the loss what one range of
+the vocabulary does (``tile_head``), a bank computes some of its experts (``tile_experts``). Anything
+else that reads a cut parameter is given the pieces put together, which is right for every operator and
+saves nothing. Invariant: no tile reads more than one piece of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from megacompile.capture.graph import Captured
+from megacompile.fuse.match import aten, is_call, operands
+from megacompile.fuse.placement import fuse
+from megacompile.fuse.report import NearMiss
+from megacompile.tile.experts import banks, tile_bank
+from megacompile.tile.graph import TileGraph
+from megacompile.tile.head import FUSED, tile_head
+
+Cuts = Mapping[str, tuple[int, ...]]
+"""By parameter's name, the rows at which it is cut: 0, ..., its number of rows."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """The rewritten graph; ``left`` says which heads over cut weights keep their logits whole and why."""
+
+    captured: Captured
+    cuts: Cuts
+    left: tuple[NearMiss, ...] = ()
+
+
+def tile(captured: Captured, cuts: Cuts) -> Tiled:
+    """Replace the cut parameters by their pieces; ``captured`` itself is left as it is."""
+    cut = {p for p, name in captured.parameters.items() if name in cuts}
+    if not cut:
+        return Tiled(captured, {})
+    headed, left = _with_fused_heads(captured, cut)
+    graph = TileGraph(headed, cuts)
+    for bank in banks(graph.graph):
+        if all(w in graph.pieces for w in bank.weights):
+            tile_bank(graph, bank)
+    for node in list(graph.graph.nodes):
+        if is_call(node, FUSED) and operands(node)[1] in graph.pieces:
+            tile_head(graph, node)
+        elif is_call(node, aten.embedding.default) and operands(node)[0] in graph.pieces:
+            _tile_embedding(graph, node)
+        elif is_call(node, aten.linear.default) and operands(node)[1] in graph.pieces:
+            _tile_linear(graph, node)
+    return Tiled(graph.finish(), cuts, left)
+
+
+def _with_fused_heads(captured: Captured, cut: set[str]) -> tuple[Captured, tuple[NearMiss, ...]]:
+    """Heads over cut weights as the fused operator, whose arguments say all that their tiles must know."""
+    fused, report = fuse(captured, {"linear_cross_entropy": True})
+    heads = [n for n in fused.graph.nodes if is_call(n, FUSED)]
+    if any(operands(n)[1].name in cut for n in heads):
+        return fused, report.near_misses
+    return captured, report.near_misses
+
+
+def _tile_embedding(graph: TileGraph, node: fx.Node) -> None:
+    """``table[ids]``: each piece fills in the rows of the tokens that lie in it.
+
+    The first piece takes every id below its end and the last one every id that is left, so that an id
+    outside of the table fails as it does without tiles. ids are counted from the piece's first row.
+    """
+    table, ids, *rest = operands(node)
+    padding = rest[0] if rest and rest[0] >= 0 else -1
+    emit = graph.site(node)
+    pieces = graph.pieces[table]
+    found: fx.Node | None = None
+    for i, piece in enumerate(pieces):
+        with emit.tile(piece):
+            last = i + 1 == len(pieces)
+            outside = emit.call(aten.lt.Scalar, ids, 0) if i else emit.call(aten.ge.Scalar, ids, piece.rows)
+            if i and not last:
+                behind = emit.call(aten.ge.Scalar, ids, piece.rows)
+                outside = emit.call(aten.logical_or.default, outside, behind)
+            own = emit.call(aten.masked_fill.Scalar, ids, outside, 0)
+            padded = padding - piece.start if piece.start <= padding < piece.stop else -1
+            rows = emit.call(aten.embedding.default, piece.node, own, padded)
+            if found is not None:
+                rows = emit.call(aten.where.self, emit.call(aten.unsqueeze.default, outside, -1), found, rows)
+            found = rows
+            if not last:
+                ids = emit.call(aten.sub.Tensor, ids, piece.rows)
+    assert found is not None
+    node.replace_all_uses_with(found)
+    graph.graph.erase_node(node)
+
+
+def _tile_linear(graph: TileGraph, node: fx.Node) -> None:
+    """``x @ weight.T + bias``: each piece gives some of the outputs, which are put side by side."""
+    x, weight, *rest = operands(node)
+    bias = rest[0] if rest else None
+    biases = graph.pieces.get(bias) if bias is not None else None
+    emit = graph.site(node)
+    outputs = []
+    for i, piece in enumerate(graph.pieces[weight]):
+        with emit.tile(piece):
+            own = biases[i].node if biases else bias
+            if own is bias and bias is not None:
+                own = emit.call(aten.slice.Tensor, bias, 0, piece.start, piece.stop)
+            outputs.append(emit.call(aten.linear.default, x, piece.node, own))
+    joined = emit.call(aten.cat.default, outputs, -1)
+    node.replace_all_uses_with(joined)
+    graph.graph.erase_node(node)
