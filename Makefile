@@ -21,7 +21,7 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf build
+	rm -rf build/typecheck build/lib
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p megacompile
 	cd build/typecheck && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-logo
