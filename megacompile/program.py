@@ -292,7 +292,7 @@ class Program:
     def memory(self) -> Memory:
         """Measured and predicted bytes over all programs that ran so far."""
         runtime = self._runtime
-        host = runtime.state.nbytes() | runtime.host_bytes() if runtime else {}
+        host = runtime.state.nbytes() | runtime.buffers.nbytes() if runtime else {}
         offload = runtime.state.offload if runtime else None
         return Memory(
             budget_bytes=self._compiler.budget_bytes,

@@ -273,7 +273,7 @@ def program_gradients(program: megacompile.Program) -> Gradients:
     assert runtime is not None
     found: Gradients = {}
     for layout in runtime.state.groups:
-        raw = runtime._grads.get(layout.index)  # bytes; what is accumulated waits in FP32
+        raw = runtime.buffers.gradients.get(layout.index)  # bytes; what is accumulated waits in FP32
         flat = None if raw is None else raw[: 4 * layout.elements].view(torch.float32)
         if flat is None and layout.trainable:  # kept on the device, with the group's state
             flat = runtime.resident.gradient(layout.index, ("dgrad",))

@@ -291,7 +291,7 @@ def gradients(program: Program) -> dict[str, Tensor]:
     assert runtime is not None
 
     def piece(group: int, slot: int) -> Tensor:
-        layout, raw = runtime.state.groups[group], runtime._grads[group]
+        layout, raw = runtime.state.groups[group], runtime.buffers.gradients[group]
         dtype = torch.float32 if raw.nbytes == 4 * layout.elements else torch.bfloat16
         return slot_view(raw.view(dtype), layout.slots[slot]).float()
 

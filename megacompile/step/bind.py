@@ -53,7 +53,7 @@ class BoundStep:
         self.part = part
         self.assembly = assembly
         self.constants = constants
-        self.parameter_order = tuple(parameter_order)
+        self.norm_order = tuple(n for n in parameter_order if n in assembly.places)
         self.kinds = frozenset(op.kind for op in step.ops)
         self.kept = kept_gradients(step)
         self.updates = sum(op.kind == "adam" for op in step.ops)

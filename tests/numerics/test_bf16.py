@@ -43,7 +43,7 @@ def test_gradients_are_as_good_as_bf16_eager(name: str) -> None:
     assert runtime is not None
     for layout in runtime.state.groups:
         for slot in layout.slots:
-            kept = runtime._grads.get(layout.index)
+            kept = runtime.buffers.gradients.get(layout.index)
             flat = kept if kept is not None else runtime.resident.gradient(layout.index, ("dgrad",))
             ours = slot_view(flat, slot)
             reference = exact[slot.parameter.name]

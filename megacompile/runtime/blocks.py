@@ -1,0 +1,177 @@
+"""Blocks: values on the device by token, and the calls of block functions that take and give them.
+
+In: operations of a step, one at a time, from the :class:`~megacompile.runtime.runtime.Runtime`. A function's
+arguments are looked up by what its block reads; results are kept under the tokens that the step's later
+operations name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megacompile.differentiate.joint import Ref
+from megacompile.errors import BudgetExceededError, ProgramError
+from megacompile.host.state import slot_view
+from megacompile.plan.assemble import GroupLayout
+from megacompile.runtime.device import Device
+from megacompile.runtime.resident import ResidentState
+from megacompile.runtime.step_io import StepInputs
+from megacompile.step.bind import BoundCall, BoundStep
+from megacompile.step.operations import Token
+
+
+class Blocks:
+    """What one step holds on the device, and its block functions."""
+
+    def __init__(self, device: Device, resident: ResidentState) -> None:
+        self.values: dict[Token, Any] = {}
+        self._device = device
+        self._resident = resident
+        self._weights: dict[int, list[Tensor]] = {}  # of the groups that are in a slot now
+        self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # of slots, by their place
+        self._bound: BoundStep | None = None
+
+    def begin(self, bound: BoundStep, inputs: StepInputs, constants: Mapping[str, Tensor]) -> None:
+        """Get ready for one run of a step."""
+        if bound is not self._bound:
+            self._views.clear()  # of a slab that may be gone
+        self._bound, self._inputs, self._constants = bound, inputs, constants
+
+    def clear(self) -> None:
+        """Forget all values and all weights in slots."""
+        self.values.clear()
+        self._weights.clear()
+
+    def arrive(self, layout: GroupLayout, offset: int) -> Tensor:
+        """A group's bytes of the slab, flat; from now on its weights are read there."""
+        found = self._views.get((layout.index, offset))
+        if found is None:
+            place = self._device.slot(offset, layout.nbytes).view(layout.dtype)
+            found = self._views[layout.index, offset] = (place, [slot_view(place, s) for s in layout.slots])
+        place, self._weights[layout.index] = found
+        return place
+
+    def leave(self, group: int) -> None:
+        """A group's slot is given up."""
+        del self._weights[group]
+
+    def free(self, tokens: Sequence[Token]) -> None:
+        """Forget values that no later operation reads."""
+        for token in tokens:
+            self.values.pop(token, None)
+
+    def tensors(self, tokens: Sequence[Token]) -> list[Tensor]:
+        """The tensors under some tokens, in order."""
+        return [t for token in tokens for t in _as_list(self.values[token])]
+
+    def put_back(self, tokens: Sequence[Token], tensors: Sequence[Tensor]) -> None:
+        """The inverse of :meth:`tensors`; the tokens of one block name its saved tensors last."""
+        rest = list(tensors)
+        for token in tokens:
+            if token[0] == "saved":
+                self.values[token], rest = rest, []
+            else:
+                self.values[token] = rest.pop(0)
+
+    def call(
+        self, part: Literal["forward", "recompute", "backward"], block: int, micro: int, keep: str
+    ) -> None:
+        """Run one function of a block and keep its results."""
+        assert self._bound is not None
+        call = self._bound.call(block, keep, part)
+        results = self._run(call, micro)
+        if part == "backward":
+            self._keep_gradients(call, micro, results)
+        else:
+            self._keep_results(call, micro, results)
+
+    def start_backward(self, loss: int, micro: int) -> None:
+        """The gradient of the loss is its weight in the step."""
+        value = self.values["x", loss, micro]
+        with self._device.counted():
+            self.values["g", loss, micro] = torch.full_like(value, self._inputs.loss_weights[micro])
+
+    def _run(self, call: BoundCall, micro: int) -> list[Any]:
+        arguments = [self._argument(call, ref, micro) for ref in call.function.inputs]
+        if any(kind == "saved" for kind, _ in call.function.inputs):
+            self.values.pop(("saved", call.block.index, micro))
+        try:
+            with self._device.counted(), torch.no_grad():
+                return call.run(arguments)
+        except BudgetExceededError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise BudgetExceededError(
+                f"{call.function.name} of {call.block.name} asked for more than the budget leaves: please "
+                f"report this schedule. ({str(error).split('. ')[0]})"
+            ) from error
+        except (RuntimeError, IndexError) as error:  # what an operator says of its arguments
+            raise ProgramError(
+                f"{call.function.name} of {call.block.name} failed on this batch: {error}"
+            ) from error
+
+    def _argument(self, call: BoundCall, ref: Ref, micro: int) -> Any:
+        assert self._bound is not None
+        kind, i = ref
+        if kind == "saved":
+            return self.values["saved", call.block.index, micro][i]
+        if kind == "out":
+            return self.values["x", call.block.outputs[i], micro]
+        if kind == "grad":
+            return self._tangent(call.block.outputs[i], micro)
+        item = call.block.inputs[i]
+        if item.kind == "value":
+            return self.values["x", item.value, micro]
+        if item.kind == "weight":
+            group, slot = self._bound.assembly.places[item.name]
+            return (self._weights.get(group) or self._resident.weights[group])[slot]
+        if item.kind == "buffer":
+            return self._constants[item.name]
+        return self._device.send(torch.tensor([self._inputs.seeds[micro], item.site]))
+
+    def _tangent(self, value: int, micro: int) -> Tensor:
+        assert self._bound is not None
+        grad: Tensor | None = self.values.pop(("g", value, micro), None)
+        if grad is None:
+            info = self._bound.part.values[value]
+            with self._device.counted():
+                return torch.zeros(info.shape, dtype=info.dtype, device=self._device.torch_device)
+        return grad
+
+    def _keep_results(self, call: BoundCall, micro: int, results: list[Any]) -> None:
+        saved = []
+        for (kind, i), result in zip(call.function.outputs, results, strict=True):
+            if kind == "saved":
+                saved.append(result)
+            else:
+                self.values["x", call.block.outputs[i], micro] = result
+        if saved:
+            self.values["saved", call.block.index, micro] = saved
+
+    def _keep_gradients(self, call: BoundCall, micro: int, results: list[Any]) -> None:
+        """Add gradients to those of earlier blocks; each is let go here before the next is added."""
+        assert self._bound is not None
+        results.reverse()
+        for _, i in call.function.outputs:
+            grad = results.pop()
+            item = call.block.inputs[i]
+            if item.kind == "weight":
+                group, slot = self._bound.assembly.places[item.name]
+                key: Token = ("wg", group, call.block.index, micro)
+                self.values.setdefault(key, []).append((slot, grad))
+                continue
+            token: Token = ("g", item.value, micro)
+            earlier = self.values.pop(token, None)
+            if earlier is not None:
+                with self._device.counted():
+                    grad = earlier + grad
+            self.values[token] = grad
+            del earlier, grad
+
+
+def _as_list(value: Any) -> list[Tensor]:
+    return value if isinstance(value, list) else [value]
