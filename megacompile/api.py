@@ -19,7 +19,7 @@ from megacompile.host.nvme import check_directories
 from megacompile.host.optimizer import adopt, updates_like_adamw
 from megacompile.host.state import Weights
 from megacompile.plan.plan import Plan
-from megacompile.program import Program
+from megacompile.program import Program, Settings
 from megacompile.runtime.backends import open_backend
 from megacompile.runtime.ownership import is_owned
 from megacompile.search.policies import SEARCH, Policy, chosen
@@ -83,29 +83,9 @@ def compile(
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
-    if not isinstance(model, nn.Module):
-        raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    if is_owned(model):
-        raise MegacompileError(
-            "This model already belongs to a program: use that one, or call its sync_to(model) first."
-        )
-    if compute_dtype not in (torch.bfloat16, torch.float32):
-        raise MegacompileError(
-            f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
-        )
+    _check(model, compute_dtype, max_grad_norm, on_nonfinite, weights)
     backend = open_backend(device, compute_dtype)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
-    if on_nonfinite not in (None, "skip", "raise"):
-        raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
-    _refuse_hooks(model)
     held = [p for p in model.parameters() if not p.is_meta]
-    if weights is None and len(held) < sum(1 for _ in model.parameters()):
-        name = next(n for n, p in model.named_parameters() if p.is_meta)
-        raise MegacompileError(
-            f"The parameter {name} is on the meta device and has no value: use megacompile.from_pretrained, "
-            "give weights=, or load the model first."
-        )
     available = host_available() + sum(p.nbytes for p in held)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
     if host_budget is None:
@@ -130,10 +110,7 @@ def compile(
         policy=chosen(policy, plan),
         device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
     )
-    program = Program(
-        model,
-        optimizer,
-        compiler,
+    settings = Settings(
         open_device=lambda: backend.open(budget),
         host_budget_bytes=host,
         max_grad_norm=max_grad_norm,
@@ -142,11 +119,42 @@ def compile(
         max_seq_len=max_seq_len,
         optimizer_state=form,
         offload_dirs=folders,
-        weights=weights,
     )
+    program = Program(model, optimizer, compiler, settings, weights)
     if example_batch is not None:
         program.prepare(example_batch)
     return program
+
+
+def _check(
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    max_grad_norm: float | None,
+    on_nonfinite: str | None,
+    weights: Weights | None,
+) -> None:
+    """Refuse what cannot be compiled before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
+    if is_owned(model):
+        raise MegacompileError(
+            "This model already belongs to a program: use that one, or call its sync_to(model) first."
+        )
+    if compute_dtype not in (torch.bfloat16, torch.float32):
+        raise MegacompileError(
+            f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
+    if on_nonfinite not in (None, "skip", "raise"):
+        raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
+    _refuse_hooks(model)
+    empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
+    if weights is None and empty is not None:
+        raise MegacompileError(
+            f"The parameter {empty} is on the meta device and has no value: use megacompile.from_pretrained, "
+            "give weights=, or load the model first."
+        )
 
 
 def _folders(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,44 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, bucketed, check_signature, micro_weights, pad_batch, read_batch
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import BudgetError, MegacompileError, ProgramError
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.fuse.report import Fusions
 from megacompile.host.arena import resident_peak_bytes
-from megacompile.host.formats import StateFormat, smaller_formats
-from megacompile.host.offload import Placement, host_state_bytes, place_groups
+from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import check_settings, hypers, restore_settings, settings_of
-from megacompile.host.state import HostState, Weights, set_value
+from megacompile.host.state import HostState, Weights
 from megacompile.machine.measured import align
-from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Mode, Plan
 from megacompile.runtime import ownership
 from megacompile.runtime.device import Device
-from megacompile.runtime.ownership import persistent_buffers
+from megacompile.runtime.lay_out import lay_out
 from megacompile.runtime.results import Memory, StepOutput
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.runtime.values import ModelValues
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.tiers import host_transient_bytes
 from megacompile.step.bind import BoundStep
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.storage.export import export_model
-from megacompile.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`megacompile.compile` was told of how to train; see there."""
+
+    open_device: Callable[[], Device]
+    host_budget_bytes: int
+    max_grad_norm: float | None
+    on_nonfinite: str | None
+    seed: int
+    max_seq_len: int | None
+    optimizer_state: StateFormat
+    offload_dirs: tuple[str, ...]
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the end of the backward, in every mode."""
+        return self.max_grad_norm is not None or self.on_nonfinite is not None
 
 
 class Program:
@@ -52,29 +68,15 @@ class Program:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         compiler: Compiler,
-        *,
-        open_device: Callable[[], Device],
-        host_budget_bytes: int,
-        max_grad_norm: float | None,
-        on_nonfinite: str | None,
-        seed: int,
-        max_seq_len: int | None,
-        optimizer_state: StateFormat = "fp32",
+        settings: Settings,
         weights: Weights | None = None,
-        offload_dirs: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._compiler = compiler
-        self._open_device = open_device
-        self._host_budget_bytes = host_budget_bytes
-        self._offload_dirs = offload_dirs
-        self._max_grad_norm = max_grad_norm
-        self._on_nonfinite = on_nonfinite
-        self._seed = seed
-        self._max_seq_len = max_seq_len
-        self._optimizer_state: StateFormat = optimizer_state
-        self._source = weights
+        self._settings = settings
+        self._seed = settings.seed
+        self._values = ModelValues(model, weights)
         self._closed = False
         self._runtime: Runtime | None = None
         self._bound: dict[int, BoundStep] = {}
@@ -102,9 +104,8 @@ class Program:
         weights = micro_weights(micro, weights)
         if len({m.key for m in micro}) > 1:
             return self._step_by_accumulation(micro, weights)
-        deferred = self._max_grad_norm is not None or self._on_nonfinite is not None
         try:
-            results = self._run(micro, Mode("train", len(micro), deferred), weights)
+            results = self._run(micro, self._training(micro), weights)
         except BaseException:
             if self._runtime is not None:
                 self._runtime.drop_gradients()  # they belong to a step that is not made
@@ -175,30 +176,12 @@ class Program:
     def state_dict(self) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights once."""
         self.wait()
-        buffers = {n: b.detach().clone() for n, b in self._buffers().items()}
-        return {n: self._value(n, p) for n, p in self.model.named_parameters()} | buffers
+        return dict(self._values.parameters()) | {n: b.clone() for n, b in self._values.buffers().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the masters; names and shapes must be those of :meth:`state_dict`."""
         self.wait()
-        shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        buffers = dict(self.model.named_buffers())
-        known = set(shapes) | persistent_buffers(self.model)
-        if set(state) != known:
-            wrong = sorted(set(state) ^ known)
-            raise MegacompileError(f"The state does not fit the model at {wrong[0]}.")
-        for name, value in state.items():
-            expected = shapes.get(name, buffers[name].shape if name in buffers else None)
-            if value.shape != expected:
-                raise MegacompileError(
-                    f"{name} has shape {tuple(value.shape)} in the state and {tuple(expected or ())} "
-                    "in the model."
-                )
-        for name, value in state.items():
-            if name in shapes:
-                self._set(name, value)
-            else:
-                buffers[name].copy_(value)
+        self._values.load(state)
         if self._runtime is not None:
             self._runtime.forget_faults()
         self._torn = self._torn if self._closed else ""
@@ -215,7 +198,7 @@ class Program:
             raise ProgramError(self._torn)
         settings = settings_of(self.optimizer, self.model)
         progress = Progress(type(self.model).__name__, self._seed, self._calls, settings)
-        save_checkpoint(Path(folder), self._laid_out("save"), self._loose(), progress)
+        save_checkpoint(Path(folder), self._laid_out("save"), self._values.loose(), progress)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of :meth:`save`, of the same model, compiled in the same way.
@@ -225,7 +208,7 @@ class Program:
         if self._closed:
             raise ProgramError(self._torn)
         self.wait()
-        checkpoint = Checkpoint(Path(folder), self._laid_out("load"), self._loose())
+        checkpoint = Checkpoint(Path(folder), self._laid_out("load"), self._values.loose())
         progress = checkpoint.progress
         check_settings(self.optimizer, self.model, progress.param_groups)
         self._torn = "A checkpoint was read in part only: load a whole one."
@@ -241,22 +224,13 @@ class Program:
         self.wait()
         if self._torn and not self._closed:
             raise ProgramError(self._torn)
-        values = ((n, self._value(n, p)) for n, p in self.model.named_parameters())
-        export_model(Path(folder), self.model, itertools.chain(values, self._buffers().items()), dtype)
+        values = itertools.chain(self._values.parameters(), self._values.buffers().items())
+        export_model(Path(folder), self.model, values, dtype)
 
     def sync_to(self, model: nn.Module) -> None:
         """Copy the masters into a model of the same shape, which is then an ordinary model again."""
         self.wait()
-        targets = dict(model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            value = self._value(name, parameter)
-            target = targets[name]
-            if target.is_meta or (target is parameter and self._placed(name)):
-                set_value(target, value)
-            else:
-                target.data.copy_(value)
-        if model is self.model:
-            ownership.give_back(model)
+        self._values.copy_to(model)
 
     # ---- inspection ------------------------------------------------------------------------------
 
@@ -299,7 +273,7 @@ class Program:
             device_peak_bytes=self._runtime.peak_bytes if self._runtime else 0,
             predicted_peak_bytes=self._predicted_peak,
             host_bytes=host,
-            host_budget_bytes=self._host_budget_bytes,
+            host_budget_bytes=self._settings.host_budget_bytes,
             resident_peak_bytes=resident_peak_bytes(),
             storage_bytes=offload.storage.nbytes if offload else 0,
             traffic=self.schedule.traffic if offload else "",
@@ -313,8 +287,10 @@ class Program:
     def prepare(self, batch: Any) -> None:
         """Compile the training program for an example batch and take over the model's storage."""
         micro = self._micro_batches(batch)
-        deferred = self._max_grad_norm is not None or self._on_nonfinite is not None
-        self._schedule(micro[0], Mode("train", len(micro), deferred))
+        self._schedule(micro[0], self._training(micro))
+
+    def _training(self, micro: list[Batch]) -> Mode:
+        return Mode("train", len(micro), self._settings.defers_updates)
 
     def _scheduled(self) -> Scheduled:
         if self._current is None:
@@ -332,7 +308,7 @@ class Program:
         self._same_process()
         if self._torn:
             raise ProgramError(self._torn)
-        if self._on_nonfinite == "raise" and self._unjudged:
+        if self._settings.on_nonfinite == "raise" and self._unjudged:
             self.wait()  # no step runs after a faulty one, whatever the timing
         self._report_skipped()
 
@@ -340,7 +316,7 @@ class Program:
         """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
         known = [r for r in self._unjudged if r.grad_norm is not None]
         self._unjudged = [r for r in self._unjudged if r.grad_norm is None]
-        if self._on_nonfinite == "skip":
+        if self._settings.on_nonfinite == "skip":
             return
         for results in known:
             if results.skipped:
@@ -359,7 +335,7 @@ class Program:
         own_loss = self._compiler.has_loss_fn
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
         if not (self._compiler.knows(batch) or self._current is None or own_loss):
-            longer = bucketed(item, batch, self.model, longest=self._max_seq_len)
+            longer = bucketed(item, batch, self.model, longest=self._settings.max_seq_len)
             if longer is not None:
                 batch = read_batch(longer, self.model, evaluate=evaluate)
         check_signature(self.model, batch)
@@ -396,55 +372,27 @@ class Program:
 
     def _prove_longest(self, batch: Batch, mode: Mode) -> None:
         ids = batch.kwargs.get("input_ids")
-        if self._max_seq_len is None or not isinstance(ids, Tensor):
+        if self._settings.max_seq_len is None or not isinstance(ids, Tensor):
             return
-        if ids.shape[1] < self._max_seq_len:
-            longest = read_batch(pad_batch(batch.kwargs, self._max_seq_len), self.model)
+        if ids.shape[1] < self._settings.max_seq_len:
+            longest = read_batch(pad_batch(batch.kwargs, self._settings.max_seq_len), self.model)
             self._compiler.schedule(longest, mode)
 
     def _take_over(self, scheduled: Scheduled) -> None:
         if ownership.is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
-        layouts = scheduled.compiled.assembly.groups
-        plan = scheduled.planned.plan
-        states = tuple("host" if g.state == "device" else g.state for g in plan.groups)
-        stored = any(state != "host" for state in states)
-        placement = Placement(states, plan.window if stored else 0, self._offload_dirs if stored else ())
-        transient = host_transient_bytes(scheduled.planned.step, layouts)
-        form = self._optimizer_state
-        need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient
-        if need > self._host_budget_bytes:
-            raise self._too_large(layouts, need, transient)
-        try:
-            state = HostState(layouts, form, placement, transient)
-        except (RuntimeError, MemoryError) as error:  # nothing is taken from the model yet
-            raise BudgetError(
-                f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
-                "take: set host_budget to what it has, and see what fits."
-            ) from error
-        self._compiler.placement = placement
-        state.take(self.model, scheduled.compiled.assembly.homes, self._source)
-        self._source = None  # and with it what it may hold
-        self._compiler.layouts = layouts
-        self._homes = scheduled.compiled.assembly.homes
-        self._runtime = Runtime(state, self._open_device())
-        ownership.take(self.model)
-
-    def _too_large(self, layouts: tuple[GroupLayout, ...], need: int, transient: int) -> BudgetError:
-        form, given = self._optimizer_state, format_bytes(self._host_budget_bytes)
-        least = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1) + transient
-        if self._offload_dirs:
-            return BudgetError(
-                f"host_budget={given} is too small even with all state on NVMe: its window, and "
-                f"{format_bytes(transient)} of gradients and stashes, take {format_bytes(least)} of RAM."
-            )
-        return BudgetError(
-            f"host_budget={given} is too small: masters, moments and kept gradients of this model take "
-            f"{format_bytes(need)} on the host. Raise it, train fewer parameters, give an offload_dir "
-            f"(then {format_bytes(least)} suffice), or train without clipping and accumulation"
-            + smaller_formats(layouts, form)
-            + "."
+        assembly, settings = scheduled.compiled.assembly, self._settings
+        state, self._compiler.placement = lay_out(
+            scheduled.planned.step,
+            scheduled.planned.plan,
+            assembly.groups,
+            settings.optimizer_state,
+            settings.offload_dirs,
+            settings.host_budget_bytes,
         )
+        self._values.take_over(state, assembly.homes)
+        self._compiler.layouts = assembly.groups
+        self._runtime = Runtime(state, settings.open_device())
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))
@@ -478,7 +426,7 @@ class Program:
             seeds=[step_seed(self._seed, self._calls, i) for i in range(len(micro))],
             loss_weights=list(weights),
             hypers=hypers(self.optimizer, runtime.state.steps) if mode.kind in ("train", "update") else [],
-            max_grad_norm=self._max_grad_norm,
+            max_grad_norm=self._settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
         )
         try:
@@ -498,41 +446,12 @@ class Program:
                 "updated and before others: load a saved state with load_state_dict."
             )
 
-    def _buffers(self) -> dict[str, Tensor]:
-        kept = persistent_buffers(self.model)
-        return {n: b.detach() for n, b in self.model.named_buffers() if n in kept}
-
-    def _loose(self) -> dict[str, Tensor]:
-        """What a checkpoint holds besides the host state: buffers, parameters that no block uses."""
-        unused = {n: p.detach() for n, p in self.model.named_parameters() if not self._placed(n)}
-        return unused | self._buffers()
-
     def _laid_out(self, what: str) -> HostState:
         if self._runtime is None:
             raise ProgramError(f"Nothing is laid out yet: compile with example_batch, then {what}.")
         if self._runtime.has_gradients:
             raise ProgramError(f"Gradients are waiting: call optimizer_step(), then {what}.")
         return self._runtime.state
-
-    def _placed(self, name: str) -> bool:
-        return self._runtime is not None and name in self._homes
-
-    def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
-        if self._runtime is not None and name in self._homes:
-            return self._runtime.state.read_whole(self._homes[name])
-        empty = parameter.is_meta and self._source is not None
-        value = self._source(name) if empty else parameter.detach().clone()  # type: ignore[misc]
-        return value.float() if value.is_floating_point() else value
-
-    def _set(self, name: str, value: Tensor) -> None:
-        if self._runtime is not None and name in self._homes:
-            self._runtime.state.write_whole(self._homes[name], value)
-        else:
-            parameter = dict(self.model.named_parameters())[name]
-            if parameter.is_meta:
-                set_value(parameter, value.clone())
-            else:
-                parameter.data.copy_(value)
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

@@ -295,7 +295,7 @@ def gradients(program: Program) -> dict[str, Tensor]:
         dtype = torch.float32 if raw.nbytes == 4 * layout.elements else torch.bfloat16
         return slot_view(raw.view(dtype), layout.slots[slot]).float()
 
-    homes = program._homes.items()
+    homes = program._values._homes.items()
     return {name: torch.cat([piece(*place) for place in places]) for name, places in homes}
 
 

@@ -1,0 +1,68 @@
+"""Lay out: the host state of a planned program, made within the host budget, or refused with the ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacompile.errors import BudgetError
+from megacompile.host.formats import StateFormat, smaller_formats
+from megacompile.host.offload import Placement, host_state_bytes, place_groups
+from megacompile.host.state import HostState
+from megacompile.plan.assemble import GroupLayout
+from megacompile.plan.plan import Plan
+from megacompile.search.tiers import host_transient_bytes
+from megacompile.step.operations import Step
+from megacompile.units import format_bytes
+
+
+def lay_out(
+    step: Step,
+    plan: Plan,
+    layouts: tuple[GroupLayout, ...],
+    form: StateFormat,
+    directories: Sequence[str],
+    host_budget_bytes: int,
+) -> tuple[HostState, Placement]:
+    """Host memory, and storage where the plan wants it, for all state and for what steps need beside it.
+
+    Raises :class:`~megacompile.errors.BudgetError` where that is more than ``host_budget_bytes``, or more
+    than the host gives.
+    """
+    states = tuple("host" if g.state == "device" else g.state for g in plan.groups)
+    stored = any(state != "host" for state in states)
+    placement = Placement(states, plan.window if stored else 0, tuple(directories) if stored else ())
+    transient = host_transient_bytes(step, layouts)
+    need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient
+    if need > host_budget_bytes:
+        raise _too_large(layouts, form, bool(directories), host_budget_bytes, need, transient)
+    try:
+        return HostState(layouts, form, placement, transient), placement
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(
+            f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
+            "take: set host_budget to what it has, and see what fits."
+        ) from error
+
+
+def _too_large(
+    layouts: tuple[GroupLayout, ...],
+    form: StateFormat,
+    has_storage: bool,
+    given_bytes: int,
+    need: int,
+    transient: int,
+) -> BudgetError:
+    given = format_bytes(given_bytes)
+    least = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1) + transient
+    if has_storage:
+        return BudgetError(
+            f"host_budget={given} is too small even with all state on NVMe: its window, and "
+            f"{format_bytes(transient)} of gradients and stashes, take {format_bytes(least)} of RAM."
+        )
+    return BudgetError(
+        f"host_budget={given} is too small: masters, moments and kept gradients of this model take "
+        f"{format_bytes(need)} on the host. Raise it, train fewer parameters, give an offload_dir "
+        f"(then {format_bytes(least)} suffice), or train without clipping and accumulation"
+        + smaller_formats(layouts, form)
+        + "."
+    )
