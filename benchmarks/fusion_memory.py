@@ -23,7 +23,9 @@ from unittest import mock
 import torch
 
 from megacompile.capture.batch import read_batch
-from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.capture.captured import Captured
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import capture
 from megacompile.differentiate import meter
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.fuse.placement import PATTERNS, fuse, read_switches

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.capture.batch import Batch
-from megacompile.capture.graph import Captured, LossFn, capture, parameter_forms
+from megacompile.capture.captured import Captured
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import LossFn, capture
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.batch import is_transformers
-from megacompile.capture.graph import find_loss, parameter_forms
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import find_loss
 from megacompile.fuse.report import Fusions
 from megacompile.host.state import slot_view
 from tests.reference import EagerTrainer, Trace, train_eager

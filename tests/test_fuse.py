@@ -16,7 +16,9 @@ from torch.nn import functional as F
 import megacompile
 from megacompile import MegacompileError
 from megacompile.capture.batch import read_batch
-from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.capture.captured import Captured
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import capture
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.errors import BudgetError
 from megacompile.fuse import check as fuse_check

@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 
 import megacompile
 from megacompile.capture.batch import read_batch
-from megacompile.capture.graph import Captured, capture, parameter_forms
+from megacompile.capture.captured import Captured
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import capture
 from megacompile.host.state import slot_view
 from megacompile.plan.assemble import Parameter, cut_parameters
 from megacompile.program import Program

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from megacompile.capture.graph import Captured, module_stack
+from megacompile.capture.captured import Captured, module_stack
 from megacompile.capture.views import storage_nbytes, view_base
 
 TILE = "megacompile_tile"

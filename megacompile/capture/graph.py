@@ -8,17 +8,12 @@ Parameters are traced as fake tensors in the dtype they will compute in, so no w
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-import re
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,88 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.captured import Captured, module_path, strip
+from megacompile.capture.forms import Form, fake_copy
+from megacompile.capture.refusals import no_own_gradients, refuse_writes
 from megacompile.capture.substitute import our_operators
 from megacompile.errors import BudgetError, CaptureError
 
 aten = torch.ops.aten
 LossFn = Callable[[Any, Any], Tensor]
 _OURS = "megacompile"
-_WRAPPED = "model"
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
-
-    The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
-    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
-    ``trainable`` holds the names of the parameters that require a gradient.
-    """
-
-    graph: fx.Graph
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    inputs: dict[str, int]
-    constants: dict[str, Tensor]
-    rng: str
-    trainable: frozenset[str]
-    fake_mode: FakeTensorMode
-
-    def placeholder(self, name: str) -> fx.Node:
-        node: fx.Node
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and node.name == name:
-                return node
-        raise KeyError(name)
-
-
-Form = tuple[torch.dtype, tuple[int, ...]]
-"""How a parameter computes: its dtype and its dense strides."""
-
-
-def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
-    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
-
-    transformers models name such modules in ``_keep_in_fp32_modules`` and its strict variant.
-    """
-    kept: set[str] = set()
-    for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            kept |= set(getattr(module, attribute, None) or ())
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
-    forms: dict[str, Form] = {}
-    for name, parameter in model.named_parameters():
-        dtype = parameter.dtype
-        if parameter.is_floating_point():
-            dtype = torch.float32 if pattern.search(name) else compute_dtype
-        forms[name] = (dtype, _dense_strides(parameter))
-    return forms
-
-
-def fake_copy(
-    model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode, trained: Collection[str]
-) -> nn.Module:
-    """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors.
-
-    Parameters named in ``trained`` require a gradient.
-    """
-    memo: dict[int, Any] = {}
-    with mode:
-        for name, parameter in model.named_parameters():
-            dtype, strides = forms[name]
-            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
-        for _, buffer in model.named_buffers():
-            memo[id(buffer)] = torch.empty_strided(
-                buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
-            )
-    return copy.deepcopy(model, memo)
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense copy of a parameter that keeps the order of its dimensions."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    return tuple(torch.empty_like(meta).stride())
 
 
 class _Loss(nn.Module):
@@ -120,44 +42,12 @@ class _Loss(nn.Module):
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with _no_own_gradients():
+        with no_own_gradients():
             with our_operators(self.model, rng, positions_given=given):
                 outputs = self.model(*args, **kwargs)
             if self._loss_fn is None:
                 return find_loss(outputs)
             return self._loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
-
-
-@contextlib.contextmanager
-def _no_own_gradients() -> Iterator[None]:
-    """Refuse gradients that a forward defines itself: a captured graph knows torch's rules alone."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.__module__.startswith("torch.") and "checkpoint" not in function.__module__:
-            return apply(function, *args, **kwargs)
-        raise CaptureError(
-            f"The forward calls {function.__module__}.{function.__name__}, a torch.autograd.Function, whose "
-            "own gradient would be lost: "
-            + (
-                "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
-                if "checkpoint" in function.__module__
-                else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
-                "register_autograd."
-            )
-        )
-
-    def refuse_hook(tensor: Tensor, hook: Any) -> None:
-        raise CaptureError(
-            f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
-            "never run: scale the tensor itself, or its loss."
-        )
-
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
-        mock.patch.object(Tensor, "register_hook", refuse_hook),
-    ):
-        yield
 
 
 def find_loss(outputs: Any) -> Tensor:
@@ -210,7 +100,7 @@ def capture(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             exported = torch.export.export(_Loss(copied, loss_fn), (rng, args, kwargs), strict=False)
-            _refuse_writes(exported)
+            refuse_writes(exported)
             _keep_gradient_barriers(exported.graph_module)
             exported = exported.run_decompositions({})
     except CaptureError:
@@ -261,29 +151,11 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _refuse_writes(exported: torch.export.ExportedProgram) -> None:
-    """Refuse a forward that writes into a parameter (through ``.data``): only buffers are looked at later."""
-    constants = {
-        spec.arg.name
-        for spec in exported.graph_signature.input_specs
-        if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER)
-    }
-    for node in exported.graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            written = node.args[0] if node.args else None
-            if isinstance(written, fx.Node) and written.op == "placeholder" and written.name in constants:
-                raise CaptureError(
-                    f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
-                    "between steps, on program.state_dict() and load_state_dict()."
-                )
-
-
 def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
     graph = exported.graph
     signature = exported.graph_signature
     if signature.buffers_to_mutate:
-        names = ", ".join(sorted(_strip(n) for n in signature.buffers_to_mutate.values()))
+        names = ", ".join(sorted(strip(n) for n in signature.buffers_to_mutate.values()))
         raise CaptureError(
             f"The forward changes the buffer {names}: a recomputed block would change it twice; "
             "put that module into eval mode, or replace it (for BatchNorm: GroupNorm or frozen "
@@ -300,14 +172,14 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         if spec.kind == InputKind.USER_INPUT:
             leaves.append(name)
         elif spec.kind == InputKind.PARAMETER:
-            parameter = tensors[_strip(str(spec.target))]
+            parameter = tensors[strip(str(spec.target))]
             original = by_object.setdefault(id(parameter), nodes[name])
             if original is not nodes[name]:
                 nodes[name].replace_all_uses_with(original)
             else:
                 parameters[name] = first_name[id(parameter)]
         elif spec.kind == InputKind.BUFFER:
-            buffers[name] = _strip(str(spec.target))
+            buffers[name] = strip(str(spec.target))
         else:
             constants[name] = exported.constants[str(spec.target)]
     rng, *batch_leaves = leaves
@@ -349,10 +221,6 @@ def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _strip(name: str) -> str:
-    return name.removeprefix(_WRAPPED + ".")
-
-
 def _clean(graph: fx.Graph) -> None:
     """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
     for node in list(graph.nodes):
@@ -384,21 +252,6 @@ def _clean(graph: fx.Graph) -> None:
                     "replace it by its out-of-place form."
                 )
     graph.lint()
-
-
-def module_stack(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """(call key, module path) of the modules around a node, outermost first, without our wrapper.
-
-    The key differs between two calls of one module, the path does not.
-    """
-    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-        if path.startswith(_WRAPPED + ".") or path == _WRAPPED:
-            yield key, _strip(path) if path != _WRAPPED else ""
-
-
-def module_path(node: fx.Node) -> str:
-    """The path of the innermost module that a node belongs to; "" for the model itself."""
-    return list(module_stack(node))[-1][1] if list(module_stack(node)) else ""
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

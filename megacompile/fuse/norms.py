@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import megacompile.kernels  # noqa: F401  registers the operators
-from megacompile.capture.graph import module_path
+from megacompile.capture.captured import module_path
 from megacompile.fuse.match import (
     Emitter,
     Match,

@@ -1,6 +1,6 @@
 """Fuse: subgraphs of the captured forward become single operators with kernels of their own.
 
-In: :class:`~megacompile.capture.graph.Captured`. Out: the same with a rewritten copy of the graph, and
+In: :class:`~megacompile.capture.captured.Captured`. Out: the same with a rewritten copy of the graph, and
 :class:`~megacompile.fuse.report.Fusions`, which says what was replaced where, what nearly was and why
 not. Invariants: a subgraph is replaced only if nothing else reads its inner values, and only after the
 fused operator agreed with it on random inputs, gradients included; a new node carries a value of its
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile.capture.graph import Captured, module_path
+from megacompile.capture.captured import Captured, module_path
 from megacompile.errors import MegacompileError
 from megacompile.fuse.check import disagreement, signature
 from megacompile.fuse.gates import glu

@@ -1,6 +1,6 @@
 """Partition: the flat graph becomes a chain of blocks; equal blocks share one template.
 
-In: :class:`~megacompile.capture.graph.Captured`. Out: :class:`Partition`. Blocks are consecutive ranges of
+In: :class:`~megacompile.capture.captured.Captured`. Out: :class:`Partition`. Blocks are consecutive ranges of
 the graph, so any dataflow between them (skips, shared values, an encoder read by all decoder layers)
 is an edge from an earlier block to a later one. Invariants: no block returns a view of its inputs
 (views are rebuilt where they are used); two blocks share a template only if operators, constants,
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from megacompile.capture.captured import Captured
 from megacompile.capture.cut import SHARE, cut
-from megacompile.capture.graph import Captured
 from megacompile.capture.views import is_view, storage_nbytes, view_base
 
 InputKind = Literal["weight", "buffer", "value", "rng"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from megacompile.capture.graph import Captured
+from megacompile.capture.captured import Captured
 from megacompile.fuse.match import aten, is_call, operands, value
 from megacompile.tile.experts import Bank, banks
 from megacompile.tile.head import FUSED

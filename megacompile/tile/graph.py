@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile.capture.captured import Captured, module_path
 from megacompile.capture.cut import TILE
-from megacompile.capture.graph import Captured, module_path
 from megacompile.fuse.match import Emitter, aten, value
 from megacompile.fuse.placement import copy_graph
 

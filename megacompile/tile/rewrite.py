@@ -1,12 +1,12 @@
 """Tile: weights that are too large to be on the device whole become several parameters of rows each.
 
-In: :class:`~megacompile.capture.graph.Captured` and the rows at which parameters are cut. Out: the same with
-a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``, and
-what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
-piece by piece, a linear layer computes some of its outputs, a head adds to the loss what one range of
-the vocabulary does (``tile_head``), a bank computes some of its experts (``tile_experts``). Anything
-else that reads a cut parameter is given the pieces put together, which is right for every operator and
-saves nothing. Invariant: no tile reads more than one piece of a parameter.
+In: :class:`~megacompile.capture.captured.Captured` and the rows at which parameters are cut. Out: the same
+with a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``,
+and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
+piece by piece, a linear layer computes some of its outputs, a head adds to the loss what one range of the
+vocabulary does (``tile_head``), a bank computes some of its experts (``tile_experts``). Anything else that
+reads a cut parameter is given the pieces put together, which is right for every operator and saves nothing.
+Invariant: no tile reads more than one piece of a parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from megacompile.capture.graph import Captured
+from megacompile.capture.captured import Captured
 from megacompile.fuse.match import aten, is_call, operands
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import NearMiss

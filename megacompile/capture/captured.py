@@ -1,0 +1,57 @@
+"""What capture gives to the stages after it: a flat graph whose nodes know their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_WRAPPED = "model"  # the attribute under which capture wraps the user's module
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
+
+    The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
+    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
+    ``trainable`` holds the names of the parameters that require a gradient.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    inputs: dict[str, int]
+    constants: dict[str, Tensor]
+    rng: str
+    trainable: frozenset[str]
+    fake_mode: FakeTensorMode
+
+    def placeholder(self, name: str) -> fx.Node:
+        node: fx.Node
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name == name:
+                return node
+        raise KeyError(name)
+
+
+def strip(name: str) -> str:
+    """A name in the traced wrapper as the user's model has it."""
+    return name.removeprefix(_WRAPPED + ".")
+
+
+def module_stack(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(call key, module path) of the modules around a node, outermost first, without our wrapper.
+
+    The key differs between two calls of one module, the path does not.
+    """
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith(_WRAPPED + ".") or path == _WRAPPED:
+            yield key, strip(path) if path != _WRAPPED else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a node belongs to; "" for the model itself."""
+    return list(module_stack(node))[-1][1] if list(module_stack(node)) else ""

@@ -1,0 +1,60 @@
+"""How a model's parameters compute, and a copy of the model that traces so without touching a weight."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""How a parameter computes: its dtype and its dense strides."""
+
+
+def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
+    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
+
+    transformers models name such modules in ``_keep_in_fp32_modules`` and its strict variant.
+    """
+    kept: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            kept |= set(getattr(module, attribute, None) or ())
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
+    forms: dict[str, Form] = {}
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype
+        if parameter.is_floating_point():
+            dtype = torch.float32 if pattern.search(name) else compute_dtype
+        forms[name] = (dtype, _dense_strides(parameter))
+    return forms
+
+
+def fake_copy(
+    model: nn.Module, forms: Mapping[str, Form], mode: FakeTensorMode, trained: Collection[str]
+) -> nn.Module:
+    """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors.
+
+    Parameters named in ``trained`` require a gradient.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for name, parameter in model.named_parameters():
+            dtype, strides = forms[name]
+            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
+        for _, buffer in model.named_buffers():
+            memo[id(buffer)] = torch.empty_strided(
+                buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
+            )
+    return copy.deepcopy(model, memo)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a dense copy of a parameter that keeps the order of its dimensions."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return tuple(torch.empty_like(meta).stride())

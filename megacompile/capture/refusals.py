@@ -1,0 +1,65 @@
+"""What a forward may not do, because a captured graph would lose it: refused by name, with the way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
+
+from megacompile.capture.captured import module_path
+from megacompile.errors import CaptureError
+
+
+@contextlib.contextmanager
+def no_own_gradients() -> Iterator[None]:
+    """Refuse gradients that a forward defines itself: a captured graph knows torch's rules alone."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.__module__.startswith("torch.") and "checkpoint" not in function.__module__:
+            return apply(function, *args, **kwargs)
+        raise CaptureError(
+            f"The forward calls {function.__module__}.{function.__name__}, a torch.autograd.Function, whose "
+            "own gradient would be lost: "
+            + (
+                "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
+                if "checkpoint" in function.__module__
+                else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
+                "register_autograd."
+            )
+        )
+
+    def refuse_hook(tensor: Tensor, hook: Any) -> None:
+        raise CaptureError(
+            f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
+            "never run: scale the tensor itself, or its loss."
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
+        mock.patch.object(Tensor, "register_hook", refuse_hook),
+    ):
+        yield
+
+
+def refuse_writes(exported: torch.export.ExportedProgram) -> None:
+    """Refuse a forward that writes into a parameter (through ``.data``): only buffers are looked at later."""
+    constants = {
+        spec.arg.name
+        for spec in exported.graph_signature.input_specs
+        if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER)
+    }
+    for node in exported.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            written = node.args[0] if node.args else None
+            if isinstance(written, fx.Node) and written.op == "placeholder" and written.name in constants:
+                raise CaptureError(
+                    f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
+                    "between steps, on program.state_dict() and load_state_dict()."
+                )
