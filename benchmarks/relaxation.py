@@ -1,335 +1,330 @@
-"""A lower bound for any plan: the linear relaxation of the whole-step problem.
+"""A lower bound for any plan: the linear relaxation of the whole-step problem, with times.
 
-Blocks may split between their choices and stashes, weight groups between being held and being fetched
-again; transfers and updates overlap with compute as well as the step's order allows at all. What stays:
-each stream's work, device bytes at every forward and backward (weight slots are a slab of fixed size, as
-in every step), what must follow what (all compute of a step between the fetch of the first weights and
-the push of the last gradient; all updates of a step before its next forward ends, and the first of the
-next step after its gradient has come).
+Blocks may split between their choices and stashes, and weight groups between being held and being fetched
+again; whatever is not said to follow something may run at any time. What stays of the problem:
 
-With updates deferred, a step is two phases: from the end of the last backward to the end of the first
-micro-batch's last forward, in which all updates and one fetch of every trained group must happen, and the
-rest, in which all gradients leave.
+- compute: every forward and backward has a start and an end, in the plan's order, as its choices take;
+- each stream's work in a step, and what copies, norms and updates move through shared host memory;
+- gradients leave after their backward, one after the other; updates come after their group's last gradient
+  (with clipping, after all norms), and before the next step's first use of the group, with a fetch between.
+  So between a gradient's arrival and the forward that wants what comes of it and of all gradients that
+  arrive later lie those updates, and all that host memory moves meanwhile;
+- a stash that waits on the host has left before the second operation after its forward starts, and comes
+  back after the second operation before its backward has ended;
+- device bytes at every forward, recompute and backward, where weight slots are a slab of fixed size.
+
+State is on the host, as in all plans that are compared with this bound. Steps follow each other at a fixed
+period, as they do in the simulator after the first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import pairwise
 
-import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
-
+from benchmarks.linear import LinearProgram, Row, times, total
+from benchmarks.relaxed_memory import Option, limit_memory
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import duration
+from megacompile.machine.simulate import call_seconds, duration
 from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Call, Choice, Workload
-from megacompile.step.operations import Op
+from megacompile.plan.workload import Workload
+from megacompile.search.mixture import Mixer, Order
+from megacompile.step.operations import Kind, Op, Stream
 
-Row = dict[int, float]
-GB = 1e-9  # memory rows count in GB, times in seconds: all coefficients are of about one size
-_PHASES = ("whole", "first", "second")
+_STREAMS: dict[Kind, Stream] = {"prefetch": "h2d", "reload": "h2d", "push_grad": "d2h", "offload": "d2h",
+                                "norm": "host", "adam": "host"}  # fmt: skip
 
 
 def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> float:
     """Seconds below which no plan of this mode's step gets; inf where the relaxation is infeasible."""
-    orders: tuple[Literal["depth", "breadth"], ...] = ("depth", "breadth")
+    orders: tuple[Order, ...] = ("depth", "breadth")
     return min(
         _Relaxation(work, mode, machine, budget_bytes, order).solve()
         for order in orders[: 1 + (mode.micro_batches > 1)]
     )
 
 
-class _Relaxation:
-    """Variables are numbered as they are made; rows are sums that stay at or below a limit."""
+@dataclass(frozen=True)
+class _Span:
+    """One operation of the compute stream; ``turn`` is where a backward's recompute has ended."""
 
-    def __init__(
-        self, work: Workload, mode: Mode, machine: Machine, budget: int, order: Literal["depth", "breadth"]
-    ) -> None:
-        self.work, self.mode, self.machine, self.budget, self.order = work, mode, machine, budget, order
-        self.upper: list[float | None] = []
-        self.rows: list[tuple[Row, float]] = []
-        self.equal: list[tuple[Row, float]] = []
-        self.time = {name: self._variable(None) for name in _PHASES}
-        self.slab = self._variable(None)
-        self.streams: dict[tuple[str, str], Row] = defaultdict(lambda: defaultdict(float))
-        self.fixed: dict[tuple[str, str], float] = defaultdict(float)
+    block: int
+    start: int
+    turn: int
+    end: int
+    backward: bool
+
+
+class _Relaxation:
+    """Variables for times in seconds, for shares of choices, and for shares of groups that are held."""
+
+    def __init__(self, work: Workload, mode: Mode, machine: Machine, budget: int, order: Order) -> None:
+        self.work, self.mode, self.machine, self.order = work, mode, machine, order
+        self.program = LinearProgram()
+        self.period = self.program.variable()
+        stashes = Mixer(work, mode, machine, order)
+        self.options = [
+            [
+                Option(self.program.variable(1.0), choice, host, stashes.stash_bytes(b, choice))
+                for choice in {c.name: c for c in block.choices}.values()
+                for host in (False, True)
+            ]
+            for b, block in enumerate(work.blocks)
+        ]
+        self.held = [self.program.variable(1.0) for _ in work.groups]
+        self.spans = self._spans()
+        limit_memory(self.program, work, mode, order, budget, self.options, self.held)
 
     def solve(self) -> float:
-        choices = [self._choose(b) for b in range(len(self.work.blocks))]
-        held = [self._variable(1.0) for _ in self.work.groups]
-        self._compute(choices)
-        self._transfers(choices, held)
-        self._updates()
-        self._memory(choices, held)
-        self._time()
-        return self._run()
+        self._compute()
+        self._pushes()
+        self._offloads()
+        self._reloads()
+        self._work()
+        if self.mode.keeps_gradients:
+            self._deferred()
+        else:
+            self._immediate()
+        return self.program.minimise(self.period)[0]
 
-    # ---- rows -------------------------------------------------------------------------------------
+    # ---- compute ----------------------------------------------------------------------------------
 
-    def _variable(self, upper: float | None) -> int:
-        self.upper.append(upper)
-        return len(self.upper) - 1
+    def _spans(self) -> list[_Span]:
+        """All compute of a step in program order."""
+        blocks, micros = range(len(self.work.blocks)), range(self.mode.micro_batches)
+        back = [b for b in reversed(blocks) if self.work.blocks[b].choices[0].backward is not None]
+        once = [(b, False) for b in blocks], [(b, True) for b in back]
+        if self.order == "depth":
+            places = [place for _ in micros for part in once for place in part]
+        else:
+            places = [place for part in once for place in part for _ in micros]
+        variable = self.program.variable
+        return [_Span(b, variable(), variable(), variable(), backward) for b, backward in places]
 
-    def _choose(self, b: int) -> list[tuple[int, Choice, bool, int]]:
-        """(variable, choice, whether its stash is on the host, bytes of the stash) of one block."""
-        found = []
-        for choice in {c.name: c for c in self.work.blocks[b].choices}.values():
-            for on_host in (False, True):
-                found.append((self._variable(1.0), choice, on_host, self._stash(b, choice)))
-        self.equal.append(({v: 1.0 for v, *_ in found}, 1.0))
-        return found
+    def _compute(self) -> None:
+        for options in self.options:
+            self.program.equal({o.share: 1.0 for o in options}, 1.0)
+        for span in self.spans:
+            options = self.options[span.block]
+            if span.backward:
+                first = {o.share: -call_seconds(o.choice.recompute, self.machine) for o in options}
+                then = {o.share: -call_seconds(o.choice.backward, self.machine) for o in options}
+            else:
+                first = {o.share: -call_seconds(o.choice.forward, self.machine) for o in options}
+                then = {}
+            self.program.at_least({span.turn: 1.0, span.start: -1.0} | first, 0.0)
+            self.program.at_least({span.end: 1.0, span.turn: -1.0} | then, 0.0)
+        for before, after in pairwise(self.spans):
+            self.program.at_least({after.start: 1.0, before.end: -1.0}, 0.0)
+        self.program.at_least(total(self._next(self.spans[0]), {self.spans[-1].end: -1.0}), 0.0)
 
-    def _stash(self, b: int, choice: Choice) -> int:
-        """Bytes that wait for the block's own backward alone, from its forward on."""
-        again = [c for c in (choice.recompute, choice.backward) if c is not None]
-        reads = {v for call in again for v in call.reads}
-        own = (v for v in reads if self._own(v, b) and not self.work.values[v].batch)
-        kept = choice.saved_bytes if choice.recompute is None else 0
-        return kept + sum(self.work.values[v].nbytes for v in own)
+    def _next(self, span: _Span) -> Row:
+        """When an operation of the next step starts."""
+        return {self.period: 1.0, span.start: 1.0}
+
+    # ---- transfers --------------------------------------------------------------------------------
+
+    def _seconds(self, kind: Kind, nbytes: float) -> float:
+        return duration(Op(kind, _STREAMS[kind], nbytes=nbytes), self.machine)  # type: ignore[arg-type]
+
+    def _fetch(self, group: int) -> float:
+        return self._seconds("prefetch", self.work.groups[group].nbytes)
+
+    def _pushes(self) -> None:
+        """``pushed``: per backward when its gradients have left, and their bytes."""
+        self.pushed: dict[int, tuple[int, int]] = {}
+        last: int | None = None
+        for index, span in enumerate(self.spans):
+            given = self.work.blocks[span.block].grad_groups if span.backward else ()
+            if given:
+                seconds = sum(self._seconds("push_grad", n) for _, n in given)
+                left = self.program.variable()
+                self.program.at_least({left: 1.0, span.end: -1.0}, seconds)
+                if last is not None:
+                    self.program.at_least({left: 1.0, last: -1.0}, seconds)
+                self.pushed[index] = left, sum(n for _, n in given)
+                last = left
+        if last is not None:  # compute gives the last gradient's memory back before the next step
+            self.program.at_least(total(self._next(self.spans[0]), {last: -1.0}), 0.0)
+
+    def _moved(self, block: int, kind: Kind) -> Row:
+        """Seconds of moving a block's stash, by the shares that wait on the host."""
+        return {o.share: self._seconds(kind, o.stash) for o in self.options[block] if o.host and o.stash}
+
+    def _stash_bytes(self, block: int) -> Row:
+        return {o.share: float(o.stash) for o in self.options[block] if o.host}
+
+    def _offloads(self) -> None:
+        last: int | None = None
+        for index, span in enumerate(self.spans):
+            if span.backward or index + 2 >= len(self.spans):
+                continue
+            seconds, over = self._moved(span.block, "offload"), self.program.variable()
+            self.program.at_least(total({over: 1.0, span.end: -1.0}, times(-1, seconds)), 0.0)
+            if last is not None:
+                self.program.at_least(total({over: 1.0, last: -1.0}, times(-1, seconds)), 0.0)
+            self.program.at_least({self.spans[index + 2].start: 1.0, over: -1.0}, 0.0)
+            last = over
+
+    def _reloads(self) -> None:
+        last: int | None = None
+        for index, span in enumerate(self.spans):
+            if not span.backward or not self.spans[index - 1].backward:
+                continue
+            seconds, over = self._moved(span.block, "reload"), self.program.variable()
+            before, earlier = self.spans[index - 1], self.spans[index - 2]
+            issued = {o.share: call_seconds(o.choice.recompute, self.machine)
+                      for o in self.options[before.block]}  # fmt: skip
+            begin = total({earlier.end: 1.0}, issued, seconds)
+            self.program.at_least(total({over: 1.0}, times(-1, begin)), 0.0)
+            if last is not None:
+                self.program.at_least(total({over: 1.0, last: -1.0}, times(-1, seconds)), 0.0)
+            self.program.at_least({span.start: 1.0, over: -1.0}, 0.0)
+            last = over
+
+    def _fetches(self) -> tuple[Row, list[int]]:
+        """Per group the fetches of a step where it is not held; those beyond the first, in seconds."""
+        again = {g for b in self.work.blocks for c in b.choices for call in (c.recompute, c.backward)
+                 if call is not None for g in call.groups}  # fmt: skip
+        last = len(self.work.blocks) - 1
+        counts = []
+        for g in range(len(self.work.groups)):
+            users = self._users(g)
+            each = 1 if g not in again or last in users else 2
+            breadth = self.order == "breadth"
+            counts.append(each if breadth else each * self.mode.micro_batches)
+        return {self.held[g]: (1 - n) * self._fetch(g) for g, n in enumerate(counts)}, counts
+
+    def _users(self, group: int) -> list[int]:
+        return [
+            i for i, b in enumerate(self.work.blocks) if any(group in c.forward.groups for c in b.choices)
+        ]
+
+    def _work(self) -> None:
+        """Each stream's work fits the period; so does what moves through host memory."""
+        held, counts = self._fetches()
+        micros, groups = self.mode.micro_batches, self.work.groups
+        trained = [groups[g] for g in self.work.contributions]
+        blocks = range(len(self.work.blocks))
+        pushes = [n for b in self.work.blocks for _, n in b.grad_groups for _ in range(micros)]
+        norms = 4 * sum(g.elements for g in trained) * self.mode.keeps_gradients
+        updates = sum(g.update_bytes for g in trained)
+        down = total(held, *(times(micros, self._moved(b, "reload")) for b in blocks))
+        up = total(*(times(micros, self._moved(b, "offload")) for b in blocks))
+        for seconds, row in (
+            (sum(n * self._fetch(g) for g, n in enumerate(counts)), down),
+            (sum(self._seconds("push_grad", n) for n in pushes), up),
+            (self._seconds("adam", updates) + self._seconds("norm", norms), {}),
+        ):
+            self.program.at_least(total({self.period: 1.0}, times(-1, row)), seconds)
+        fixed = sum(n * groups[g].nbytes for g, n in enumerate(counts)) + sum(pushes) + norms + updates
+        saved = {self.held[g]: float((1 - n) * groups[g].nbytes) for g, n in enumerate(counts)}
+        stashes = total(*(times(2 * micros, self._stash_bytes(b)) for b in blocks))
+        self._host_moves({self.period: 1.0}, fixed, total(saved, stashes))
+
+    def _host_moves(self, interval: Row, nbytes: float, shares: Row) -> None:
+        """In this interval host memory moves so many bytes, and those of shares of stashes and groups."""
+        if self.machine.shared_memory:
+            rate = self.machine.host_bandwidth
+            self.program.at_least(total(interval, times(-1 / rate, shares)), nbytes / rate)
+
+    # ---- updates ----------------------------------------------------------------------------------
 
     @cached_property
-    def _readers(self) -> dict[int, set[int]]:
-        """Per value the blocks that read it again after their forward."""
-        readers: dict[int, set[int]] = defaultdict(set)
-        for b, block in enumerate(self.work.blocks):
-            for choice in block.choices:
-                for call in (choice.recompute, choice.backward):
-                    for v in call.reads if call is not None else ():
-                        readers[v].add(b)
-        return readers
+    def _first_use(self) -> dict[int, int]:
+        """Per trained group the first operation of a step that wants it."""
+        found: dict[int, int] = {}
+        for index, span in enumerate(self.spans):
+            if not span.backward:
+                choices = self.work.blocks[span.block].choices
+                for g in set.intersection(*(set(c.forward.groups) for c in choices)):
+                    if g in self.work.contributions:
+                        found.setdefault(g, index)
+        return found
 
-    def _own(self, value: int, b: int) -> bool:
-        """Whether no other block's backward reads a value."""
-        return self._readers[value] == {b}
+    @cached_property
+    def _last_given(self) -> dict[int, list[int]]:
+        """Per backward the groups whose gradient is whole with it."""
+        last: dict[int, int] = {}
+        for index in self.pushed:
+            last |= {g: index for g, _ in self.work.blocks[self.spans[index].block].grad_groups}
+        found: dict[int, list[int]] = defaultdict(list)
+        for g, index in last.items():
+            found[index].append(g)
+        return found
 
-    def _add(self, phase: str, stream: str, variable: int | None, seconds: float) -> None:
-        if variable is None:
-            self.fixed[phase, stream] += seconds
-        else:
-            self.streams[phase, stream][variable] += seconds
+    def _left_behind(self, use: int) -> Row:
+        """Bytes of stashes that have left when an operation starts."""
+        return total(*(self._stash_bytes(s.block) for s in self.spans[: max(0, use - 1)] if not s.backward))
 
-    def _compute(self, choices: list[list[tuple[int, Choice, bool, int]]]) -> None:
-        micros = self.mode.micro_batches
-        first = 1 if self.order == "depth" else micros
-        for options in choices:
-            for variable, choice, _, _ in options:
-                ahead = self._call("forward", choice.forward)
-                back = sum(
-                    self._call("backward", c) for c in (choice.recompute, choice.backward) if c is not None
+    def _way(self, group: int, use: int) -> float:
+        """Seconds from a group's update to an operation after its first use: its fetch, forwards between."""
+        between = self.spans[self._first_use[group] : use]
+        choices = (self.work.blocks[s.block].choices for s in between)
+        return self._fetch(group) + sum(
+            min(call_seconds(c.forward, self.machine) for c in cs) for cs in choices
+        )
+
+    def _immediate(self) -> None:
+        """Between a gradient's arrival and the forward that wants the last of what comes after it."""
+        groups: list[int] = []
+        after = 0.0  # bytes of gradients that leave later
+        reloads: Row = {}  # of operations that come after the next one
+        order = sorted(self.pushed, reverse=True)
+        for index in order:
+            pushed, nbytes = self.pushed[index]
+            groups += [g for g in self._last_given[index] if g in self._first_use]
+            if groups:
+                use = max(self._first_use[g] for g in groups)
+                wanted = self._next(self.spans[use])
+                interval = total(wanted, {pushed: -1.0})
+                updates = sum(self.work.groups[g].update_bytes for g in groups)
+                fetched = sum(self.work.groups[g].nbytes for g in groups)
+                self.program.at_least(
+                    interval, self._seconds("adam", updates) + min(self._way(g, use) for g in groups)
                 )
-                self._add("whole", "compute", variable, micros * (ahead + back))
-                self._add("first", "compute", variable, first * ahead)
-                self._add("second", "compute", variable, (micros - first) * ahead + micros * back)
+                self._host_moves(interval, updates + fetched + after, self._left_behind(use))
+                whole = total(wanted, {self.spans[index].end: -1.0})
+                self._host_moves(
+                    whole, updates + fetched + after + nbytes, total(self._left_behind(use), reloads)
+                )
+            after += nbytes
+            if index + 1 < len(self.spans) and self.spans[index + 1].backward:
+                reloads = total(reloads, self._stash_bytes(self.spans[index + 1].block))
 
-    def _call(self, kind: str, call: Call) -> float:
-        op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore[arg-type]
-        return duration(op, self.machine)
+    def _deferred(self) -> None:
+        """All norms, then all updates in the order of the groups, then what wants them."""
+        normed: int | None = None
+        for index in sorted(self.pushed):
+            pushed, _ = self.pushed[index]
+            elements = sum(self.work.groups[g].elements for g in self._last_given[index])
+            over, seconds = self.program.variable(), self._seconds("norm", 4 * elements)
+            self.program.at_least({over: 1.0, pushed: -1.0}, seconds)
+            if normed is not None:
+                self.program.at_least({over: 1.0, normed: -1.0}, seconds)
+            normed = over
+        if normed is None:
+            return
+        updates = fetched = 0
+        for g in sorted(self.work.contributions):
+            updates += self.work.groups[g].update_bytes
+            fetched += self.work.groups[g].nbytes
+            if g in self._first_use:
+                use = self._first_use[g]
+                interval = total(self._next(self.spans[use]), {normed: -1.0})
+                self.program.at_least(interval, self._seconds("adam", updates) + self._fetch(g))
+                self._host_moves(interval, updates + fetched, self._left_behind(use))
+        self._before_norms(normed)
 
-    def _transfers(self, choices: list[list[tuple[int, Choice, bool, int]]], held: list[int]) -> None:
-        micros, both = self.mode.micro_batches, ("whole", "second")
-        passes = self._passes()
-        for g, group in enumerate(self.work.groups):
-            fetch = duration(Op("prefetch", "h2d", nbytes=group.nbytes), self.machine)
-            self._add("whole", "h2d", None, fetch * passes[g])
-            self._add("whole", "h2d", held[g], fetch * (1 - passes[g]))
-            if g in self.work.contributions:
-                self._add("first", "h2d", None, fetch)
-        for block in self.work.blocks:
-            for _, nbytes in block.grad_groups:
-                push = duration(Op("push_grad", "d2h", nbytes=nbytes), self.machine)
-                for phase in both:
-                    self._add(phase, "d2h", None, micros * push)
-        for options in choices:
-            for variable, _, on_host, nbytes in options:
-                if on_host and nbytes:
-                    for kind, stream in (("offload", "d2h"), ("reload", "h2d")):
-                        op = Op(kind, stream, nbytes=nbytes)  # type: ignore[arg-type]
-                        self._add("whole", stream, variable, micros * duration(op, self.machine))
-
-    def _passes(self) -> list[int]:
-        """Fetches of each group that is not held: one for a forward and one for a backward, per pass.
-
-        Neighbouring uses may share one, so blocks that follow each other count once.
-        """
-        backward = {g for b in self.work.blocks for c in b.choices for call in (c.recompute, c.backward)
-                    if call is not None for g in call.groups}  # fmt: skip
-        last = len(self.work.blocks) - 1
-        passes = []
-        for g in range(len(self.work.groups)):
-            users = [i for i, b in enumerate(self.work.blocks)
-                     if any(g in c.forward.groups for c in b.choices)]  # fmt: skip
-            once = g not in backward or last in users
-            each = 1 if once else 2
-            passes.append(1 if self.order == "breadth" and once else each * (
-                self.mode.micro_batches if self.order == "depth" else 1))  # fmt: skip
-        return passes
-
-    def _updates(self) -> None:
-        for g in self.work.contributions:
-            elements = self.work.groups[g].elements
-            adam = duration(Op("adam", "host", nbytes=28 * elements), self.machine)
-            norm = duration(Op("norm", "host", nbytes=4 * elements), self.machine)
-            self._add("whole", "host", None, adam + norm * self.mode.keeps_gradients)
-            self._add("first", "host", None, adam)
-            self._add("second", "host", None, norm)
-
-    def _memory(self, choices: list[list[tuple[int, Choice, bool, int]]], held: list[int]) -> None:
-        """Stashes of earlier blocks, the running block's own tensors, and the slab, at every operation."""
-        room = GB * (self.budget - self.work.constant_bytes)
-        times = self.mode.micro_batches if self.order == "breadth" else 1
-        kept: Row = {}
-        total = self._variable(None)  # stashes of the blocks before, on the device
-        self.equal.append(({total: 1.0}, 0.0))
-        resident: Row = {}  # groups held since an earlier block
-        for b, options in enumerate(choices):
-            block = self.work.blocks[b]
-            groups = sorted({g for _, c, _, _ in options for g in c.forward.groups})
-            slots: Row = {self.slab: -1.0} | resident
-            for g in groups:
-                slots.pop(held[g], None)
-            self.rows.append((slots, -GB * sum(self.work.groups[g].nbytes for g in groups)))
-            resident |= {held[g]: GB * self.work.groups[g].nbytes for g in groups}
-            tangents = sum(self.work.values[v].nbytes for v in block.tangents)
-            high: list[Row] = [{total: 1.0, self.slab: 1.0} for _ in range(3)]
-            for variable, choice, _, _ in options:
-                high[0][variable] = GB * max(0, choice.forward.peak_bytes)
-                kept_saved = choice.saved_bytes if choice.backward is not None else 0
-                if choice.backward is not None:
-                    high[1][variable] = GB * (kept_saved + tangents + max(0, choice.backward.peak_bytes))
-                if choice.recompute is not None:
-                    high[2][variable] = GB * (tangents + max(0, choice.recompute.peak_bytes))
-            self.rows += [(row, room) for row in high]
-            kept = {variable: GB * times * nbytes for variable, _, host, nbytes in options if not host}
-            after = self._variable(None)
-            self.equal.append(({after: 1.0, total: -1.0} | {v: -n for v, n in kept.items()}, 0.0))
-            total = after
-
-    def _time(self) -> None:
-        whole, first, second = (self.time[name] for name in _PHASES)
-        deferred = self.mode.keeps_gradients
-        for (phase, stream), row in list(self.streams.items()) + [
-            (key, {}) for key in self.fixed if key not in self.streams
-        ]:
-            if phase == "whole" or deferred:
-                limit = -self.fixed[phase, stream]
-                self.rows.append((dict(row) | {self.time[phase]: -1.0}, limit))
-        if self.machine.shared_memory:
-            self._share_memory()
-        if deferred:
-            self.rows.append(({first: 1.0, second: 1.0, whole: -1.0}, 0.0))
-            self.rows.append((dict(self.streams["first", "compute"]) | {first: -1.0}, -self._entry()))
-            self.rows.append(({first: -1.0}, -self._adams() - self._last_update_to_turn()))
-            self.rows.append((dict(self.streams["second", "compute"]) | {second: -1.0}, -self._exit()))
-        else:
-            around = self._entry() + self._exit()
-            self.rows.append((dict(self.streams["whole", "compute"]) | {whole: -1.0}, -around))
-            idle = self._last_update_to_turn() + self._turn_to_first_gradient()
-            self.rows.append(({whole: -1.0}, -self._adams() - idle))
-
-    def _share_memory(self) -> None:
-        """Bytes of copies, norms and updates through host memory, which carries one rate in all."""
-        share = {"h2d": self.machine.h2d_bandwidth, "d2h": self.machine.d2h_bandwidth,
-                 "host": self.machine.host_bandwidth}  # fmt: skip
-        for phase in _PHASES if self.mode.keeps_gradients else _PHASES[:1]:
-            row: defaultdict[int, float] = defaultdict(float)
-            offloads: defaultdict[int, float] = defaultdict(float)
-            fixed = 0.0
-            for stream, rate in share.items():
-                part = rate / self.machine.host_bandwidth
-                fixed += part * self.fixed[phase, stream]
-                for variable, seconds in self.streams[phase, stream].items():
-                    (offloads if stream == "d2h" else row)[variable] += part * seconds
-            copies = self.machine.copy_seconds * 4 * len(self.work.groups)  # fixed costs draw nothing
-            time: Row = {self.time[phase]: -1.0}
-            every = {v: row[v] + offloads[v] for v in {*row, *offloads}}
-            self.rows.append((every | time, copies - fixed))
-            # where nothing draws all there is, offloads may run beside: they are left out
-            self.rows.append((row | time, copies - fixed + self._pushed_first() - self._undrawn(phase)))
-
-    def _undrawn(self, phase: str) -> float:
-        """Seconds' worth of host memory that nobody can draw: no update runs between the last one and the
-        first gradient of the next step, and fetches alone draw less than all.
-        """
-        idle = self._last_update_to_turn()
-        if self.mode.keeps_gradients and phase != "first":
-            return 0.0
-        if not self.mode.keeps_gradients:
-            idle += self._turn_to_first_gradient()
-        return idle * max(0.0, 1 - self.machine.h2d_bandwidth / self.machine.host_bandwidth)
-
-    def _pushed_first(self) -> float:
-        """Seconds' worth of host memory of the gradient that ends that time; it is pushed meanwhile."""
-        if self.mode.keeps_gradients:
-            return 0.0
-        for block in reversed(self.work.blocks):
-            if block.grad_groups:
-                return sum(n for _, n in block.grad_groups) / self.machine.host_bandwidth
-        return 0.0
-
-    def _adams(self) -> float:
-        return sum(self._seconds("adam", g) for g in self.work.contributions)
-
-    def _seconds(self, kind: str, group: int, nbytes: int | None = None) -> float:
-        sizes = {"adam": 28, "norm": 4}
-        stream = {"adam": "host", "norm": "host", "prefetch": "h2d", "push_grad": "d2h"}[kind]
-        own = self.work.groups[group]
-        nbytes = nbytes if nbytes is not None else own.elements * sizes[kind] if kind in sizes else own.nbytes
-        return duration(Op(kind, stream, nbytes=nbytes), self.machine)  # type: ignore[arg-type]
-
-    def _entry(self) -> float:
-        """Update and fetch of a group of the first block: before any compute of a step."""
-        first = self.work.blocks[0]
-        used = {g for g in self.work.contributions if all(g in c.forward.groups for c in first.choices)}
-        return max((self._seconds("adam", g) + self._seconds("prefetch", g) for g in used), default=0.0)
-
-    def _exit(self) -> float:
-        """Push of what the last backward of a step gives, and its norm: after all compute of a step."""
-        for block in self.work.blocks:
-            if any(c.backward is not None for c in block.choices):
-                norm = self.mode.keeps_gradients
-                return max(
-                    (self._seconds("push_grad", g, n) + norm * self._seconds("norm", g)
-                     for g, n in block.grad_groups), default=0.0)  # fmt: skip
-        return 0.0
-
-    def _last_update_to_turn(self) -> float:
-        """Whichever update is last: its group's fetch, and the forwards from its first user on."""
-        rest, best = 0.0, float("inf")
-        for block in reversed(self.work.blocks):
-            rest += min(self._call("forward", c.forward) for c in block.choices)
-            used = {g for c in block.choices for g in c.forward.groups} & set(self.work.contributions)
-            best = min([best, *(rest + self._seconds("prefetch", g) for g in used)])
-        return best if best < float("inf") else 0.0
-
-    def _turn_to_first_gradient(self) -> float:
-        """The backwards up to the first that gives a group its gradient, and that gradient's push."""
-        total = 0.0
-        for block in reversed(self.work.blocks):
-            backs = [self._call("backward", c.backward) for c in block.choices if c.backward is not None]
-            total += min(backs, default=0.0)
-            if block.grad_groups:
-                return total + min(self._seconds("push_grad", g, n) for g, n in block.grad_groups)
-        return total
-
-    # ---- solving ----------------------------------------------------------------------------------
-
-    def _run(self) -> float:
-        cost = np.zeros(len(self.upper))
-        cost[self.time["whole"]] = 1.0
-        result = linprog(
-            cost, A_ub=self._matrix([r for r, _ in self.rows]), b_ub=[x for _, x in self.rows],
-            A_eq=self._matrix([r for r, _ in self.equal]), b_eq=[x for _, x in self.equal],
-            bounds=[(0, u) for u in self.upper], method="highs",
-        )  # fmt: skip
-        if result.status == 2:
-            return float("inf")
-        assert result.status == 0, result.message
-        return float(result.fun)
-
-    def _matrix(self, rows: list[Row]) -> coo_array:
-        entries = [(i, j, x) for i, row in enumerate(rows) for j, x in row.items()]
-        i, j, x = zip(*entries, strict=True)
-        return coo_array((x, (i, j)), shape=(len(rows), len(self.upper)))
+    def _before_norms(self, normed: int) -> None:
+        """From the first backward on: all gradients, norms, and stashes that come back."""
+        first = next(i for i, s in enumerate(self.spans) if s.backward)
+        pushes = sum(n for i, (_, n) in self.pushed.items())
+        norms = 4 * sum(self.work.groups[g].elements for g in self.work.contributions)
+        again = [s for i, s in enumerate(self.spans) if s.backward and i > first + 1]
+        if self.order == "depth" and self.mode.micro_batches > 1:
+            return
+        interval = {normed: 1.0, self.spans[first].start: -1.0}
+        self._host_moves(interval, pushes + norms, total(*(self._stash_bytes(s.block) for s in again)))

@@ -136,7 +136,7 @@ class _Inserter:
         on_device = group in self.resident
         return Op("adam", "compute" if on_device else "host", group=group, reads=(home, *extra),
                   writes=(("resident" if on_device else "master", group),),
-                  nbytes=self.work.groups[group].elements * 28)  # fmt: skip
+                  nbytes=self.work.groups[group].update_bytes)  # fmt: skip
 
     def _updates(self, groups: list[int]) -> Iterator[Op]:
         """The clipping coefficient, then updates in the order of first use."""

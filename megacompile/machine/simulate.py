@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megacompile.machine.contention import draws_memory, shared_times
 from megacompile.machine.rates import Machine
+from megacompile.plan.workload import Call
 from megacompile.step.operations import STREAMS, Event, Op, Step, Stream
 
 
@@ -70,10 +71,7 @@ def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list
 def duration(op: Op, machine: Machine) -> float:
     """Seconds that an operation takes alone on its stream."""
     if op.kind in ("forward", "recompute", "backward"):
-        if op.seconds:
-            return op.seconds
-        work = op.flops / machine.flops + op.moved_bytes / machine.memory_bandwidth
-        return machine.launch_seconds + work
+        return call_seconds(op, machine)
     if op.kind in ("prefetch", "reload"):
         return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
     if op.kind == "accumulate" or (op.kind in ("adam", "norm") and op.stream == "compute"):
@@ -87,3 +85,13 @@ def duration(op: Op, machine: Machine) -> float:
     if op.kind == "write":
         return op.nbytes / machine.nvme_write_bandwidth
     return 0.0
+
+
+def call_seconds(call: Call | Op | None, machine: Machine) -> float:
+    """Seconds of a block function alone: as measured, else by the machine's rates; of None, nothing."""
+    if call is None:
+        return 0.0
+    if call.seconds:
+        return call.seconds
+    work = call.flops / machine.flops + call.moved_bytes / machine.memory_bandwidth
+    return machine.launch_seconds + work

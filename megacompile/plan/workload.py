@@ -93,6 +93,15 @@ class GroupWork:
     state_bytes: int = 0
     gradient_bytes: int = 0
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that an update reads and writes: weights and state both ways, and an FP32 gradient.
+
+        Where nothing is known of the state, masters and moments are taken to be FP32.
+        """
+        state = self.state_bytes or 12 * self.elements - self.nbytes
+        return 2 * (self.nbytes + state) + 4 * self.elements
+
 
 @dataclass(frozen=True)
 class Workload:

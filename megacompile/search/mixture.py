@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import duration
+from megacompile.machine.simulate import call_seconds, duration
 from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.plan.workload import Choice, Workload
 from megacompile.search.simplex import minimise
 from megacompile.step.operations import Op
 
@@ -146,8 +146,8 @@ class Mixer:
         m = self.mode.micro_batches
         takes: dict[Treatment, tuple[float, ...]] = {}
         for choice in self.work.blocks[b].choices:
-            forward = self._seconds("forward", choice.forward)
-            back = self._seconds("recompute", choice.recompute) + self._seconds("backward", choice.backward)
+            forward = call_seconds(choice.forward, self.machine)
+            back = call_seconds(choice.recompute, self.machine) + call_seconds(choice.backward, self.machine)
             stash = self.stash_bytes(b, choice)
             compute = (ahead * forward, later * forward + m * back)
             alive = stash * (m if self.breadth else 1)
@@ -185,12 +185,6 @@ class Mixer:
         saved = choice.saved_bytes if choice.recompute is None and choice.backward is not None else 0
         return saved + sum(self.work.values[v].nbytes for v in own)
 
-    def _seconds(self, kind: str, call: Call | None) -> float:
-        if call is None:
-            return 0.0
-        op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore[arg-type]
-        return duration(op, self.machine)
-
     @cached_property
     def _readers(self) -> dict[int, set[int]]:
         """Per value the blocks that read it again after their forward."""
@@ -218,9 +212,9 @@ class Mixer:
     @cached_property
     def _fixed(self) -> tuple[float, float, float]:
         """Seconds of all updates, of all norms, of all pushes of gradients."""
-        elements = sum(self.work.groups[g].elements for g in self.work.contributions)
+        trained = [self.work.groups[g] for g in self.work.contributions]
         pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
-        adam = duration(Op("adam", "host", nbytes=28 * elements), self.machine)
-        norm = duration(Op("norm", "host", nbytes=4 * elements), self.machine)
+        adam = duration(Op("adam", "host", nbytes=sum(g.update_bytes for g in trained)), self.machine)
+        norm = duration(Op("norm", "host", nbytes=4 * sum(g.elements for g in trained)), self.machine)
         pushes = sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushed)
         return adam, norm * self.mode.keeps_gradients, pushes * self.mode.micro_batches

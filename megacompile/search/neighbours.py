@@ -34,7 +34,7 @@ def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:
         yield _flipped(plan, {g})
     for g in places[-3:]:  # another group's update waits in its stead
         before = [i for i in range(g) if i not in places]
-        for other in (before[-1:] or [])[:1]:
+        for other in before[-1:]:
             yield _flipped(plan, {g, other})
 
 

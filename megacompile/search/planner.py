@@ -17,7 +17,7 @@ from itertools import product
 
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import Timeline, duration, simulate
+from megacompile.machine.simulate import Timeline, call_seconds, simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
@@ -25,7 +25,7 @@ from megacompile.search.arrange import CHOICES, Arrangement, Shape, arrange, sha
 from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.mixture import Mixer
 from megacompile.search.neighbours import neighbours
-from megacompile.step.operations import Op, Step, host_bytes, peak_bytes
+from megacompile.step.operations import Step, host_bytes, peak_bytes
 from megacompile.units import format_bytes
 
 _STARTS, _LIMIT = 90_000, 180_000  # operations lowered before local search begins, and in all
@@ -207,21 +207,15 @@ class _Search:
     def _compute(self) -> list[dict[str, float]]:
         """Per block and choice the seconds of its functions in a step."""
 
-        def seconds(kind: str, call: object) -> float:
-            if call is None:
-                return 0.0
-            op = Op(kind, "compute", flops=call.flops, moved_bytes=call.moved_bytes, seconds=call.seconds)  # type: ignore
-            return duration(op, self.machine)
-
         if self.mode.kind == "update":
             return [dict.fromkeys([c.name for c in b.choices] + ["none"], 0.0) for b in self.work.blocks]
         return [
             {
                 c.name: self.mode.micro_batches
                 * (
-                    seconds("forward", c.forward)
+                    call_seconds(c.forward, self.machine)
                     + (self.mode.kind != "evaluate")
-                    * (seconds("recompute", c.recompute) + seconds("backward", c.backward))
+                    * (call_seconds(c.recompute, self.machine) + call_seconds(c.backward, self.machine))
                 )
                 for c in b.choices
             }

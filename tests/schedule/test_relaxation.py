@@ -1,0 +1,77 @@
+"""The benchmarks' lower bound: no plan, however odd, on whatever machine, is faster; some are as fast."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.instances import load_instances, shortened
+from benchmarks.relaxation import relaxed_seconds
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import simulate
+from megacompile.passes import lower
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.planner import search
+from megacompile.step.operations import peak_bytes
+
+INSTANCES = load_instances()
+
+
+def some_machine(draw: random.Random, machine: Machine) -> Machine:
+    """The machine with each rate up to four times as high or as low."""
+
+    def rate(given: float) -> float:
+        return given * 2 ** draw.uniform(-2, 2)
+
+    return replace(
+        machine, flops=rate(machine.flops), h2d_bandwidth=rate(machine.h2d_bandwidth),
+        d2h_bandwidth=rate(machine.d2h_bandwidth), host_bandwidth=rate(machine.host_bandwidth),
+        shared_memory=draw.random() < 0.7,
+    )  # fmt: skip
+
+
+def some_plan(draw: random.Random, work: Workload, mode: Mode) -> Plan:
+    """Any decision anywhere; often the same one everywhere."""
+    choices, stashes, keeps = ("all", "some", "none", "least"), ("device", "host"), ("stream", "step")
+    spread = draw.random()
+    block, keep = BlockPlan(draw.choice(choices), draw.choice(stashes)), draw.choice(keeps)  # type: ignore[arg-type]
+
+    def any_block() -> BlockPlan:
+        return BlockPlan(draw.choice(choices), draw.choice(stashes))  # type: ignore[arg-type]
+
+    def any_group() -> GroupPlan:
+        kept = draw.choice(keeps) if draw.random() < spread else keep
+        return GroupPlan(kept, draw.choice((0, 1, 2, 8)), update=draw.choice(("early", "late")))  # type: ignore[arg-type]
+
+    blocks = tuple(any_block() if draw.random() < spread else block for _ in work.blocks)
+    order = draw.choice(("depth", "breadth")) if mode.micro_batches > 1 else "depth"
+    groups = tuple(any_group() for _ in work.groups)
+    return Plan(blocks, groups, order, draw.choice((0, 1, 2, 5)), draw.choice((2, 3, 6)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    instance = draw.choice(INSTANCES)
+    work = shortened(instance.work, draw.choice((3, 4, 6, 10)))
+    mode = replace(instance.mode, micro_batches=draw.choice((1, 1, 2, 3)))
+    machine = some_machine(draw, instance.rates) if draw.random() < 0.7 else instance.rates
+    plan = some_plan(draw, work, mode)
+    step = lower(work, plan, mode)
+    bound = relaxed_seconds(work, mode, machine, peak_bytes(step))
+    assert simulate(step, machine).step_seconds >= bound * (1 - 1e-6), plan
+
+
+def test_where_everything_fits_the_bound_is_reached() -> None:
+    found = next(i for i in INSTANCES if i.machine == "gh200" and i.level == "plenty")
+    work = shortened(found.work, 12)
+    planned = search(work, found.mode, found.rates, found.budget_bytes)
+    assert planned.seconds <= 1.005 * relaxed_seconds(work, found.mode, found.rates, found.budget_bytes)
+
+
+def test_no_plan_at_all_is_told_by_an_infinite_bound() -> None:
+    instance = INSTANCES[0]
+    assert relaxed_seconds(shortened(instance.work, 4), instance.mode, instance.rates, 1) == float("inf")
