@@ -12,6 +12,7 @@ from megacompile.kernels.attention import (
     flash_attention_backward,
     flash_attention_forward,
 )
+from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.cross_entropy import cross_entropy
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.embedding import embedding
@@ -28,6 +29,7 @@ __all__ = [
     "accumulate_gradient",
     "adamw_",
     "add_rms_norm",
+    "clamped_glu",
     "cross_entropy",
     "dequantize",
     "document_bounds",

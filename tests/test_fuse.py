@@ -260,6 +260,39 @@ def test_near_misses_say_why(spoil: str, pattern: str, reason: str) -> None:
     assert miss.reason.split()[0] in str(fusions)
 
 
+class Clamped(nn.Module):
+    """A gated MLP as MiniMax M3 writes it: GPT-OSS's activation of packed halves; ``spoil`` changes it."""
+
+    def __init__(self, spoil: str = "") -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.both, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=1.5), up.clamp(-1.0 if self.spoil == "limits" else -1.5, 1.5)
+        if self.spoil == "swapped":
+            gate, up = up, gate
+        swish = gate * torch.sigmoid(gate * 1.702)
+        return self.down((up if self.spoil == "plain" else up + 1) * swish).square().mean()
+
+
+def test_clamped_gates_are_placed_on_packed_halves_too() -> None:
+    graph = captured(Clamped(), {"x": torch.randn(5, 16)})
+    ours, fusions = fuse(graph, read_switches(True))
+    assert fusions.counts == {"glu": 1} and not fusions.near_misses
+    assert any(n.target is torch.ops.megacompile.clamped_glu.default for n in ours.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [("limits", "gate is clamped to"), ("swapped", "gate is clamped to"), ("plain", "one added to up")],
+)
+def test_clamped_gates_that_differ_are_left_alone(spoil: str, reason: str) -> None:
+    (miss,) = fused(captured(Clamped(spoil), {"x": torch.randn(5, 16)})).near_misses
+    assert miss.pattern == "glu" and reason in miss.reason
+
+
 class Sliced(nn.Module):
     """A head whose loss reads all positions but the last, as user code and older models write it."""
 

@@ -45,6 +45,10 @@ def other_strides(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
     return list(ops.glu_backward(grad.mT, (gate * 2).mT, (up * 3).mT, "silu"))
 
 
+def clamped(grad: Tensor, both: Tensor, up: Tensor) -> list[Tensor]:
+    return [ops.clamped_glu_backward(grad[:, :3], both * 2, 1.0, 1.7, True)]
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     turned = ops.rope((x * 2).view(1, 4, 6), cos[:, :6], sin[:, :6], False)
     return [ops.rope_backward(turned * 3, cos[:, :6], sin[:, :6], False)]
@@ -69,7 +73,7 @@ def run(graph: fx.Graph) -> list[Any]:
 @pytest.mark.parametrize(
     ("function", "twins"),
     [(glu, 1), (given, 0), (read_later, 0), (one_storage, 0), (also_the_gradient, 0), (other_strides, 0),
-     (rope, 2)],
+     (clamped, 1), (rope, 2)],
 )  # fmt: skip
 def test_reuse_changes_no_result(function: Callable[..., list[Tensor]], twins: int) -> None:
     plain, ours = traced(function), traced(function)

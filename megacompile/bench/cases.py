@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-6
 SOFTCAP, WINDOW = 50.0, 1024
+LIMIT, ALPHA = 7.0, 1.702
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def glu(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product."""
     return F.silu(gate) * up
+
+
+def clamped_glu(both: Tensor) -> Tensor:
+    """GPT-OSS's, of gate and up in alternating columns."""
+    gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,6 +191,9 @@ OPERATIONS: dict[str, Operation] = {
                   _elementwise(1, 1, 3)),
         Operation("glu", ("tokens", "width"), ((8192, 14336), (8192, 28672)),
                   lambda s, g: [_normal(g, *s), _normal(g, *s)], 2, glu, _elementwise(2, 1, 5)),
+        Operation("clamped_glu", ("tokens", "columns"), ((16384, 5760),),
+                  lambda s, g: [_normal(g, *s, scale=4.0)], 1, clamped_glu,
+                  lambda s, itemsize: _elementwise(2, 1, 5)((s[0], s[1] // 2), itemsize)),
         Operation("rope", ("batch", "heads", "tokens", "width"), ((2, 32, 8192, 128), (2, 8, 8192, 128)),
                   _turned, 1, rope, _elementwise(1, 1, 2)),
         Operation("cross_entropy", ("tokens", "vocabulary"), ((4096, 128256),),

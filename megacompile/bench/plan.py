@@ -47,7 +47,7 @@ def _operation(call: KernelCall) -> tuple[str, Shape, str] | None:
     if name != call.op:
         kind = "backward"
         shapes = shapes if name in (*ROWS, "rope") else shapes[1:]
-    if name in ROWS:
+    if name in (*ROWS, "clamped_glu"):
         return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
     if name == "rope" and len(shapes[0]) == 4:
         return name, shapes[0], kind

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacompile import kernels
-from megacompile.bench.cases import EPS, OPERATIONS, SOFTCAP, WINDOW, Function
+from megacompile.bench.cases import ALPHA, EPS, LIMIT, OPERATIONS, SOFTCAP, WINDOW, Function
 from megacompile.errors import MegacompileError
 
 Provider = Callable[[str], Function | None]
@@ -50,6 +50,7 @@ OURS: dict[str, Function] = {
     "add_rms_norm": lambda x, r, w: kernels.add_rms_norm(x, r, w, EPS),
     "layer_norm": lambda x, w, b: kernels.layer_norm(x, w, b, EPS),
     "glu": kernels.glu,
+    "clamped_glu": lambda both: kernels.clamped_glu(both, LIMIT, ALPHA),
     "rope": kernels.rope,
     "cross_entropy": lambda x, labels: kernels.cross_entropy(x, labels).mean(),
     "linear_cross_entropy": lambda x, w, labels: kernels.linear_cross_entropy(x, w, labels).mean(),

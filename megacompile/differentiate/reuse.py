@@ -35,6 +35,7 @@ _TWINS: dict[Any, _Twin] = {
     ops.rope.default: _Twin(ops.rope_.default, (0,), lambda a: (*(*a, False)[:4], False)),
     ops.rope_backward.default: _Twin(ops.rope_.default, (0,), lambda a: (*a[:4], True)),
     ops.glu_backward.default: _Twin(ops.glu_backward_.default, (1, 2), tuple),
+    ops.clamped_glu_backward.default: _Twin(ops.clamped_glu_backward_.default, (1,), tuple),
 }
 
 

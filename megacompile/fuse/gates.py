@@ -14,12 +14,14 @@ from megacompile.fuse.match import (
     Match,
     NearMissError,
     aten,
+    halves,
     is_call,
     is_tensor,
     operands,
     ordered,
     other,
     scaled,
+    stepped,
     value,
 )
 
@@ -27,15 +29,16 @@ _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
 
 def glu(node: fx.Node) -> Match | None:
-    """``activation(gate) * up`` for SiLU, both GELUs and ReLU."""
+    """``activation(gate) * up`` for SiLU, both GELUs and ReLU, and GPT-OSS's with clamped inputs."""
     if not is_call(node, aten.mul.Tensor) or not all(is_tensor(a) for a in operands(node)):
         return None
     for active, up in (operands(node), operands(node)[::-1]):
         found = _activation(active)
         if found is not None and up is not active:
             return _gated(node, up, *found)
-        if _scaled_sigmoid(active):
-            raise NearMissError("the gate is x * sigmoid(c * x) with c other than 1")
+        swish = _scaled_swish(active)
+        if swish is not None:
+            return _clamped(node, up, *swish)
     return None
 
 
@@ -88,13 +91,56 @@ def _spelled_gelu(node: Any) -> tuple[str, fx.Node, set[fx.Node]] | None:
     return None
 
 
-def _scaled_sigmoid(node: Any) -> bool:
-    """Whether a node is ``x * sigmoid(c * x)``."""
+def _scaled_swish(node: Any) -> tuple[fx.Node, float, set[fx.Node]] | None:
+    """(x, c, the nodes between) of ``x * sigmoid(c * x)``."""
     if not is_call(node, aten.mul.Tensor):
-        return False
+        return None
     for x, gate in (operands(node), operands(node)[::-1]):
         if is_call(gate, aten.sigmoid.default):
             inner = scaled(operands(gate)[0], aten.mul.Tensor)
             if inner is not None and inner[0] is x:
-                return True
-    return False
+                return x, inner[1], {node, gate, operands(gate)[0]}
+    return None
+
+
+def _clamped(node: fx.Node, up: Any, gate: fx.Node, alpha: float, inside: set[fx.Node]) -> Match:
+    """The match of ``(clamp(up, -c, c) + 1) * g * sigmoid(alpha * g)`` with g = ``clamp(gate, max=c)``."""
+    raised = scaled(up, aten.add.Tensor)
+    clamps = [_clamp(gate), None if raised is None else _clamp(raised[0])]
+    if raised is None or raised[1] != 1.0 or clamps[0] is None or clamps[1] is None:
+        raise NearMissError("the gate is x * sigmoid(c * x), but not of clamped halves with one added to up")
+    (low, limit), bounds = clamps[0][1:], clamps[1][1:]
+    if low is not None or limit is None or bounds != (-limit, limit):
+        raise NearMissError(f"gate is clamped to {(low, limit)}, up to {bounds}")
+    packed = _packed(clamps[0][0], clamps[1][0])
+    if packed is None:
+        raise NearMissError("gate and up are not the halves, or the even and odd columns, of one tensor")
+    both, between, interleaved = packed
+    inside |= {node, up, raised[0], gate, *between}
+
+    def build(emit: Emitter, inputs: Sequence[fx.Node]) -> fx.Node:
+        target = torch.ops.megacompile.clamped_glu.default
+        return emit.call(target, inputs[0], float(limit), alpha, interleaved)
+
+    return Match("glu", node, ordered(inside), (both,), build, node)
+
+
+def _clamp(node: Any) -> tuple[fx.Node, float | None, float | None] | None:
+    """(x, least, most) of a clamp."""
+    if not is_call(node, aten.clamp.default) or node.kwargs:
+        return None
+    x, low, high = (*operands(node), None, None)[:3]
+    return x, low, high
+
+
+def _packed(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, set[fx.Node], bool] | None:
+    """(the tensor that both are columns of, the nodes between, whether they alternate)."""
+    found = halves(gate, up)
+    if found is not None:
+        return *found, False
+    if is_call(gate, aten.slice.Tensor) and is_call(up, aten.slice.Tensor):
+        x: fx.Node = operands(gate)[0]
+        last, even = value(x).ndim - 1, value(x).shape[-1] % 2 == 0
+        if even and [stepped(gate), stepped(up)] == [(x, last, start, 2) for start in (0, 1)]:
+            return x, {gate, up}, True
+    return None

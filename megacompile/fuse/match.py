@@ -7,6 +7,7 @@ targets, constants, shapes and dtypes, never the name of a module's class.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -143,6 +144,50 @@ def scaled(node: Any, target: Any) -> tuple[fx.Node, float] | None:
         a, b = b, a
     factor = number(b)
     return (a, factor) if isinstance(a, fx.Node) and factor is not None else None
+
+
+def halves(a: Any, b: Any) -> tuple[fx.Node, set[fx.Node]] | None:
+    """(x, the nodes between) where a and b are the first and second half of x's last dimension."""
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return None
+    if is_call(a, operator.getitem) and is_call(b, operator.getitem):
+        split = operands(a)[0]
+        split_in_two = (
+            is_call(split, aten.split.Tensor)
+            and split is operands(b)[0]
+            and (operands(a)[1], operands(b)[1]) == (0, 1)
+        )
+        if not split_in_two or operands(split)[2:3] not in ((-1,), (value(a).ndim - 1,)):
+            return None
+        x = operands(split)[0]
+        inside = {a, b, split}
+    elif is_call(a, aten.slice.Tensor) and is_call(b, aten.slice.Tensor) and operands(a)[0] is operands(b)[0]:
+        x, inside = operands(a)[0], {a, b}
+        half = value(a).shape[-1]
+        if slice_range(a) != (0, half) or slice_range(b) != (half, 2 * half):
+            return None
+    else:
+        return None
+    assert isinstance(x, fx.Node)
+    whole = value(a).shape == value(b).shape and value(x).shape[-1] == 2 * value(a).shape[-1]
+    return (x, inside) if whole else None
+
+
+def slice_range(node: fx.Node) -> tuple[int, int] | None:
+    """(start, end) of a slice of the last dimension; None for any other slice."""
+    defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+    x, dim, start, _, step = (*operands(node), *defaults[len(operands(node)) :])
+    if dim not in (-1, value(x).ndim - 1) or step != 1:
+        return None
+    begin = start or 0
+    return begin, begin + value(node).shape[-1]
+
+
+def stepped(node: fx.Node) -> tuple[Any, int, int, int]:
+    """(x, dimension, start, step) of a slice that goes to the end."""
+    x, dim, start, end, step = (*operands(node), 1)[:5]
+    whole = end is None or end >= value(x).shape[dim]
+    return x, dim % value(x).ndim, start or 0, step if whole else 0
 
 
 def ordered(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:

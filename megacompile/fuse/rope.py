@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from megacompile.fuse.match import (
     Match,
     NearMissError,
     aten,
+    halves,
     is_call,
     is_cast,
     is_tensor,
@@ -22,7 +22,9 @@ from megacompile.fuse.match import (
     operands,
     ordered,
     other,
+    slice_range,
     source,
+    stepped,
     value,
 )
 
@@ -45,45 +47,8 @@ def rope(node: fx.Node) -> Match | None:
     return None
 
 
-def _halves(a: Any, b: Any) -> tuple[fx.Node, set[fx.Node]] | None:
-    """(x, the nodes between) where a and b are the first and second half of x's last dimension."""
-    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-        return None
-    if is_call(a, operator.getitem) and is_call(b, operator.getitem):
-        split = operands(a)[0]
-        halves = (
-            is_call(split, aten.split.Tensor)
-            and split is operands(b)[0]
-            and (operands(a)[1], operands(b)[1]) == (0, 1)
-        )
-        if not halves or operands(split)[2:3] not in ((-1,), (value(a).ndim - 1,)):
-            return None
-        x = operands(split)[0]
-        inside = {a, b, split}
-    elif is_call(a, aten.slice.Tensor) and is_call(b, aten.slice.Tensor) and operands(a)[0] is operands(b)[0]:
-        x, inside = operands(a)[0], {a, b}
-        half = value(a).shape[-1]
-        if _range(a) != (0, half) or _range(b) != (half, 2 * half):
-            return None
-    else:
-        return None
-    assert isinstance(x, fx.Node)
-    whole = value(a).shape == value(b).shape and value(x).shape[-1] == 2 * value(a).shape[-1]
-    return (x, inside) if whole else None
-
-
-def _range(node: fx.Node) -> tuple[int, int] | None:
-    """(start, end) of a slice of the last dimension; None for any other slice."""
-    defaults: tuple[Any, ...] = (None, 0, None, None, 1)
-    x, dim, start, _, step = (*operands(node), *defaults[len(operands(node)) :])
-    if dim not in (-1, value(x).ndim - 1) or step != 1:
-        return None
-    begin = start or 0
-    return begin, begin + value(node).shape[-1]
-
-
 def _rotate_half(node: fx.Node, negated: fx.Node, front: Any) -> Match | None:
-    found = _halves(front, operands(negated)[0])
+    found = halves(front, operands(negated)[0])
     if found is None:
         return None
     x, inside = found
@@ -117,16 +82,9 @@ def _rotate_pairs(node: fx.Node, stack: fx.Node) -> Match | None:
         return None
     x = operands(even)[0]
     every = [(x, value(x).ndim - 1, start, 2) for start in (1, 0)]
-    if [_stepped(odd), _stepped(even)] != every or value(node).shape != value(x).shape:
+    if [stepped(odd), stepped(even)] != every or value(node).shape != value(x).shape:
         return None
     return _turned(node, x, {stack, negated, even, odd}, interleaved=True)
-
-
-def _stepped(node: fx.Node) -> tuple[Any, int, int, int]:
-    """(x, dimension, start, step) of a slice that goes to the end."""
-    x, dim, start, end, step = (*operands(node), 1)[:5]
-    whole = end is None or end >= value(x).shape[dim]
-    return x, dim % value(x).ndim, start or 0, step if whole else 0
 
 
 def _two_products(node: fx.Node, minus: fx.Node, plus: fx.Node) -> Match | None:
@@ -137,7 +95,7 @@ def _two_products(node: fx.Node, minus: fx.Node, plus: fx.Node) -> Match | None:
     (a, cos), (b, sin), _, _ = (operands(p) for p in products)
     if [tuple(operands(p)) for p in products[2:]] not in ([(b, cos), (a, sin)], [(a, sin), (b, cos)]):
         return None
-    found = _halves(a, b)
+    found = halves(a, b)
     if found is None:
         return None
     x, inside = found
@@ -202,11 +160,11 @@ def _partial(
     front, rest = operands(user)[0]
     whole = source(x)
     head = set[fx.Node]() if whole is x else {x}
-    if is_call(whole, aten.slice.Tensor) and (_range(whole) or (1,))[0] == 0:
+    if is_call(whole, aten.slice.Tensor) and (slice_range(whole) or (1,))[0] == 0:
         head |= {whole}
         whole = operands(whole)[0]
     rotary = value(x).shape[-1]
     matches = front is root and is_call(rest, aten.slice.Tensor) and operands(rest)[0] is whole
-    if not matches or _range(rest) != (rotary, value(whole).shape[-1]) or operands(user)[1:] != (-1,):
+    if not matches or slice_range(rest) != (rotary, value(whole).shape[-1]) or operands(user)[1:] != (-1,):
         return x, root, inside
     return whole, user, inside | head | {rest, user}

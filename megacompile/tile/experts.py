@@ -137,7 +137,7 @@ def _acts_by_row(node: fx.Node) -> bool:
     target = node.target
     if target in _ROWWISE:
         return not is_call(node, *_ROWWISE - {operator.getitem}) or _keeps_rows(node)
-    if target is torch.ops.megacompile.glu.default:
+    if target in (torch.ops.megacompile.glu.default, torch.ops.megacompile.clamped_glu.default):
         return True
     pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return pointwise and all(value(a).ndim == 2 for a in node.all_input_nodes)

@@ -54,6 +54,8 @@ OPERATORS = {
     "glu silu": case("glu", (3, 5), (3, 5), rest=("silu",)),
     "glu gelu_tanh": case("glu", (3, 5), (3, 5), rest=("gelu_tanh",)),
     "glu gelu_erf": case("glu", (3, 5), (3, 5), rest=("gelu_erf",)),
+    "clamped_glu": case("clamped_glu", (3, 10), rest=(1.0, 1.702, True)),
+    "clamped_glu halves": case("clamped_glu", (3, 10), rest=(1.0, 1.702, False)),
     "rope": case("rope", (1, 2, 3, 6), rest=_rope(6, False)),
     "rope partial interleaved": case("rope", (1, 2, 3, 6), rest=_rope(4, True)),
     "embedding": case("embedding", (6, 4), rest=(IDS,)),
@@ -137,6 +139,7 @@ def _streaming() -> dict[str, tuple[object, ...]]:
         "adamw_ split": (high, low, *moments, *rest, torch.ones(1), high.clone()),
         "rope_": (torch.randn(1, 2, 3, 6), cos, sin),
         "glu_backward_": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "silu"),
+        "clamped_glu_backward_": (torch.randn(3, 5), torch.randn(3, 10), 7.0, 1.702, True),
         "head_tile": (torch.randn(4, 3), torch.randn(7, 3), None, torch.tensor([0, 8, -2, 6]), 0.0, 64),
         "head_tile softcap": (
             torch.randn(2, 3),

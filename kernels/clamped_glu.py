@@ -1,0 +1,293 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""SwiGLU with clamped inputs, as in GPT-OSS (arXiv:2508.10925), on one packed projection.
+
+    g = min(gate, limit)        u = min(max(up, -limit), limit)
+    y = (u + 1) * g * sigmoid(alpha * g)
+
+both: [..., 2N], any float type, any strides: gate in its even columns and up in its odd ones where
+``interleaved``, otherwise gate in its first half. y: [..., N]. A clamped element has no gradient. Saves
+its input alone. Both halves in one tensor: their gradients land in one, where slices of it would be
+padded and added.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._rows import by_rows, flat
+from megacompile.kernels._triton import (
+    AotCase,
+    accumulator,
+    aot_cases,
+    as_rows,
+    ceil_div,
+    launch,
+    runs_triton,
+    tl,
+    triton,
+    wide,
+)
+
+BLOCK = 1024
+
+
+@triton.jit
+def load_pair(row_ptr, start, columns, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """(gate, up) from column ``start`` on; interleaved ones are loaded as they lie: loads stay wide."""
+    if INTERLEAVED:
+        wide_col = 2 * start + tl.arange(0, 2 * BLOCK)
+        x = tl.load(row_ptr + wide_col, mask=wide_col < 2 * columns, other=0.0)
+        gate, up = tl.split(tl.reshape(x, (BLOCK, 2)))
+    else:
+        col = start + tl.arange(0, BLOCK)
+        gate = tl.load(row_ptr + col, mask=col < columns, other=0.0)
+        up = tl.load(row_ptr + columns + col, mask=col < columns, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def clamped_glu_forward_kernel(
+    both_ptr,
+    y_ptr,
+    both_stride,
+    columns,
+    limit,
+    alpha,
+    INTERLEAVED: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0).to(tl.int64) // tiles
+    start = tl.program_id(0).to(tl.int64) % tiles * BLOCK
+    col = start + tl.arange(0, BLOCK)
+    gate, up = load_pair(both_ptr + row * both_stride, start, columns, INTERLEAVED, BLOCK)
+    gate, up = gate.to(ACC), up.to(ACC)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    tl.store(y_ptr + row * columns + col, y.to(y_ptr.dtype.element_ty), mask=col < columns)
+
+
+@triton.jit
+def clamped_glu_backward_kernel(
+    grad_ptr,
+    both_ptr,
+    dboth_ptr,
+    grad_stride,
+    both_stride,
+    columns,
+    limit,
+    alpha,
+    INTERLEAVED: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0).to(tl.int64) // tiles
+    start = tl.program_id(0).to(tl.int64) % tiles * BLOCK
+    col = start + tl.arange(0, BLOCK)
+    grad = tl.load(grad_ptr + row * grad_stride + col, mask=col < columns, other=0.0).to(ACC)
+    gate, up = load_pair(both_ptr + row * both_stride, start, columns, INTERLEAVED, BLOCK)
+    gate, up = gate.to(ACC), up.to(ACC)
+    free_gate, free_up = gate <= limit, (up <= limit) & (up >= -limit)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    share = 1.0 / (1.0 + tl.exp(-alpha * gate))
+    value = gate * share
+    dgate = tl.where(free_gate, grad * (up + 1.0) * (share + alpha * value * (1.0 - share)), 0.0)
+    dup = tl.where(free_up, grad * value, 0.0)
+    dgate = dgate.to(dboth_ptr.dtype.element_ty)
+    dup = dup.to(dboth_ptr.dtype.element_ty)
+    out_ptr = dboth_ptr + row * 2 * columns
+    if INTERLEAVED:
+        wide_col = 2 * start + tl.arange(0, 2 * BLOCK)
+        pair = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+        tl.store(out_ptr + wide_col, pair, mask=wide_col < 2 * columns)
+    else:
+        tl.store(out_ptr + col, dgate, mask=col < columns)
+        tl.store(out_ptr + columns + col, dup, mask=col < columns)
+
+
+def _rows(both: Tensor, interleaved: bool, *halves: Tensor) -> list[Tensor]:
+    """[rows, columns] each; a single row where pairs lie side by side, so that no tile is ragged."""
+    if interleaved and all(x.is_contiguous() for x in (both, *halves)):
+        return [x.view(1, -1) for x in (both, *halves)]
+    return [as_rows(x) for x in (both, *halves)]
+
+
+def forward_triton(both: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
+    """y; see the module's docstring."""
+    y = empty_output(both)
+    (rows,) = _rows(both, interleaved)
+    columns = rows.shape[1] // 2
+    launch(
+        clamped_glu_forward_kernel,
+        (rows.shape[0] * ceil_div(columns, BLOCK),),
+        rows,
+        y,
+        rows.stride(0),
+        columns,
+        limit,
+        alpha,
+        INTERLEAVED=interleaved,
+        ACC=accumulator(both.dtype),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return y
+
+
+def backward_triton(
+    grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool, dboth: Tensor
+) -> None:
+    """Fill dboth, contiguous; it may be both where that is contiguous."""
+    rows, grads = _rows(both, interleaved, grad)
+    columns = rows.shape[1] // 2
+    launch(
+        clamped_glu_backward_kernel,
+        (rows.shape[0] * ceil_div(columns, BLOCK),),
+        grads,
+        rows,
+        dboth,
+        grads.stride(0),
+        rows.stride(0),
+        columns,
+        limit,
+        alpha,
+        INTERLEAVED=interleaved,
+        ACC=accumulator(both.dtype),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def empty_output(both: Tensor) -> Tensor:
+    """A contiguous tensor of y's shape and type."""
+    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+
+
+def parts(both: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of (gate, up)."""
+    if interleaved:
+        return both[..., ::2], both[..., 1::2]
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
+
+
+def clamped_glu_reference(both: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
+    """y in plain torch."""
+    y = empty_output(both)
+
+    def rows(both: Tensor) -> tuple[Tensor]:
+        gate, up = parts(both.to(wide(both.dtype)), interleaved)
+        gate = gate.clamp(max=limit)
+        return ((up.clamp(-limit, limit) + 1.0) * (gate * torch.sigmoid(alpha * gate)),)
+
+    by_rows(rows, (flat(both),), (flat(y),))
+    return y
+
+
+def clamped_glu_backward_reference(
+    grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool, dboth: Tensor
+) -> None:
+    """``backward_triton`` in plain torch."""
+
+    def rows(grad: Tensor, both: Tensor) -> tuple[Tensor]:
+        d = both.to(wide(both.dtype), copy=True)
+        gate, up = parts(d, interleaved)
+        free_gate, free_up = gate <= limit, up.abs() <= limit
+        g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+        share = torch.sigmoid(alpha * g)
+        slope = share + alpha * g * share * (1.0 - share)
+        gate.copy_(torch.where(free_gate, grad * (u + 1.0) * slope, 0.0))
+        up.copy_(torch.where(free_up, grad * (g * share), 0.0))
+        return (d,)
+
+    by_rows(rows, (flat(grad), flat(both)), (flat(dboth),))
+
+
+@torch.library.custom_op("megacompile::clamped_glu", mutates_args=())
+def clamped_glu_op(both: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
+    """y; see the module's docstring."""
+    if both.ndim == 0 or both.shape[-1] % 2:
+        raise ValueError("clamped_glu needs gate and up in one tensor with an even number of columns")
+    run = forward_triton if runs_triton(both) else clamped_glu_reference
+    return run(both, limit, alpha, interleaved)
+
+
+@torch.library.custom_op("megacompile::clamped_glu_backward", mutates_args=())
+def clamped_glu_backward_op(
+    grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool
+) -> Tensor:
+    """The gradient of both."""
+    dboth = both.new_empty(both.shape)
+    _backward_into(grad, both, limit, alpha, interleaved, dboth)
+    return dboth
+
+
+@torch.library.custom_op("megacompile::clamped_glu_backward_", mutates_args=("both",))
+def clamped_glu_backward_inplace_op(
+    grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool
+) -> None:
+    """Write the gradient over both, which is contiguous. For emitted code."""
+    if not both.is_contiguous():
+        raise ValueError("clamped_glu_backward_ writes over contiguous tensors alone")
+    _backward_into(grad, both, limit, alpha, interleaved, both)
+
+
+def _backward_into(
+    grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool, dboth: Tensor
+) -> None:
+    run = backward_triton if runs_triton(both) else clamped_glu_backward_reference
+    run(grad, both, limit, alpha, interleaved, dboth)
+
+
+@clamped_glu_op.register_fake
+def _(both: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
+    return empty_output(both)
+
+
+@clamped_glu_backward_op.register_fake
+def _(grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
+    return both.new_empty(both.shape)
+
+
+@clamped_glu_backward_inplace_op.register_fake
+def _(grad: Tensor, both: Tensor, limit: float, alpha: float, interleaved: bool) -> None:
+    return None
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    both, *ctx.rule = inputs
+    ctx.save_for_backward(both)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (both,) = ctx.saved_tensors
+    return clamped_glu_backward_op(grad, both, *ctx.rule), None, None, None
+
+
+clamped_glu_op.register_autograd(_backward, setup_context=_setup)
+
+
+def clamped_glu(both: Tensor, limit: float = 7.0, alpha: float = 1.702, interleaved: bool = True) -> Tensor:
+    """y, differentiable in both; the defaults are GPT-OSS's."""
+    y: Tensor = clamped_glu_op(both, limit, alpha, interleaved)
+    return y
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(dtype: torch.dtype, interleaved: bool) -> None:
+        both = torch.empty((4096, 2 * 2880), dtype=dtype, device="meta")
+        y = forward_triton(both, 7.0, 1.702, interleaved)
+        backward_triton(y, both, 7.0, 1.702, interleaved, both)
+
+    return [
+        ("interleaved bf16", partial(case, torch.bfloat16, True)),
+        ("halves bf16", partial(case, torch.bfloat16, False)),
+        ("interleaved fp32", partial(case, torch.float32, True)),
+    ]
