@@ -82,7 +82,13 @@ def _heading(line: str) -> str:
 
 def test_what_the_package_reads_at_run_time_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = settings["package-data"]["megacompile"]
-    for name in ("page.html", "page.css", *_SCRIPTS, "host_adam.c", "py.typed"):
-        assert (ROOT / "megacompile" / name).is_file()
-        assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+    there = {
+        "megacompile": ("py.typed",),
+        "megacompile.host": ("adam.c", "adam.h", "adam_coded.c"),
+        "megacompile.schedule": ("page.html", "page.css", *_SCRIPTS),
+    }
+    for package, names in there.items():
+        patterns = settings["package-data"][package]
+        for name in names:
+            assert (ROOT / package.replace(".", "/") / name).is_file()
+            assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
