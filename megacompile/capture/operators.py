@@ -82,9 +82,10 @@ def attention(
     and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
     path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
-    if path == "library":
+    if path in ("library", "efficient"):
         mask = _flash_mask(q, k, bias, causal, window)
-        out, lse = sdpa.forward(q, k, v, mask, causal, scale)
+        run = sdpa.forward if path == "library" else sdpa.efficient_forward
+        out, lse = run(q, k, v, mask, causal, scale)
         if bias is not None and mask is not None:
             hidden = _all_hidden(mask)
             out = out.masked_fill(hidden, 0.0)
@@ -136,6 +137,13 @@ def attention_backward(
     if path == "library":
         mask = _flash_mask(q, k, bias, causal, window)
         return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, none.clone()
+    if path == "efficient":
+        mask = _flash_mask(q, k, bias, causal, window)
+        dq, dk, dv, dmask = sdpa.efficient_backward(grad, q, k, v, out, lse, mask, causal, scale, bias_grad)
+        d_bias = none
+        if bias is not None and dmask is not None:
+            d_bias = dmask.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+        return dq, dk, dv, d_bias, none.clone()
     if path == "triton":
         dq, dk, dv, d_sinks = flash_attention_backward(
             grad, q, k, v, out, lse, scale, causal, window, softcap, sinks

@@ -1,12 +1,13 @@
-"""Which implementation of attention runs a call, and torch's own flash attention behind one interface.
+"""Which implementation of attention runs a call, and torch's own attentions behind one interface.
 
 ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
-kernel for what that lacks, ``plain`` the products and the softmax written out, with the whole matrix of
-scores. The choice depends on shapes, dtypes, device and constants alone, so that a recomputed forward
-and the backward make the same one.
+kernel for windows, softcap and sinks in 16-bit types, ``efficient`` torch's memory-efficient attention on
+CUDA (float32, additive bias and its gradient), ``plain`` the products and the softmax written out, with
+the whole matrix of scores. The choice depends on shapes, dtypes, device and constants alone, so that a
+recomputed forward and the backward make the same one.
 
 On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run,
-and equal seeds must give equal bits. FlashAttention's backward is asked to be deterministic.
+and equal seeds must give equal bits. The other two are asked to be deterministic.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.attention import supports
 
 aten = torch.ops.aten
-Path = Literal["library", "triton", "plain"]
+Path = Literal["library", "triton", "efficient", "plain"]
 LIBRARY_DIM = 256
+_ALIGNED = 16  # bytes that heads of the memory-efficient attention are a multiple of
+_BIAS_COLUMNS = 16  # and elements that rows of its bias are
+_LSE_ROWS = 32  # and rows that its log-sum-exps are
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,18 @@ class Features:
 
 def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     """The implementation that runs a call."""
-    if q.numel() == 0 or k.numel() == 0 or has.dropout or has.bias_grad:
+    if q.numel() == 0 or k.numel() == 0 or has.dropout or (has.bias_grad and not q.is_cuda):
         return "plain"
     same_lengths = q.shape[2] == k.shape[2]
     plain_scores = not has.sinks and has.softcap == 0.0
-    if plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window)):
-        covered = not has.bias and not (0 < has.window < k.shape[2])
-        if _library_covers(q, k, masked=not covered):
-            return "library"
+    torchs = plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window))
+    masked = has.bias or 0 < has.window < k.shape[2]
+    if torchs and _library_covers(q, k, masked=masked):
+        return "library"
     sees_all = same_lengths or (not has.window and not has.causal)
     if not has.bias and sees_all and runs_triton(q) and supports(q, k, v):
         return "triton"
-    return "plain"
+    return "efficient" if torchs and _efficient_covers(q) else "plain"
 
 
 def _library_covers(q: Tensor, k: Tensor, *, masked: bool) -> bool:
@@ -61,6 +65,12 @@ def _library_covers(q: Tensor, k: Tensor, *, masked: bool) -> bool:
     if q.is_cuda:
         return not masked and q.element_size() == 2 and q.shape[-1] <= LIBRARY_DIM and q.shape[-1] % 8 == 0
     return not (masked and runs_triton(q))
+
+
+def _efficient_covers(q: Tensor) -> bool:
+    """Whether torch's memory-efficient attention takes these, on CUDA alone."""
+    rows = q.shape[-1] * q.element_size()
+    return q.is_cuda and q.element_size() <= 4 and rows % _ALIGNED == 0
 
 
 def forward(
@@ -98,6 +108,47 @@ def backward(
         attn_mask=mask, scale=scale,
     )  # fmt: skip
     return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups)
+
+
+def efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp) of torch's memory-efficient attention; ``causal`` where there is no mask."""
+    heads = q.shape[1]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        *_rows(q, repeat_heads(k, heads), repeat_heads(v, heads)), _aligned(mask), True, 0.0,
+        causal and mask is None, scale=scale,
+    )  # fmt: skip
+    return out, lse[:, :, : q.shape[2]]
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    causal: bool, scale: float, bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dmask) of :func:`efficient_forward`; dmask [B, H, S, T] where ``bias_grad``."""
+    heads, groups = q.shape[1], k.shape[1]
+    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=float("inf"))
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: never read
+    tensors = _rows(grad, q, repeat_heads(k, heads), repeat_heads(v, heads))
+    with _deterministic():
+        dq, dk, dv, dmask = aten._scaled_dot_product_efficient_attention_backward(
+            *tensors, _aligned(mask), *_rows(out), padded, seed, seed, 0.0,
+            [True, True, True, bias_grad], causal and mask is None, scale=scale,
+        )  # fmt: skip
+    return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups), dmask if bias_grad else None
+
+
+def _aligned(mask: Tensor | None) -> Tensor | None:
+    """The mask with rows that begin at multiples of 16 elements; dimensions that are shared stay so."""
+    if mask is None or (mask.stride(-1) == 1 and all(s % _BIAS_COLUMNS == 0 for s in mask.stride()[:-1])):
+        return mask
+    shared = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])
+    own = mask[shared]
+    columns = mask.shape[-1]
+    rows = mask.new_empty((*own.shape[:-1], -(-columns // _BIAS_COLUMNS) * _BIAS_COLUMNS))
+    rows[..., :columns] = own
+    return rows[..., :columns].expand_as(mask)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
