@@ -24,6 +24,11 @@ RESULTS = ROOT / "build" / "models"
 PAGE = ROOT / "docs" / "models.md"
 DTYPES = ("float32", "bfloat16")
 LIMIT_SECONDS = 300
+PRELOAD = [
+    "transformers.models.llama.modeling_llama", "tests.judge", "torch.export", "torch._export",
+    "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx", "accelerate", "scipy.optimize",
+]  # fmt: skip
+"""What every judgement imports, 2 s of it late; imported once, before the children are forked."""
 Result = dict[str, Any]
 
 
@@ -79,7 +84,7 @@ def _place(name: str, dtype: str) -> Path:
 
 def _in_child(name: str, dtype: str, place: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers", "tests.judge"])
+    context.set_forkserver_preload(PRELOAD)
     log = place.with_suffix(".log")
     child = context.Process(target=_judge, args=(name, dtype, place, log))
     child.start()

@@ -21,6 +21,8 @@ import megacompile
 from megacompile.capture.batch import is_transformers
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import find_loss
+from megacompile.compiler import Compiler, Front
+from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
 from megacompile.host.state import slot_view
 from tests.reference import EagerTrainer, Trace, train_eager
@@ -94,7 +96,7 @@ class _Judge:
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EagerError(f"{type(error).__name__}: {first}") from error
-        self.compiled: dict[Any, Any] = {}
+        self.before: Compiler | None = None
 
     def _batch(self, seed: int) -> dict[str, Any]:
         """A batch whose values fp32 and bf16 hold alike; a plain module is given its compute dtype."""
@@ -176,9 +178,20 @@ class _Judge:
             model, budget if isinstance(budget, str) else f"{budget}B", optimizer=_adamw(model),
             max_grad_norm=1.0, compute_dtype=self.dtype, **options,
         )  # fmt: skip
-        if not options:  # what does not depend on the budget is compiled once
-            program._compiler._fronts = self.compiled
+        self._share(program._compiler)
         return program
+
+    def _share(self, compiler: Compiler) -> None:
+        """What does not depend on the budget is compiled once for all programs; captured once of all."""
+        before, self.before = self.before, self.before or compiler
+        if before is None:
+            return
+        compiler._differentiated = before._differentiated
+        if compiler._kernels == before._kernels:
+            compiler._fronts, compiler._compiled = before._fronts, before._compiled
+            return
+        for key, front in before._fronts.items():
+            compiler._fronts[key] = Front(front.captured, *fuse(front.captured, compiler._kernels))
 
     def _least(self) -> int:
         program = self._program("1kB")
