@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import read_batch
+from megacompile.capture.batch import micro_weights, read_batch
 from megacompile.capture.graph import find_loss
 from megacompile.capture.substitute import our_operators
 from megacompile.host.adam import adamw_step
@@ -25,6 +25,24 @@ class Trace:
     norms: list[float] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a model is trained: clipping, and (lr, weight decay) of param groups, dealt to in turn."""
+
+    max_grad_norm: float | None = 1.0
+    rates: tuple[tuple[float, float], ...] = ((1e-3, 0.01),)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        turns = ((trained[i :: len(self.rates)], rate) for i, rate in enumerate(self.rates))
+        return torch.optim.AdamW(
+            [{"params": part, "lr": lr, "weight_decay": decay} for part, (lr, decay) in turns if part]
+        )
+
+    def trainer(self, model: nn.Module) -> EagerTrainer:
+        return EagerTrainer(model, self.optimizer(model), max_grad_norm=self.max_grad_norm)
 
 
 class EagerTrainer:
@@ -63,17 +81,26 @@ class EagerTrainer:
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def train_step(self, batches: Sequence[Any], trace: Trace | None = None) -> float:
-        loss = self.backward(batches, [1.0 / len(batches)] * len(batches))
+        loss = self.backward(batches, self.weights(batches))
         if trace is not None:
             trace.grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-        if self.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-            if trace is not None:
-                trace.norms.append(float(norm))
-        self.update()
+        norm = self.apply()
         if trace is not None:
             trace.losses.append(float(loss))
+            trace.norms += [] if norm is None else [norm]
         return float(loss)
+
+    def weights(self, batches: Sequence[Any]) -> list[float]:
+        """Of the micro-batches' losses, as a program weighs them."""
+        return micro_weights([read_batch(b, self.model) for b in batches], None)
+
+    def apply(self) -> float | None:
+        """Clip the gradients and update; returns their norm where they are clipped."""
+        norm = None
+        if self.max_grad_norm is not None:
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        self.update()
+        return norm
 
     def update(self) -> None:
         groups = {id(p): i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}

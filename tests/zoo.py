@@ -7,12 +7,13 @@ language models (enumerated, so that new ones are tried as they appear) and a fe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.reference import Habits
 from tests.shrink import VOCABULARY, shrink
 
 Batch = dict[str, Any]
@@ -20,12 +21,19 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One model to try: how it is made, and its batch number ``seed``."""
+    """One model to try: how it is made, its batch number ``seed``, and how it is trained.
+
+    ``share``: of the bytes at which everything fits, what a budget between that and the least gives.
+    """
 
     name: str
     kind: str
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
+    micro: int = 1
+    habits: Habits = field(default_factory=Habits)
+    share: float = 0.4
+    kernels: bool = True
 
     def build(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -94,7 +102,7 @@ def _causal_case(model_type: str) -> Case:
     return Case(model_type, "causal LM", lambda: causal(model_type), token_batch)
 
 
-def _of(class_name: str, **changes: Any) -> Callable[[], nn.Module]:
+def of_class(class_name: str, **changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
 
@@ -140,33 +148,33 @@ _TRANSFORMERS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[int], Bat
     ),
     "mixtral, experts without tokens": ("experts", _few_experts("mixtral"), _short_batch),
     "qwen3_moe, experts without tokens": ("experts", _few_experts("qwen3_moe"), _short_batch),
-    "T5": ("encoder-decoder", _of("T5ForConditionalGeneration", decoder_start_token_id=0), token_batch),
+    "T5": ("encoder-decoder", of_class("T5ForConditionalGeneration", decoder_start_token_id=0), token_batch),
     "T5, padded": (
-        "encoder-decoder", _of("T5ForConditionalGeneration", decoder_start_token_id=0), padded_batch,
+        "encoder-decoder", of_class("T5ForConditionalGeneration", decoder_start_token_id=0), padded_batch,
     ),
-    "BART": ("encoder-decoder", _of("BartForConditionalGeneration"), padded_batch),
-    "Pegasus": ("encoder-decoder", _of("PegasusForConditionalGeneration"), token_batch),
-    "BERT, padded": ("encoder", _of("BertForMaskedLM"), padded_batch),
-    "BERT classifier": ("encoder", _of("BertForSequenceClassification"), _classify_batch),
-    "RoBERTa, padded": ("encoder", _of("RobertaForMaskedLM"), padded_batch),
-    "ALBERT, padded": ("encoder", _of("AlbertForMaskedLM"), padded_batch),
-    "ELECTRA, padded": ("encoder", _of("ElectraForMaskedLM"), padded_batch),
-    "DistilBERT, padded": ("encoder", _of("DistilBertForMaskedLM"), padded_batch),
-    "DeBERTa-v2": ("encoder", _of("DebertaV2ForMaskedLM"), padded_batch),
-    "ModernBERT, padded": ("encoder", _of("ModernBertForMaskedLM"), padded_batch),
-    "XLM-R, padded": ("encoder", _of("XLMRobertaForMaskedLM"), padded_batch),
-    "ViT": ("vision", _of("ViTForImageClassification", image_size=32, patch_size=8), _image_batch),
-    "DeiT": ("vision", _of("DeiTForImageClassification", image_size=32, patch_size=8), _image_batch),
-    "DINOv2": ("vision", _of("Dinov2ForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "BART": ("encoder-decoder", of_class("BartForConditionalGeneration"), padded_batch),
+    "Pegasus": ("encoder-decoder", of_class("PegasusForConditionalGeneration"), token_batch),
+    "BERT, padded": ("encoder", of_class("BertForMaskedLM"), padded_batch),
+    "BERT classifier": ("encoder", of_class("BertForSequenceClassification"), _classify_batch),
+    "RoBERTa, padded": ("encoder", of_class("RobertaForMaskedLM"), padded_batch),
+    "ALBERT, padded": ("encoder", of_class("AlbertForMaskedLM"), padded_batch),
+    "ELECTRA, padded": ("encoder", of_class("ElectraForMaskedLM"), padded_batch),
+    "DistilBERT, padded": ("encoder", of_class("DistilBertForMaskedLM"), padded_batch),
+    "DeBERTa-v2": ("encoder", of_class("DebertaV2ForMaskedLM"), padded_batch),
+    "ModernBERT, padded": ("encoder", of_class("ModernBertForMaskedLM"), padded_batch),
+    "XLM-R, padded": ("encoder", of_class("XLMRobertaForMaskedLM"), padded_batch),
+    "ViT": ("vision", of_class("ViTForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "DeiT": ("vision", of_class("DeiTForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "DINOv2": ("vision", of_class("Dinov2ForImageClassification", image_size=32, patch_size=8), _image_batch),
     "Swin": (
         "vision",
-        _of("SwinForImageClassification", image_size=32, patch_size=4, embed_dim=16, depths=[1, 1],
+        of_class("SwinForImageClassification", image_size=32, patch_size=4, embed_dim=16, depths=[1, 1],
             num_heads=[2, 2], window_size=4),
         _image_batch,
     ),
     "ConvNeXt": (
         "vision",
-        _of("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+        of_class("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
         _image_batch,
     ),
 }  # fmt: skip

@@ -18,12 +18,12 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
     """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
 
-    transformers models name such modules in ``_keep_in_fp32_modules`` and its strict variant.
+    transformers models name such modules in ``_keep_in_fp32_modules_strict``. Those that they name in
+    ``_keep_in_fp32_modules`` are kept from fp16 alone; some forwards fail where they are fp32 beside bf16.
     """
     kept: set[str] = set()
     for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            kept |= set(getattr(module, attribute, None) or ())
+        kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
     forms: dict[str, Form] = {}
     for name, parameter in model.named_parameters():

@@ -14,6 +14,7 @@ from megacompile.capture.substitute import our_operators
 from megacompile.host.state import slot_view
 from megacompile.program import step_seed
 from tests.models import batch_for, build
+from tests.zoo import causal, token_batch
 
 TOLERANCE = 1e-2  # of a gradient's scale, beyond what plain bf16 eager is off by
 
@@ -57,22 +58,18 @@ def test_gradients_are_as_good_as_bf16_eager(name: str) -> None:
 
 
 def test_modules_that_keep_fp32_are_honoured() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).train()
-    assert "wo" in model._keep_in_fp32_modules
-    batch = batch_for("t5")
+    """As ``from_pretrained`` in bf16 does: by the strict names, not by those that are kept from fp16."""
+    model = causal("deepseek_v4").train()
+    assert "norm" in model._keep_in_fp32_modules_strict
+    assert "self_attn.compressor.kv_proj" in model._keep_in_fp32_modules
+    batch = token_batch(0)
     program = megacompile.compile(
         model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), example_batch=batch
     )
     runtime = program._runtime
     assert runtime is not None
     dtypes = {s.parameter.name: g.dtype for g in runtime.state.groups for s in g.slots}
-    assert dtypes["encoder.block.0.layer.1.DenseReluDense.wo.weight"] == torch.float32
-    assert dtypes["encoder.block.0.layer.1.DenseReluDense.wi.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == torch.float32
+    assert dtypes["model.layers.0.self_attn.compressor.kv_proj.weight"] == torch.bfloat16
     assert torch.isfinite(program.train_step(batch).loss)
     program.close()
