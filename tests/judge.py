@@ -250,7 +250,7 @@ def program_gradients(program: megacompile.Program) -> Gradients:
         if flat is not None:
             flats[layout.index] = flat
     found: Gradients = {}
-    for name, places in program._homes.items():
+    for name, places in program._values._homes.items():
         if all(group in flats for group, _ in places):
             slots = ((flats[group], runtime.state.groups[group].slots[slot]) for group, slot in places)
             pieces = [slot_view(flat, slot).clone() for flat, slot in slots]
