@@ -390,7 +390,7 @@ def test_cache_that_cannot_be_written_or_is_damaged(
 
 def test_processes_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
-    program = "from megacompile import host_adam as h; print(h.backend())"
+    program = "from megacompile.host import adam as h; print(h.backend())"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     running = [
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)

@@ -29,8 +29,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(f"adam{end}") for end in (".h", ".c", "_coded.c")]
-FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math"
+SOURCES = [Path(__file__).with_name(f"adam{end}") for end in (".c", "_coded.c")]
+HEADERS = [Path(__file__).with_name(f"adam{end}.h") for end in ("", "_coded", "_coded_avx512")]
+FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fschedule-insns"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-march=native -fopenmp-simd", "")
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {"lo": (torch.int16,)}
@@ -167,7 +168,7 @@ def _kernel() -> tuple[ctypes.CDLL | None, str]:
 def _load(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """The library from `folder`, compiled where it is missing or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = "\n".join([*(s.read_text() for s in SOURCES), _cpu(), compiler, version, FLAGS, *TARGETS])
+    key = "\n".join([*(s.read_text() for s in SOURCES + HEADERS), _cpu(), compiler, version, FLAGS, *TARGETS])
     path = folder / f"adam-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:
         library = ctypes.CDLL(str(path))
@@ -193,7 +194,7 @@ def _compile(compiler: str, path: Path) -> None:
         for target in TARGETS:
             built = Path(folder, "adam.so")
             flags = [*FLAGS.split(), *target.split()]
-            command = [compiler, *flags, *map(str, SOURCES[1:]), "-o", str(built), "-lm"]
+            command = [compiler, *flags, *map(str, SOURCES), "-o", str(built), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if result.returncode == 0:
                 built.replace(path)
