@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import BudgetExceededError
@@ -30,6 +31,10 @@ OVERSIZED = frozenset(
     )
 )
 """Operators whose result stands in memory of their first argument's size, which fake tensors do not show."""
+
+
+_SEEN: dict[Any, tuple[int, list[int]]] = {}
+"""By operator and the form of its arguments: the most bytes that a call took, and those of each result."""
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
@@ -69,16 +74,38 @@ class StorageMeter(TorchDispatchMode):
     ) -> Any:
         inner = _implementation(func)
         if inner is not None:
-            with self:
-                out = inner(*args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
+            return self._inside(func, inner, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.track(out, args[0].untyped_storage().nbytes() if func in OVERSIZED else 0)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, Tensor):
-                    self.track(item)
+        else:
+            for item in _tensors(out):
+                self.track(item)
+        return out
+
+    def _inside(
+        self, func: torch._ops.OpOverload, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one of our operators as its Python body. On fake tensors, whose body computes nothing, what a
+        call like it took before is counted instead: its highest bytes, and those that its results stand in.
+        """
+        fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in _tensors(args))
+        key = (func, _form(args), _form(kwargs)) if fake else None
+        before, highest = self.live, self.peak
+        if key in _SEEN:
+            taken, standing = _SEEN[key]
+            out = func(*args, **kwargs)
+            self.peak = max(highest, before + taken)
+        else:
+            self.peak = before
+            with self:
+                out = inner(*args, **kwargs)
+            taken, standing = self.peak - before, [t.untyped_storage().nbytes() for t in _tensors(out)]
+            self.peak = max(highest, self.peak)
+            if key is not None:
+                _SEEN[key] = taken, standing
+        for item, nbytes in zip(_tensors(out), standing, strict=True):
+            self.track(item, nbytes)
         return out
 
     def track(self, tensor: Tensor, at_least: int = 0) -> None:
@@ -112,3 +139,21 @@ def _implementation(func: Any) -> Callable[..., Any] | None:
         return None
     definition = OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors among what an operator takes or gives."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _form(value: Any) -> Any:
+    """What the memory of a call depends on: tensors by shape, strides, dtype, device, the rest as it is."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(_form(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _form(item)) for name, item in sorted(value.items()))
+    return value
