@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megacompile.schedule.schedule import Schedule
 
 _T = TypeVar("_T")
-_HEAD = f"{'step':>19}{'device peak':>14}{'host stash':>13}"
+_HEAD = f"{'step':>23}{'device peak':>14}{'host stash':>13}"
 _TIE = 1e-5  # of a step: below this, two plans take the same time
 
 
@@ -47,7 +47,7 @@ def explain(schedule: Schedule, name: str) -> str:
     width = max(len(a.change) for a in (chosen, *found))
     lines = [_title(schedule, blocks, groups), "", f"  {'':<{width}}{_HEAD}"]
     lines.append(
-        f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>19}{format_bytes(chosen.peak_bytes):>14}"
+        f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>23}{format_bytes(chosen.peak_bytes):>14}"
         f"{format_bytes(chosen.stash_bytes):>13}"
     )
     lines += [_row(schedule, chosen, other, width) for other in found]
@@ -123,7 +123,7 @@ def _row(schedule: Schedule, chosen: Alternative, other: Alternative, width: int
     peak, stash = other.peak_bytes - chosen.peak_bytes, other.stash_bytes - chosen.stash_bytes
     over = other.peak_bytes - schedule.budget_bytes
     note = f"  {format_bytes(over)} over the budget" if over > 0 else ""
-    return f"  {other.change:<{width}}{seconds:>19}{_signed(peak):>14}{_signed(stash):>13}{note}"
+    return f"  {other.change:<{width}}{seconds:>23}{_signed(peak):>14}{_signed(stash):>13}{note}"
 
 
 def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> list[str]:
