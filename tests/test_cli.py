@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -371,3 +372,28 @@ def test_planning_needs_no_triton(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["fits"] is True
+
+
+def test_micro_batches_auto_takes_the_fastest_split_that_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each split tried is what asking for it by itself gives, and the answer is that of the fastest."""
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+              "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["plan", "--model", str(tmp_path / "config.json"), "--machine", "rtx-4090", "--seq", "256",
+             "--hbm-budget", "12MB", "--json"]  # fmt: skip
+
+    def answer(*more: str) -> dict[str, Any]:
+        main([*asked, *more])
+        return json.loads(capsys.readouterr().out)
+
+    found = answer("--batch", "8", "--micro-batches", "auto")
+    assert [s["micro_batches"] * s["batch"] for s in found["splits"]] == [8] * len(found["splits"])
+    times = {s["micro_batches"]: s["seconds"] for s in found["splits"]}
+    best = min(t for t in times.values() if t is not None)
+    assert times[found["micro_batches"]] == best
+    assert found["with_clipping"]["step_seconds"] <= best  # the search starts from what it found before
+    assert times[1] is None  # so that there is something to decide
+    alone = answer("--batch", str(found["batch"]), "--micro-batches", str(found["micro_batches"]))
+    assert alone["with_clipping"]["step_seconds"] == best

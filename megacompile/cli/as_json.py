@@ -30,6 +30,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "without_clipping": _prediction_json(answer.streamed, extras),
         "flops_missed_by_graph": answer.missed_flops,
         "ways_out": [asdict(w) for w in extras.ways],
+        "splits": [asdict(s) for s in extras.splits],
         "largest": asdict(extras.largest) if extras.largest else None,
         "sources": q.profile.sources,
     }  # fmt: skip

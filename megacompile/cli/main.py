@@ -94,6 +94,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
+
+
 def _above_zero(text: str) -> float:
     try:
         value = float(text)
@@ -161,7 +165,13 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a built-in name, a config.json, or a hub id")
     add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
     add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
-    add("--micro-batches", type=_positive, default=1, help="micro-batches per step (1)")
+    add(
+        "--micro-batches",
+        type=_count_or_auto,
+        default=1,
+        metavar="N",
+        help="micro-batches per step (1); auto: cut --batch into as many as make the fastest step",
+    )
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
     clip = plan.add_mutually_exclusive_group()
     text = "show the details with clipping (the default; its value changes no figure)"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.cli.figures import Host, alive_at_peak, idle_causes
 from megacompile.cli.plan import Answer, Prediction
+from megacompile.cli.splits import Split
 from megacompile.cli.ways import Largest, Point, WayOut
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.text import plan_table
@@ -34,11 +35,12 @@ class Extras:
     price: float | None = None
     ways: tuple[WayOut, ...] = ()
     largest: Largest | None = None
+    splits: tuple[Split, ...] = ()
 
 
 def render(answer: Answer, extras: Extras) -> str:
     """The whole answer as text."""
-    parts = [_head(answer), _verdict(answer, extras)]
+    parts = [_head(answer) + _splits(extras.splits), _verdict(answer, extras)]
     shown = answer.prediction(extras.clip)
     if extras.ways:
         parts.append(_ways(extras.ways))
@@ -61,6 +63,14 @@ def _head(answer: Answer) -> str:
         f"{_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in host "
         f"memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
     )
+
+
+def _splits(splits: tuple[Split, ...]) -> str:
+    """What other numbers of micro-batches would take."""
+    if not splits:
+        return ""
+    tried = (f"{s.micro_batches}: {_seconds(s.seconds) if s.seconds else 'does not fit'}" for s in splits)
+    return f"\nmicro-batches tried, the fastest is taken: {', '.join(tried)}"
 
 
 def _verdict(answer: Answer, extras: Extras) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megacompile.cli.as_json import as_json
@@ -12,6 +13,7 @@ from megacompile.cli.main import folder_of, write_json
 from megacompile.cli.plan import Answer, Question, Study, dump, schedule_of
 from megacompile.cli.presets import load_model
 from megacompile.cli.report import Extras, render, sweep_table
+from megacompile.cli.splits import Split, best_split
 from megacompile.cli.ways import Point, estimate_largest, largest, sweep, ways_out
 from megacompile.errors import MegacompileError
 from megacompile.machine.catalog import MachineProfile, load_machine, override
@@ -50,8 +52,11 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         if options.sweep:
             return _run_sweep(options, study, question, clip, progress)
+        splits: tuple[Split, ...] = ()
+        if options.micro_batches == "auto":
+            question, splits = best_split(study, question, clip)
         answer = study.answer(question)
-        extras = _extras(options, study, answer, clip)
+        extras = replace(_extras(options, study, answer, clip), splits=splits)
         if folder is not None:
             dump(answer, folder, clip)
     finally:
@@ -82,6 +87,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.sweep is None and (options.values or options.plot):
         raise MegacompileError("--values and --plot belong to a --sweep.")
     if options.sweep:
+        if options.micro_batches == "auto":
+            raise MegacompileError("--micro-batches auto is about one plan: give a --sweep a number.")
         for name in ("dump", "largest", "explain", "html"):
             if getattr(options, name):
                 raise MegacompileError(
@@ -99,7 +106,8 @@ def _question(options: argparse.Namespace) -> Question:
         price=options.price,
     )
     return Question(
-        profile, options.batch, options.seq, _device_budget(options, profile), options.micro_batches,
+        profile, options.batch, options.seq, _device_budget(options, profile),
+        1 if options.micro_batches == "auto" else options.micro_batches,
         options.dtype, _host_budget(options, profile), _nvme_budget(options),
     )  # fmt: skip
 
