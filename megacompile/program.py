@@ -201,7 +201,7 @@ class Program:
         save_checkpoint(Path(folder), self._laid_out("save"), self._values.loose(), progress)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint of :meth:`save`, of the same model, compiled in the same way.
+        """Go on from a checkpoint of :meth:`save`, of the same model in the same formats; budgets may differ.
 
         Takes no more memory than training does. What does not fit, or is damaged, is named.
         """

@@ -97,6 +97,48 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert output.splitlines() == [" ".join(straight[2:]), final]
 
 
+@pytest.mark.parametrize("kind", ["lambda", "one cycle", "chained"])
+def test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well(kind: str, tmp_path: Path) -> None:
+    """As the architecture page says: its state_dict in a file of the user's, loaded after the checkpoint."""
+
+    def run(steps: range, saved: Path | None) -> list[str]:
+        program = plain()
+        schedule = scheduler(kind, program.optimizer)
+        if saved is not None:
+            program.load(saved)
+            schedule.load_state_dict(json.loads((tmp_path / "scheduler.json").read_text()))
+        seen = []
+        for i in steps:
+            batch = {"x": torch.full((2, 16), i / 7), "y": torch.ones(2, 3)}
+            loss = float(program.train_step(batch).loss)
+            seen.append(f"{loss.hex()} {program.optimizer.param_groups[0]['lr'].hex()}")
+            schedule.step()
+        if saved is None:
+            program.save(tmp_path / f"after {steps.stop}")
+            (tmp_path / "scheduler.json").write_text(json.dumps(schedule.state_dict()))
+        seen.append(digest(program))
+        program.close()
+        return seen
+
+    straight = run(range(6), None)
+    first = run(range(3), None)
+    assert first[:3] + run(range(3, 6), tmp_path / "after 3") == straight
+
+
+def scheduler(kind: str, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    from torch.optim import lr_scheduler as schedulers
+
+    if kind == "lambda":
+        return schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if kind == "one cycle":
+        return schedulers.OneCycleLR(optimizer, 0.05, total_steps=8)
+    warmup, decay = (
+        schedulers.LinearLR(optimizer, 0.1, total_iters=2),
+        schedulers.ExponentialLR(optimizer, 0.8),
+    )
+    return schedulers.SequentialLR(optimizer, [warmup, decay], [2])
+
+
 # ---- What does not fit ----
 
 
@@ -150,7 +192,9 @@ def edit(folder: Path, change: Any) -> None:
 
 
 def cut(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {f"{n}[0:3]" if n == "first.weight" else n: p for n, p in parameters.items()}
+    """The first weight's first three rows alone, as a piece."""
+    piece = parameters["first.weight"] | {"shape": [3, 16], "whole": "first.weight", "first_row": 0}
+    return {n: p for n, p in parameters.items() if n != "first.weight"} | {"first.weight[0:3]": piece}
 
 
 def damage(folder: Path, what: str) -> None:
@@ -201,7 +245,7 @@ def damage(folder: Path, what: str) -> None:
         ("types", "checkpoint.json is malformed"),
         ("groups", "The checkpoint has 2 param groups, the optimizer 1"),
         ("swapped", "is of another model: only the model has the parameter first.weight"),
-        ("cut", r"cuts its weights otherwise \(compile with the same hbm_budget\): only the model has"),
+        ("cut", r"does not fit at first.weight: shape is \[3, 16\]"),
     ],
 )
 def test_damage_is_named_and_the_program_recovers(

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from megacompile.errors import MegacompileError
-from megacompile.plan.assemble import GroupLayout, Slot, padded_elements
+from megacompile.plan.assemble import GroupLayout, padded_elements
 from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]
@@ -132,7 +132,7 @@ def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, .
     places: list[MomentPlace] = []
     offsets, block = {False: 0, True: 0}, 0
     for slot in group.slots:
-        elements, coded = padded_elements(slot.parameter.numel), is_coded(slot, form)
+        elements, coded = padded_elements(slot.parameter.numel), is_coded(slot.parameter.numel, form)
         places.append(MomentPlace(coded, elements, offsets[coded], block if coded else 0))
         offsets[coded] += elements
         block += CODINGS[form].blocks(elements) if coded else 0
@@ -153,9 +153,20 @@ def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def is_coded(slot: Slot, form: StateFormat) -> bool:
-    """Whether a parameter's moments are codes."""
-    return form in CODINGS and slot.parameter.numel > SMALL
+def is_coded(elements: int, form: StateFormat) -> bool:
+    """Whether the moments of a parameter of so many elements are codes."""
+    return form in CODINGS and elements > SMALL
+
+
+def array_range(array: str, coding: Coding | None, start: int, stop: int) -> tuple[int, int]:
+    """Which entries of a parameter's flat array hold its elements from ``start`` to ``stop``.
+
+    Both must be ends of blocks where the array holds codes or scales.
+    """
+    if coding is None or not array.endswith(("_codes", "_scales")):
+        return start, stop
+    count = coding.code_bytes if array.endswith("_codes") else coding.blocks
+    return count(start), count(stop)
 
 
 def state_bytes(groups: tuple[GroupLayout, ...], form: StateFormat) -> dict[str, int]:

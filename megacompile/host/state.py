@@ -223,25 +223,29 @@ class HostState:
         As with :meth:`open`, views are for as long as the iterator stands at their group.
         """
         for index, group in enumerate(self.groups):
-            yield self._parts(group, self.open(index, change=change))
+            yield _parts(group, self.open(index, change=change), self.form)
 
-    def shapes(self) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """What :meth:`parts` gives, without values, on the meta device."""
-        for group in self.groups:
-            arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
-                      for a in group_arrays(group, self.form)}  # fmt: skip
-            yield self._parts(group, arrays)
 
-    def _parts(self, group: GroupLayout, arrays: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        named = {}
-        places = moment_places(group, self.form) if group.trainable else [None] * len(group.slots)
-        for slot, place in zip(group.slots, places, strict=True):
-            part = slice(slot.offset, slot.offset + slot.parameter.numel)
-            found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
-            names = moment_names(place.coded) if place else ()
-            moments = _moments(arrays, place, self.form) if place else []
-            named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
-        return named
+def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
+    for group in groups:
+        arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
+                  for a in group_arrays(group, form)}  # fmt: skip
+        yield _parts(group, arrays, form)
+
+
+def _parts(
+    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat
+) -> dict[str, dict[str, Tensor]]:
+    named = {}
+    places = moment_places(group, form) if group.trainable else [None] * len(group.slots)
+    for slot, place in zip(group.slots, places, strict=True):
+        part = slice(slot.offset, slot.offset + slot.parameter.numel)
+        found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
+        names = moment_names(place.coded) if place else ()
+        moments = _moments(arrays, place, form) if place else []
+        named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
+    return named
 
 
 def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:

@@ -27,6 +27,7 @@ from torch import Tensor
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.state import HostState
 from megacompile.storage.durable import recover, replacing
+from megacompile.storage.layout import copied_range, layout_of, read_layout
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -57,7 +58,7 @@ def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor],
         with replacing(folder) as fresh:
             files = dict(_write_shards(fresh, _batches(state.parts(), loose), state.offload is not None))
             facts = {"version": VERSION, "progress": asdict(progress)}
-            manifest = {**facts, "layout": _layout(state), "files": files}
+            manifest = {**facts, "layout": layout_of(state), "files": files}
             (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     except OSError as error:
         raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
@@ -72,18 +73,6 @@ def _batches(
             f"{name}/{array}": tensor for name, arrays in group.items() for array, tensor in arrays.items()
         }
     yield {f"{name}/value": value.reshape(-1) for name, value in loose.items()}
-
-
-def _layout(state: HostState) -> dict[str, Any]:
-    """What must be equal for arrays to fit: format, and of each parameter how it lies and its step."""
-    slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
-    return {
-        "optimizer_state": state.form,
-        "parameters": {
-            p.name: {"shape": p.shape, "stride": p.stride, "computes_in": _short(p.dtype), "step": step}
-            for p, step in slots
-        },
-    }
 
 
 def _write_shards(
@@ -137,38 +126,60 @@ class Checkpoint:
         manifest = _read_manifest(self._folder)
         with _well_formed(self._folder):
             progress = manifest["progress"]
-            _compare_layouts(manifest["layout"], json.loads(json.dumps(_layout(state))), self._folder)
+            self._layout = read_layout(manifest["layout"], state, self._folder)
             self._places = _places(self._folder, manifest["files"])
-            expected = {n: t for batch in _batches(state.shapes(), loose) for n, t in batch.items()}
-            _compare_tensors(self._folder, self._places, expected)
-            self._steps = {name: p["step"] for name, p in manifest["layout"]["parameters"].items()}
+            values = {f"{name}/value": value for name, value in loose.items()}
+            self._expected = self._layout.tensors | values
+            _compare_tensors(self._folder, self._places, self._expected)
             self.progress = Progress(**progress)
             if not isinstance(self.progress.seed, int) or not isinstance(self.progress.calls, int):
                 raise TypeError("progress")
 
     def read(self) -> None:
         """Overwrite the state and the loose tensors; a damaged file is named and leaves them in part."""
-        for batch in _batches(self._state.parts(change=True), {}):
-            for name, target in batch.items():
-                self._copy(name, target)
+        checked: set[str] = set()
+        for group in self._state.parts(change=True):
+            for name, arrays in group.items():
+                for array, target in arrays.items():
+                    self._fill(name, array, target, checked)
         for name, value in self._loose.items():
             flat = torch.empty(value.numel(), dtype=value.dtype)
             self._copy(f"{name}/value", flat)
             value.copy_(flat.view(value.shape))
         groups = self._state.groups
-        self._state.steps[:] = [self._steps[g.slots[0].parameter.name] for g in groups]
+        self._state.steps[:] = [self._layout.steps[g.slots[0].parameter.name] for g in groups]
 
-    def _copy(self, name: str, target: Tensor) -> None:
-        """Copy a flat tensor from its file, which is mapped anew for every piece."""
+    def _fill(self, name: str, array: str, target: Tensor, checked: set[str]) -> None:
+        """One flat array of a parameter, of the saved ones that hold its elements; each is checked once."""
+        for part in self._layout.parts[name]:
+            saved = f"{part.saved}/{array}"
+            length = self._expected[saved].numel()
+            there, here = copied_range(array, part, length, target.numel(), self._state.form)
+            if there == slice(0, length):
+                self._copy(saved, target[here])
+                continue
+            if saved not in checked:
+                self._copy(saved, None)
+                checked.add(saved)
+            self._copy(saved, target[here], there)
+
+    def _copy(self, name: str, target: Tensor | None, part: slice | None = None) -> None:
+        """Copy a flat tensor, or a part of it, from its file, which is mapped anew for every piece.
+
+        A tensor that is read in whole is compared with its checksum, with or without a target.
+        """
         file, known = self._places[name]
-        path, step, crc = self._folder / file, max(1, PIECE_BYTES // target.itemsize), 0
-        for start in range(0, target.numel(), step):
+        path, whole, crc = self._folder / file, self._expected[name], 0
+        part, step = part or slice(0, whole.numel()), max(1, PIECE_BYTES // whole.itemsize)
+        for start in range(part.start, part.stop, step):
+            stop = min(part.stop, start + step)
             with open_shard(path) as handle:
-                piece = handle.get_slice(name)[start : start + step]
+                piece = handle.get_slice(name)[start:stop]
                 crc = checksum(piece, crc)
-                target[start : start + step].copy_(piece)
+                if target is not None:
+                    target[start - part.start : stop - part.start].copy_(piece)
                 del piece
-        if crc != known:
+        if part == slice(0, whole.numel()) and crc != known:
             raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
 
 
@@ -195,30 +206,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         found = manifest.get("version") if isinstance(manifest, dict) else None
         raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
     return manifest
-
-
-def _compare_layouts(saved: dict[str, Any], ours: dict[str, Any], folder: Path) -> None:
-    if saved["optimizer_state"] != ours["optimizer_state"]:
-        raise MegacompileError(
-            f"{folder} was saved with optimizer_state={saved['optimizer_state']!r} and this program has "
-            f"{ours['optimizer_state']!r}: compile with the one that was saved."
-        )
-    theirs, mine = saved["parameters"], ours["parameters"]
-    for name in [*mine, *theirs]:
-        if name not in theirs or name not in mine:
-            where = "the model" if name in mine else "the checkpoint"
-            why = "of another model"
-            if name.endswith("]") or f"{name}[0:" in "".join([*mine, *theirs]):
-                why = "of a program that cuts its weights otherwise (compile with the same hbm_budget)"
-            raise MegacompileError(f"{folder} is {why}: only {where} has the parameter {name}.")
-        for fact in ("shape", "stride", "computes_in"):
-            if theirs[name][fact] != mine[name][fact]:
-                raise MegacompileError(
-                    f"{folder} does not fit at {name}: {fact} is {theirs[name][fact]} in the checkpoint "
-                    f"and {mine[name][fact]} in the model."
-                )
-        if type(theirs[name]["step"]) is not int or theirs[name]["step"] < 0:
-            raise MegacompileError(f"{folder / MANIFEST} has no step count for {name}.")
 
 
 def _places(folder: Path, files: dict[str, Any]) -> dict[str, tuple[str, int]]:
@@ -264,10 +251,6 @@ def open_shard(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _SAFETENSORS = {

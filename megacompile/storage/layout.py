@@ -1,0 +1,193 @@
+"""Which parameters a checkpoint holds and where a program's parameters lie in them.
+
+In:  the layout in a checkpoint's manifest, and the host state that is to be filled from it.
+Out: :class:`Layout`: the tensors that the checkpoint must hold, and of every parameter of the program
+the parts of saved ones that it consists of.
+
+A weight that is too large to be on the device whole is cut by rows, and another budget cuts it
+otherwise. Pieces are ranges of the model's parameters, so a program reads the ranges that it needs,
+bit for bit; codes of moments allow that where a cut lies between two of their blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
+from megacompile.host.state import HostState, shapes_of
+from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
+
+FACTS = ("shape", "stride", "computes_in")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``count`` elements from ``start`` on of a saved parameter, which begin at ``to`` in one of ours.
+
+    ``ends`` says that both end there, whatever padding follows.
+    """
+
+    saved: str
+    start: int
+    to: int
+    count: int
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a checkpoint by name, on the meta device; the parts and the step of every parameter."""
+
+    tensors: dict[str, Tensor]
+    parts: dict[str, tuple[Part, ...]]
+    steps: dict[str, int]
+
+
+def layout_of(state: HostState) -> dict[str, Any]:
+    """What the manifest says: the format, and of each parameter how it lies and its step."""
+    slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
+    parameters = {p.name: {**_facts(p), "step": step} for p, step in slots}
+    return {"optimizer_state": state.form, "parameters": parameters}
+
+
+def _facts(p: Parameter) -> dict[str, Any]:
+    dtype = str(p.dtype).removeprefix("torch.")
+    found = {"shape": [*p.shape], "stride": [*p.stride], "computes_in": dtype}
+    return found | ({"whole": p.whole, "first_row": p.first_row} if p.whole else {})
+
+
+def read_layout(saved: Mapping[str, Any], state: HostState, folder: Path) -> Layout:
+    """Match a manifest's layout with a state, or :class:`MegacompileError` that names what does not fit."""
+    if saved["optimizer_state"] != state.form:
+        raise MegacompileError(
+            f"{folder} was saved with optimizer_state={saved['optimizer_state']!r} and this program has "
+            f"{state.form!r}: compile with the one that was saved."
+        )
+    theirs = _by_whole(saved["parameters"])
+    owners = {slot.parameter.name: (g, slot.parameter) for g in state.groups for slot in g.slots}
+    mine = _by_whole({name: _facts(p) for name, (_, p) in owners.items()})
+    for whole in [*mine, *theirs]:
+        if whole not in theirs or whole not in mine:
+            where = "the model" if whole in mine else "the checkpoint"
+            raise MegacompileError(f"{folder} is of another model: only {where} has the parameter {whole}.")
+        _compare(whole, theirs[whole], mine[whole], folder)
+    groups = [
+        _saved_group(owners[next(iter(mine[w]))], name, f) for w in theirs for name, f in theirs[w].items()
+    ]
+    tensors = {f"{n}/{a}": t for group in shapes_of(groups, state.form) for n, arrays in group.items()
+               for a, t in arrays.items()}  # fmt: skip
+    parts: dict[str, tuple[Part, ...]] = {}
+    for whole, pieces in mine.items():
+        for name, facts in pieces.items():
+            parts[name] = _parts(facts, theirs[whole])
+            _check_blocks(owners[name], parts[name], theirs[whole], state.form, folder)
+    steps = {name: next(iter(theirs[w].values()))["step"] for w, pieces in mine.items() for name in pieces}
+    return Layout(tensors, parts, steps)
+
+
+Pieces = dict[str, dict[str, Any]]
+
+
+def _by_whole(parameters: Mapping[str, dict[str, Any]]) -> dict[str, Pieces]:
+    """By the model's parameters, their pieces (or themselves) in the order of rows."""
+    found: dict[str, Pieces] = defaultdict(dict)
+    for name, facts in sorted(parameters.items(), key=lambda item: int(item[1].get("first_row", 0))):
+        found[facts.get("whole") or name][name] = facts
+    return {name: found[name] for name in dict.fromkeys(f.get("whole") or n for n, f in parameters.items())}
+
+
+def _compare(whole: str, theirs: Pieces, mine: Pieces, folder: Path) -> None:
+    together, ours = _together(theirs), _together(mine)
+    for fact in FACTS:
+        if together is None or ours is None or together[fact] != ours[fact]:
+            found = together[fact] if together else "not that of all its rows, in order,"
+            expected = ours[fact] if ours else "another"
+            raise MegacompileError(
+                f"{folder} does not fit at {whole}: {fact} is {found} in the checkpoint "
+                f"and {expected} in the model."
+            )
+    steps = {facts["step"] for facts in theirs.values()}
+    if len(steps) > 1 or any(type(step) is not int or step < 0 for step in steps):
+        raise MegacompileError(f"{folder} has no step count for {whole}.")
+
+
+def _together(pieces: Pieces) -> dict[str, Any] | None:
+    """The facts of the parameter that pieces make up; None where they leave rows out or differ."""
+    first, *rest = pieces.values()
+    if not first.get("whole"):
+        return None if rest else first
+    rows = 0
+    for facts in (first, *rest):
+        alike = all(facts[f] == first[f] for f in FACTS[1:]) and facts["shape"][1:] == first["shape"][1:]
+        if facts["first_row"] != rows or not alike:
+            return None
+        rows += facts["shape"][0]
+    return {**first, "shape": [rows, *first["shape"][1:]]}
+
+
+def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Mapping[str, Any]) -> GroupLayout:
+    """A group of one saved parameter, alike one of ours in all but name and rows."""
+    group, parameter = owner
+    slot = Slot(replace(parameter, name=name, shape=tuple(facts["shape"])), 0)
+    return replace(group, slots=(slot,), elements=padded_elements(slot.parameter.numel))
+
+
+def _parts(facts: Mapping[str, Any], saved: Pieces) -> tuple[Part, ...]:
+    begin, end = _elements(facts)
+    parts = []
+    for name, theirs in saved.items():
+        first, last = _elements(theirs)
+        start, stop = max(begin, first), min(end, last)
+        if start < stop or begin == end == first == last:
+            parts.append(Part(name, start - first, start - begin, stop - start, stop == end == last))
+    return tuple(parts)
+
+
+def _elements(facts: Mapping[str, Any]) -> tuple[int, int]:
+    """A piece's range of its whole parameter's elements."""
+    start = facts.get("first_row", 0) * prod(facts["shape"][1:])
+    return start, start + prod(facts["shape"])
+
+
+def _check_blocks(
+    owner: tuple[GroupLayout, Parameter],
+    parts: tuple[Part, ...],
+    saved: Pieces,
+    form: StateFormat,
+    folder: Path,
+) -> None:
+    """Codes can be taken apart between blocks only."""
+    (group, parameter), coding = owner, CODINGS.get(form)
+    if (
+        coding is None
+        or not group.trainable
+        or (len(parts) == 1 and parts[0].ends and parts[0].start == parts[0].to == 0)
+    ):
+        return
+    coded = is_coded(parameter.numel, form)
+    for part in parts:
+        between = all(x % coding.block == 0 for x in (part.start, part.to)) and (
+            part.ends or part.count % coding.block == 0
+        )
+        if is_coded(prod(saved[part.saved]["shape"]), form) != coded or (coded and not between):
+            raise MegacompileError(
+                f"{folder} holds {part.saved} where this program has {parameter.name}, and {form} moments "
+                "cannot be taken apart there: compile with the hbm_budget of the program that saved them."
+            )
+
+
+def copied_range(array: str, part: Part, saved: int, ours: int, form: StateFormat) -> tuple[slice, slice]:
+    """Which entries of a saved flat array, of that length, go where in one of ours."""
+    coding = CODINGS.get(form)
+    start, stop = array_range(array, coding, part.start, part.start + part.count)
+    to, _ = array_range(array, coding, part.to, part.to)
+    length = min(saved - start, ours - to) if part.ends else stop - start
+    return slice(start, start + length), slice(to, to + length)
