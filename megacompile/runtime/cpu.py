@@ -7,8 +7,7 @@ refuses to exceed the budget.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,12 +17,13 @@ from megacompile.differentiate.meter import StorageMeter
 from megacompile.host.adam import AdamHyper
 from megacompile.host.state import HostState, add_gradients
 from megacompile.plan.assemble import Slot
+from megacompile.runtime.device import Device
 from megacompile.runtime.workers import Streams, Trace
-from megacompile.step.operations import Event, Step, Stream
+from megacompile.step.operations import Step
 
 
-class CpuDevice:
-    """A slab, a meter, and worker threads as streams; see :class:`~megacompile.runtime.device.Device`."""
+class CpuDevice(Device):
+    """A slab, a meter, and worker threads as streams."""
 
     immediate = True
 
@@ -33,41 +33,11 @@ class CpuDevice:
         cores = torch.get_num_threads()
         # one thread each for copies; norms take as many as eager does, to round as eager does
         self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores, "nvme_read": 1, "nvme_write": 1})
+        super().__init__(self.streams)
         self.adam_threads = max(1, cores // 2)  # the rest computes at the same time
-        self.peak_bytes = 0
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._fixed = 0
         self._meter = StorageMeter()
-
-    # ---- streams ---------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        return self.streams.step
-
-    def submit(self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], object]) -> None:
-        self.streams.submit(stream, event, after, run)
-
-    def wait(self, after: Iterable[Event]) -> None:
-        self.streams.wait(after)
-
-    def reached(self, event: Event) -> None:
-        self.streams.reached(event)
-
-    def clock(self) -> float:
-        return time.perf_counter()
-
-    def note(self, event: Event, start: float) -> None:
-        self.streams.note(event, start)
-
-    def drain(self) -> None:
-        self.streams.drain()
-
-    def raise_failure(self) -> None:
-        self.streams.raise_failure()
-
-    def close(self) -> None:
-        self.streams.close()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -85,9 +55,7 @@ class CpuDevice:
 
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
-        self.streams.step += 1
-        self.streams.trace = trace
-        self.streams.note(("run",), time.perf_counter())
+        self.streams.begin(trace)
         self._meter.peak = self._meter.live
         yield
         self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)

@@ -29,8 +29,9 @@ from megacompile.host.state import HostState, add_gradients, slot_view
 from megacompile.kernels.adamw import adamw_
 from megacompile.plan.assemble import Slot
 from megacompile.runtime.cuda_streams import CudaApi, CudaStreams, Flag, Tail
+from megacompile.runtime.device import Device
 from megacompile.runtime.workers import Trace
-from megacompile.step.operations import Event, Step, Stream
+from megacompile.step.operations import Event, Step
 from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
@@ -74,8 +75,8 @@ class CudaMemory(CudaApi, Protocol):
         """Start the measurement of peaks anew."""
 
 
-class CudaDevice:
-    """One GPU under a budget; see :class:`~megacompile.runtime.device.Device`.
+class CudaDevice(Device):
+    """One GPU under a budget.
 
     ``allowed_bytes`` is what torch's allocator may hold: see :func:`allowed_bytes`.
     """
@@ -92,7 +93,7 @@ class CudaDevice:
         share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
                  "nvme_write": 1}  # fmt: skip
         self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
-        self.peak_bytes = 0
+        super().__init__(self.streams)
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._landing = [_Landing() for _ in range(_LANDING)]
@@ -100,37 +101,8 @@ class CudaDevice:
         self._read: Any = None
         self._waited: frozenset[Event] = frozenset()
 
-    # ---- streams ---------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        return self.streams.step
-
-    def submit(
-        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
-    ) -> None:
-        self.streams.submit(stream, event, after, run)
-
-    def wait(self, after: Iterable[Event]) -> None:
-        self.streams.wait(after)
-
-    def reached(self, event: Event) -> None:
-        self.streams.reached(event)
-
-    def clock(self) -> Any:
-        return self.streams.clock()
-
-    def note(self, event: Event, start: Any) -> None:
-        self.streams.note(event, start)
-
-    def drain(self) -> None:
-        self.streams.drain()
-
-    def raise_failure(self) -> None:
-        self.streams.raise_failure()
-
     def close(self) -> None:
-        self.streams.close()
+        super().close()
         self.api.release()
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -140,7 +112,7 @@ class CudaDevice:
             self.drain()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
-        self._waited = frozenset(e for op in step.ops for e in op.waits)
+        self._waited = step.waited
         return {name: self._constant(tensor) for name, tensor in constants.items()}
 
     def _constant(self, tensor: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
 from typing import Any, Protocol
 
-from megacompile.runtime.workers import Trace
+from megacompile.runtime.workers import Trace, Workers
 from megacompile.step.operations import Event
 
 Tail = Callable[[], None]
@@ -65,31 +64,21 @@ class Mark:
 Task = tuple[int, Run, tuple[Mark, ...], Mark | None, Mark, Event, Trace]
 
 
-class CudaStreams:
+class CudaStreams(Workers):
     """The four streams of a step on one device. ``threads`` prepares a worker, by the stream's name."""
 
     def __init__(self, api: CudaApi, threads: Callable[[str], None]) -> None:
         self.api = api
         self.compute = api.stream("compute")
-        self.step = 0
-        self.trace: Trace = []
         self._prepare_worker = threads
         self._marks: dict[Event, Mark] = {}
         self._pushed: Mark | None = None  # the last operation submitted that may have a tail
         self._waited: frozenset[Event] = frozenset()
-        self._failure: tuple[int, BaseException] | None = None
         self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
-        self._closed = False
         self._copies = {name: api.stream(name) for name in ("h2d", "d2h")}
         works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "nvme_read": self._work,
                  "nvme_write": self._work, "land": self._land}  # fmt: skip
-        self._queues: dict[str, SimpleQueue[Any]] = {n: SimpleQueue() for n in works}  # tails come last
-        self._threads = [
-            threading.Thread(target=work, args=(n,), name=f"megacompile-{n}", daemon=True)
-            for n, work in works.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(works)  # tails come last
 
     # ---- the calling thread ----------------------------------------------------------------------
 
@@ -149,20 +138,6 @@ class CudaStreams:
             self._read_times()
         self.raise_failure()
 
-    def raise_failure(self) -> None:
-        """Raise the first exception of an operation, once; later operations run again."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure[1]
-
-    def close(self) -> None:
-        """Let all threads finish their queues and end."""
-        if not self._closed:
-            self._closed = True
-            for queue, thread in zip(self._queues.values(), self._threads, strict=True):
-                queue.put(None)
-                thread.join()
-
     def _read_times(self) -> None:
         """Put what the device has finished into the traces."""
         for _ in range(len(self._timed)):
@@ -190,7 +165,7 @@ class CudaStreams:
                 self._follow(stream, other)
             start = self.api.event()
             start.record(stream)
-            tail = self._attempt(step, run)
+            tail = self.attempt(step, run)
             mark.event = self.api.event()
             mark.event.record(stream)
             if tail is not None:
@@ -222,7 +197,7 @@ class CudaStreams:
                     other.event.synchronize()
             self._await_tails(pushed)
             start = time.perf_counter()
-            self._attempt(step, run)
+            self.attempt(step, run)
             trace.append((event, start, time.perf_counter()))
             del task, run, needed, pushed
             mark.issued.set()
@@ -244,16 +219,6 @@ class CudaStreams:
                 continue
             step, tail, event, over = task
             event.synchronize()
-            self._attempt(step, tail, always=True)
+            self.attempt(step, tail, always=True)
             del task, tail
             over.set()
-
-    def _attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
-        failure = self._failure
-        if failure is not None and step >= failure[0] and not always:
-            return None
-        try:
-            return run()
-        except BaseException as error:
-            self._failure = self._failure or (step, error)
-        return None

@@ -7,6 +7,7 @@ their latest records in program order. A backend decides nothing else about orde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -24,93 +25,142 @@ Tail = Callable[[], None]
 """What is left to do on the host once the copies of an operation are over."""
 
 
-class Device(Protocol):
+class StepStreams(Protocol):
+    """The streams of a backend, as :class:`Device` passes operations on to them."""
+
+    step: int
+
+    def submit(
+        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
+    ) -> None: ...
+
+    def wait(self, after: Iterable[Event]) -> None: ...
+
+    def reached(self, event: Event) -> None: ...
+
+    def clock(self) -> Any: ...
+
+    def note(self, event: Event, start: Any) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def raise_failure(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Device(ABC):
     """Device memory and the streams of one program set."""
 
     torch_device: torch.device
     adam_threads: int
     immediate: bool
     """Whether what the compute stream was given is over when the call returns."""
+    peak_bytes: int
+    """The most that any step so far held."""
 
+    def __init__(self, streams: StepStreams) -> None:
+        self._streams = streams
+        self.peak_bytes = 0
+
+    # ---- streams
     @property
     def step(self) -> int:
         """Number of the step to which operations are submitted."""
+        return self._streams.step
 
-    # ---- streams
     def submit(
         self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
     ) -> None:
         """Queue ``run`` on a stream; ``event`` fires when what it issues, and its tail, are over."""
+        self._streams.submit(stream, event, after, run)
 
     def wait(self, after: Iterable[Event]) -> None:
         """Make the compute stream wait; raises what an operation on another stream raised."""
+        self._streams.wait(after)
 
     def reached(self, event: Event) -> None:
         """The compute stream records ``event`` here."""
+        self._streams.reached(event)
 
     def clock(self) -> Any:
         """This point of the compute stream, for :meth:`note`."""
+        return self._streams.clock()
 
     def note(self, event: Event, start: Any) -> None:
         """An operation of the compute stream ran from ``start`` to here."""
+        self._streams.note(event, start)
 
     def drain(self) -> None:
         """Return when everything that was submitted is over; raises what went wrong, if anything did."""
+        self._streams.drain()
 
     def raise_failure(self) -> None:
         """Raise the first exception of an operation, once; later operations run again."""
+        self._streams.raise_failure()
 
     def close(self) -> None:
         """End all threads."""
+        self._streams.close()
 
     # ---- memory
+    @abstractmethod
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.
 
         Returns the model's buffers and constants as they are on the device.
         """
 
+    @abstractmethod
     def start(self, trace: Trace) -> AbstractContextManager[None]:
         """Run one step inside; what ran when goes into ``trace``, the highest bytes into ``peak_bytes``."""
 
+    @abstractmethod
     def counted(self) -> AbstractContextManager[object]:
         """What is allocated inside lives on the device and counts against the budget."""
 
+    @abstractmethod
     def slot(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the slab, as uint8."""
 
+    @abstractmethod
     def own(self, tensors: Iterable[Tensor]) -> None:
         """Make transfers to and from these host tensors fast."""
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that any step so far held."""
-
+    @abstractmethod
     def host_empty(self, nbytes: int) -> Tensor:
         """Host bytes (uint8) that transfers are fast to and from."""
 
     # ---- copies
+    @abstractmethod
     def load(self, leaf: Tensor) -> Tensor:
         """A leaf of the batch on the device, contiguous, issued on the compute stream."""
 
+    @abstractmethod
     def hold(self, tensor: Tensor) -> None:
         """A device tensor that is counted with the step's constants."""
 
+    @abstractmethod
     def send(self, tensor: Tensor) -> Tensor:
         """A few host bytes on the device, not counted, issued on the compute stream."""
 
+    @abstractmethod
     def read(self, value: Tensor) -> Tensor:
         """A copy of a 0-d device tensor on the host, once :meth:`settle` has returned."""
 
+    @abstractmethod
     def settle(self) -> None:
         """Return when everything that :meth:`read` was asked for is there."""
 
+    @abstractmethod
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
         """Copy between host and device, inside an operation's ``run``."""
 
+    @abstractmethod
     def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
         """One Adam step of a group whose state is on the device, on the compute stream."""
 
+    @abstractmethod
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
     ) -> Tail | None:

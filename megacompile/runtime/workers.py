@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -24,26 +25,70 @@ Trace = list[tuple[Event, float, float]]
 Task = tuple[int, Callable[[], object], tuple[threading.Event, ...], threading.Event, Event, Trace]
 
 
-class Streams:
+class Workers:
+    """Named threads, each with a queue that it works off in order; None ends it.
+
+    The first exception of an operation is kept: other operations of its step, and of later ones, then do
+    nothing, until :meth:`raise_failure` hands it to the caller.
+    """
+
+    def __init__(self, works: Mapping[str, Callable[[str], None]]) -> None:
+        self.step = 0  # the number of the step to which operations are submitted
+        self.trace: Trace = []  # of that step; its operations add to it even after the next one has begun
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
+        self._queues: dict[str, SimpleQueue[Any]] = {name: SimpleQueue() for name in works}
+        self._threads = [
+            threading.Thread(target=work, args=(name,), name=f"megacompile-{name}", daemon=True)
+            for name, work in works.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
+        """What an operation of ``step`` returns; None where it fails, or is left out after a failure."""
+        failure = self._failure
+        if failure is not None and step >= failure[0] and not always:
+            return None
+        try:
+            return run()
+        except BaseException as error:
+            self._failure = self._failure or (step, error)
+        return None
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of an operation, once; later operations run again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure[1]
+
+    def close(self) -> None:
+        """Let all threads finish their queues and end."""
+        if self._closed:
+            return
+        self._closed = True
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class Streams(Workers):
     """In-order worker threads by name, and the latest record of every event.
 
     ``threads`` gives each stream's number of threads inside torch's operators.
     """
 
     def __init__(self, threads: Mapping[str, int]) -> None:
-        self._queues: dict[str, SimpleQueue[Task | None]] = {n: SimpleQueue() for n in threads}
         self._events: dict[Event, threading.Event] = {}
-        self._failure: tuple[int, BaseException] | None = None
-        self._closed = False
-        self.step = 0  # the number of the step to which tasks are submitted
-        self.trace: Trace = []  # of that step; its tasks add to it even after the next one has begun
-        self._threads = [
-            threading.Thread(target=self._work, args=(q,), name=f"megacompile-{n}", daemon=True)
-            for n, q in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(dict.fromkeys(threads, self._work))
         self._limit_threads(threads)
+
+    def begin(self, trace: Trace) -> None:
+        """Another step, and its trace."""
+        self.step += 1
+        self.trace = trace
+        self.note(("run",), time.perf_counter())
 
     def _limit_threads(self, threads: Mapping[str, int]) -> None:
         """Set each worker's count inside that worker; torch keeps it per thread."""
@@ -91,36 +136,20 @@ class Streams:
             mark.wait()
         self.raise_failure()
 
-    def raise_failure(self) -> None:
-        """Raise the first exception of a task, once; later calls run again."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure[1]
+    def clock(self) -> float:
+        """Now, for :meth:`note`."""
+        return time.perf_counter()
 
-    def close(self) -> None:
-        """Let all threads finish their queues and end."""
-        if self._closed:
-            return
-        self._closed = True
-        for queue in self._queues.values():
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self, queue: SimpleQueue[Task | None]) -> None:
+    def _work(self, stream: str) -> None:
+        queue = self._queues[stream]
+        task: Task | None
         while (task := queue.get()) is not None:
             step, run, needed, done, name, trace = task
             for event in needed:
                 event.wait()
             start = time.perf_counter()
-            failure = self._failure
-            if failure is None or step < failure[0]:
-                try:
-                    run()
-                except BaseException as error:
-                    self._failure = self._failure or (step, error)
+            self.attempt(step, run)
             trace.append((name, start, time.perf_counter()))
-            del failure
             del task, run, needed  # drop what the task holds before anyone is told that it is over
             done.set()
             del done

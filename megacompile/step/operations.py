@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from megacompile.plan.workload import Workload
@@ -129,6 +130,11 @@ class Step:
 
     def on(self, stream: Stream) -> Iterator[Op]:
         return (op for op in self.ops if op.stream == stream)
+
+    @cached_property
+    def waited(self) -> frozenset[Event]:
+        """The events that anything waits for."""
+        return frozenset(event for op in self.ops for event in op.waits)
 
     def with_(self, **changes: object) -> Step:
         return replace(self, **changes)  # type: ignore[arg-type]
