@@ -5,10 +5,12 @@ multiplies them in ``dot`` (triton issue 11585). Here every value is decoded to 
 on, and encoded with rounding; ``test_bf16_patch.py`` holds this to torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
+import seen
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -18,6 +20,17 @@ from triton.runtime.interpreter import (
     ReduceOps,
     TensorHandle,
 )
+
+
+@pytest.fixture(autouse=True)
+def calls_are_seen() -> Iterator[None]:
+    with seen.watch():
+        yield
+
+
+def pytest_sessionfinish() -> None:
+    seen.write()
+
 
 torch.set_num_threads(1)
 np.seterr(over="ignore", under="ignore", invalid="ignore", divide="ignore")

@@ -75,6 +75,10 @@ def test_in_place_and_back(interleaved):
     torch.testing.assert_close(y, eager(x, cos, sin, interleaved))
     torch.ops.megacompile.rope_(y, cos, sin, interleaved, True)
     torch.testing.assert_close(y, x)
+    for dtype in DTYPES:
+        y = x.to(dtype, copy=True)
+        torch.ops.megacompile.rope_(y, cos, sin, interleaved)
+        assert torch.equal(y, rope(x.to(dtype), cos, sin, interleaved))
 
 
 def test_empty():
