@@ -12,6 +12,7 @@ from megacompile.errors import MegacompileError
 from megacompile.units import format_bytes, host_available
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PROBE = 256_000_000
 _STATE = 12  # host bytes per parameter: master and two moments, FP32
 
 
@@ -54,8 +55,27 @@ def _memlock() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     wsl = "microsoft" in platform.release().lower()
-    note = "; WSL2 refuses to register large regions" if wsl else ""
-    return f"memlock limit {text} (ulimit -l){note}"
+    note = "; WSL2 refuses to page-lock large regions" if wsl else ""
+    return f"memlock limit {text} (ulimit -l){note}{_page_locking()}"
+
+
+def _page_locking() -> str:
+    """What a GPU's driver says to page-locking 256 MB in place, and what follows from a refusal."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    from megacompile.host.arena import HostArena
+    from megacompile.runtime.cuda import page_lock
+    from megacompile.runtime.staging import PIECE_BYTES, PIECES
+
+    probe = HostArena(_PROBE).tensor
+    start, code = page_lock(probe)
+    if code == 0:
+        torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+        return f"; {format_bytes(_PROBE)} were page-locked in place"
+    staged = format_bytes(2 * PIECES * PIECE_BYTES)
+    return f"; page-locking in place is refused (CUDA error {code}): copies pass through {staged} of buffers"
 
 
 def _cores() -> str:

@@ -12,6 +12,7 @@ the host casts and adds.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from megacompile.kernels.adamw import adamw_
 from megacompile.plan.assemble import Slot
 from megacompile.runtime.cuda_streams import CudaApi, CudaStreams, Flag, Tail
 from megacompile.runtime.device import Device
+from megacompile.runtime.staging import PIECE_BYTES, PIECES, Staging
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
 from megacompile.units import format_bytes
@@ -53,8 +55,11 @@ class CudaMemory(CudaApi, Protocol):
     def pin(self, tensor: Tensor) -> Tensor:
         """A host tensor's copy in page-locked memory."""
 
-    def register(self, tensor: Tensor) -> None:
-        """Page-lock the memory of a host tensor where it is."""
+    def pinned(self, nbytes: int) -> Tensor:
+        """Fresh page-locked host bytes (uint8)."""
+
+    def register(self, tensor: Tensor) -> bool:
+        """Page-lock the memory of a host tensor where it is; False where the system refuses."""
 
     def release(self) -> None:
         """Undo what :meth:`register` did."""
@@ -94,6 +99,7 @@ class CudaDevice(Device):
                  "nvme_write": 1}  # fmt: skip
         self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
         super().__init__(self.streams)
+        self._staging = Staging(api)
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._landing = [_Landing() for _ in range(_LANDING)]
@@ -152,12 +158,16 @@ class CudaDevice(Device):
 
     def host_empty(self, nbytes: int) -> Tensor:
         buffer = HostArena(nbytes).tensor
-        self.api.register(buffer)
+        self.own([buffer])
         return buffer[:nbytes]
 
     def own(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self.api.register(tensor)
+            if not self.api.register(tensor):
+                self._staging.add(tensor)
+
+    def host_bytes(self) -> dict[str, int]:
+        return {"staging (host memory is not page-locked)": self._staging.nbytes}
 
     # ---- copies ----------------------------------------------------------------------------------
 
@@ -182,9 +192,16 @@ class CudaDevice(Device):
         if self._read is not None:
             self._read.synchronize()
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
+        tails = []
         for target, source in zip(targets, sources, strict=True):
-            self.api.copy(target, source)
+            if self._staging.holds(source):
+                self._staging.upload(target, source)
+            elif self._staging.holds(target):
+                tails.append(self._staging.download(target, source))
+            else:
+                self.api.copy(target, source)
+        return functools.partial(_run_all, tails) if tails else None
 
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
@@ -195,16 +212,17 @@ class CudaDevice(Device):
             p.dtype == g.dtype and p.stride() == g.stride() for p, g in zip(places, grads, strict=True)
         )
         if fresh and alike and len(parts) == len(slots):
-            self.copy(places, grads)
-            return None
+            return self.copy(places, grads)
         landing = self._landing[self._landings % _LANDING]
         self._landings += 1
         landed = landing.take(grads, self.host_empty)
-        self.copy(landed, grads)
+        staged = self.copy(landed, grads)
         indices = [index for index, _ in parts]
 
         def tail() -> None:
             try:
+                if staged is not None:
+                    staged()
                 add_gradients(home, slots, list(zip(indices, landed, strict=True)), fresh)
             finally:
                 landing.free.set()
@@ -222,6 +240,11 @@ class CudaDevice(Device):
             scale = None if hyper.grad_scale == 1.0 else self.send(torch.tensor([hyper.grad_scale]))
             adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
                    hyper.weight_decay, hyper.step, scale)  # fmt: skip
+
+
+def _run_all(tails: Sequence[Tail]) -> None:
+    for tail in tails:
+        tail()
 
 
 def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
@@ -303,24 +326,27 @@ class TorchCuda:
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
 
-    def register(self, tensor: Tensor) -> None:
-        """Without page-locking copies are right, but slow: said once."""
-        if tensor.nbytes < _REGISTERED_FROM or self._refused or tensor.is_pinned():
-            return
-        page = os.sysconf("SC_PAGE_SIZE")
-        start = tensor.data_ptr() // page * page
-        stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(start, stop - start, 1))
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, tensor: Tensor) -> bool:
+        """A refusal is said once, and what follows is not tried; small buffers are left as they are."""
+        if tensor.nbytes < _REGISTERED_FROM or tensor.is_pinned():
+            return True
+        if self._refused:
+            return False
+        start, code = page_lock(tensor)
         if code == 0:
             self._registered.append(start)
-        else:
-            self._refused = True
-            print(
-                f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers "
-                "will be slower. Raise the limit of locked memory (ulimit -l unlimited).",
-                file=sys.stderr,
-            )
+            return True
+        self._refused = True
+        print(
+            f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers pass "
+            f"through {format_bytes(2 * PIECES * PIECE_BYTES)} of page-locked buffers and are slower. Raise "
+            "the limit of locked memory (ulimit -l unlimited).",
+            file=sys.stderr,
+        )
+        return False
 
     def release(self) -> None:
         """Memory that is given back while it is registered could not be registered again."""
@@ -349,6 +375,15 @@ class TorchCuda:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def page_lock(tensor: Tensor) -> tuple[int, int]:
+    """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    start = tensor.data_ptr() // page * page
+    stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return start, int(runtime.cudaHostRegister(start, stop - start, 1))
 
 
 def _expand_segments() -> None:

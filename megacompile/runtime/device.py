@@ -104,6 +104,10 @@ class Device(ABC):
         self._streams.close()
 
     # ---- memory
+    def host_bytes(self) -> dict[str, int]:
+        """Host bytes that the backend itself holds, by kind."""
+        return {}
+
     @abstractmethod
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.

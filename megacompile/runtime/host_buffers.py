@@ -33,7 +33,7 @@ class HostBuffers:
             "gradients": sum(g.nbytes for g in self.gradients.values()),
             "ring": sum(r.nbytes for r in self._ring),
             "stashes": sum(t.nbytes for s in self._stashes.values() for t in s),
-        }
+        } | self._device.host_bytes()
 
     def prepare(self, step: Step, finish: Callable[[], None]) -> None:
         """Make the ring as large as a step wants it, with nothing under way in a buffer that is replaced."""

@@ -73,9 +73,16 @@ class FakeStream:
 
 
 class FakeCuda:
-    """:class:`~megacompile.runtime.cuda.CudaMemory` for tests; ``copies`` counts what crossed the link."""
+    """:class:`~megacompile.runtime.cuda.CudaMemory` for tests; ``copies`` counts what crossed the link.
 
-    def __init__(self, seed: int = 0, context_bytes: int = 1000) -> None:
+    With ``refuses`` the system page-locks nothing in place; ``through`` then counts copies that pass
+    through buffers that are page-locked from the start.
+    """
+
+    def __init__(self, seed: int = 0, context_bytes: int = 1000, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.through = 0
+        self._buffers: list[Tensor] = []
         self.device = torch.device("cpu")
         self.seed = seed
         self.copies = 0
@@ -109,14 +116,23 @@ class FakeCuda:
         assert target.dtype == source.dtype, "a copy over the link never casts"
         assert target.stride() == source.stride() or target.numel() < 2, "nor changes the layout"
         self.copies += 1
+        storages = {target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()}
+        self.through += any(b.untyped_storage().data_ptr() in storages for b in self._buffers)
         self.current().enqueue(lambda: target.copy_(source))
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def register(self, tensor: Tensor) -> None:
+    def pinned(self, nbytes: int) -> Tensor:
+        self._buffers.append(torch.full((nbytes,), 255, dtype=torch.uint8))
+        return self._buffers[-1]
+
+    def register(self, tensor: Tensor) -> bool:
+        if self.refuses:
+            return False
         self.registered += tensor.nbytes
         self.released = False
+        return True
 
     def release(self) -> None:
         self.released = True

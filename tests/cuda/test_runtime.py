@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ import megacompile
 from megacompile import api as api_module
 from megacompile.compiler import Compiler
 from megacompile.errors import BudgetExceededError
+from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
+from megacompile.runtime.staging import Staging
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
 
@@ -70,6 +73,31 @@ def test_training_is_bitwise_that_of_the_cpu_device(
     assert gpu.copies > 0
     assert gpu.registered > 0
     assert gpu.released
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", {"max_grad_norm": 0.5, "compute_dtype": torch.bfloat16}), ("plain", {})]
+)
+def test_where_nothing_is_page_locked_copies_pass_through_buffers(
+    gpu: FakeCuda, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_for(name, i, size=4) for i in range(3)]
+    expected, state = train(name, "cpu", batches, **options)
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = True
+    losses, ours = train(name, "cuda", batches, **options)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+    assert gpu.through > 0 and gpu.registered == 0
+
+
+def test_the_report_says_that_copies_are_staged(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = True
+    trained = program(build("plain"), "cuda")
+    trained.train_step(batch_for("plain"))
+    assert "staging (host memory is not page-locked) 32.8 kB" in str(trained.memory)
+    trained.close()
 
 
 def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> None:
