@@ -48,11 +48,10 @@ def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: 
 
 @dataclass(frozen=True)
 class _Span:
-    """One operation of the compute stream; ``turn`` is where a backward's recompute has ended."""
+    """A forward, or a recompute with its backward: its block, variables for its start and end."""
 
     block: int
     start: int
-    turn: int
     end: int
     backward: bool
 
@@ -101,21 +100,14 @@ class _Relaxation:
         else:
             places = [place for part in once for place in part for _ in micros]
         variable = self.program.variable
-        return [_Span(b, variable(), variable(), variable(), backward) for b, backward in places]
+        return [_Span(b, variable(), variable(), backward) for b, backward in places]
 
     def _compute(self) -> None:
         for options in self.options:
             self.program.equal({o.share: 1.0 for o in options}, 1.0)
         for span in self.spans:
-            options = self.options[span.block]
-            if span.backward:
-                first = {o.share: -call_seconds(o.choice.recompute, self.machine) for o in options}
-                then = {o.share: -call_seconds(o.choice.backward, self.machine) for o in options}
-            else:
-                first = {o.share: -call_seconds(o.choice.forward, self.machine) for o in options}
-                then = {}
-            self.program.at_least({span.turn: 1.0, span.start: -1.0} | first, 0.0)
-            self.program.at_least({span.end: 1.0, span.turn: -1.0} | then, 0.0)
+            whole = {span.end: 1.0, span.start: -1.0}
+            self.program.at_least(total(whole, times(-1, self._compute_row(span))), 0.0)
         for before, after in pairwise(self.spans):
             self.program.at_least({after.start: 1.0, before.end: -1.0}, 0.0)
         self.program.at_least(total(self._next(self.spans[0]), {self.spans[-1].end: -1.0}), 0.0)
@@ -157,32 +149,62 @@ class _Relaxation:
         return {o.share: float(o.stash) for o in self.options[block] if o.host}
 
     def _offloads(self) -> None:
-        last: int | None = None
+        """One after the other; while one runs, compute gets no further than the end of the next operation."""
+        over: int | None = None
+        behind: int | None = None
         for index, span in enumerate(self.spans):
             if span.backward or index + 2 >= len(self.spans):
                 continue
-            seconds, over = self._moved(span.block, "offload"), self.program.variable()
-            self.program.at_least(total({over: 1.0, span.end: -1.0}, times(-1, seconds)), 0.0)
-            if last is not None:
-                self.program.at_least(total({over: 1.0, last: -1.0}, times(-1, seconds)), 0.0)
-            self.program.at_least({self.spans[index + 2].start: 1.0, over: -1.0}, 0.0)
-            last = over
+            after, then = self.spans[index + 1], self.spans[index + 2]
+            seconds = self._moved(span.block, "offload")
+            over = self._queue(over, {span.end: 1.0}, seconds, then)
+            stall = total(self._compute_row(after), self._stalls(span.block, "offload", self._longest(after)))
+            behind = self._queue(behind, total({span.start: 1.0}, self._compute_row(span)), stall, then)
 
     def _reloads(self) -> None:
-        last: int | None = None
+        """As for offloads: a reload starts no sooner than the backward before its block's."""
+        over: int | None = None
+        behind: int | None = None
         for index, span in enumerate(self.spans):
             if not span.backward or not self.spans[index - 1].backward:
                 continue
-            seconds, over = self._moved(span.block, "reload"), self.program.variable()
             before, earlier = self.spans[index - 1], self.spans[index - 2]
-            issued = {o.share: call_seconds(o.choice.recompute, self.machine)
-                      for o in self.options[before.block]}  # fmt: skip
-            begin = total({earlier.end: 1.0}, issued, seconds)
-            self.program.at_least(total({over: 1.0}, times(-1, begin)), 0.0)
-            if last is not None:
-                self.program.at_least(total({over: 1.0, last: -1.0}, times(-1, seconds)), 0.0)
-            self.program.at_least({span.start: 1.0, over: -1.0}, 0.0)
-            last = over
+            again = {o.share: call_seconds(o.choice.recompute, self.machine)
+                     for o in self.options[before.block]}  # fmt: skip
+            seconds = self._moved(span.block, "reload")
+            over = self._queue(over, total({earlier.end: 1.0}, again), seconds, span)
+            stall = total(
+                self._compute_row(before), self._stalls(span.block, "reload", self._longest(before))
+            )
+            behind = self._queue(behind, {before.start: 1.0}, stall, span)
+
+    def _queue(self, last: int | None, ready: Row, seconds: Row, wanted: _Span) -> int:
+        """The end of what starts when it is ready and the one before is over; something waits for it."""
+        over = self.program.variable()
+        self.program.at_least(total({over: 1.0}, times(-1, total(ready, seconds))), 0.0)
+        if last is not None:
+            self.program.at_least(total({over: 1.0, last: -1.0}, times(-1, seconds)), 0.0)
+        self.program.at_least({wanted.start: 1.0, over: -1.0}, 0.0)
+        return over
+
+    def _compute_row(self, span: _Span) -> Row:
+        """Seconds of an operation by its block's shares."""
+        options, machine = self.options[span.block], self.machine
+        if not span.backward:
+            return {o.share: call_seconds(o.choice.forward, machine) for o in options}
+        return {
+            o.share: call_seconds(o.choice.recompute, machine) + call_seconds(o.choice.backward, machine)
+            for o in options
+        }
+
+    def _longest(self, span: _Span) -> float:
+        """The longest that a forward or backward may take, without a recompute."""
+        choices = [o.choice for o in self.options[span.block]]
+        return max(call_seconds(c.backward if span.backward else c.forward, self.machine) for c in choices)
+
+    def _stalls(self, block: int, kind: Kind, beside: float) -> Row:
+        """What a block's stash takes to move beyond the one operation that may run meanwhile."""
+        return {share: max(0.0, t - beside) for share, t in self._moved(block, kind).items()}
 
     def _fetches(self) -> tuple[Row, list[int]]:
         """Per group the fetches of a step where it is not held; those beyond the first, in seconds."""
@@ -219,6 +241,10 @@ class _Relaxation:
             (self._seconds("adam", updates) + self._seconds("norm", norms), {}),
         ):
             self.program.at_least(total({self.period: 1.0}, times(-1, row)), seconds)
+        host = self._seconds("adam", updates) + self._seconds("norm", norms)
+        for kind, sizes in (("push_grad", pushes), ("prefetch", [g.nbytes for g in groups])):
+            seconds, draw = self._beside(kind, sizes)  # type: ignore[arg-type]
+            self.program.at_least({self.period: 1.0}, seconds + draw * host)
         fixed = sum(n * groups[g].nbytes for g, n in enumerate(counts)) + sum(pushes) + norms + updates
         saved = {self.held[g]: float((1 - n) * groups[g].nbytes) for g, n in enumerate(counts)}
         stashes = total(*(times(2 * micros, self._stash_bytes(b)) for b in blocks))
@@ -319,12 +345,31 @@ class _Relaxation:
         self._before_norms(normed)
 
     def _before_norms(self, normed: int) -> None:
-        """From the first backward on: all gradients, norms, and stashes that come back."""
-        first = next(i for i, s in enumerate(self.spans) if s.backward)
-        pushes = sum(n for i, (_, n) in self.pushed.items())
-        norms = 4 * sum(self.work.groups[g].elements for g in self.work.contributions)
-        again = [s for i, s in enumerate(self.spans) if s.backward and i > first + 1]
-        if self.order == "depth" and self.mode.micro_batches > 1:
-            return
-        interval = {normed: 1.0, self.spans[first].start: -1.0}
-        self._host_moves(interval, pushes + norms, total(*(self._stash_bytes(s.block) for s in again)))
+        """From each backward on that completes gradients: those and the later ones leave and are normed."""
+        begin = max(i for i, s in enumerate(self.spans) if not s.backward) if self.order == "depth" else 0
+        pushes: list[float] = []
+        elements = 0
+        reloads: Row = {}  # of operations that come after the next one
+        for index in sorted((i for i in self.pushed if i > begin), reverse=True):
+            block = self.work.blocks[self.spans[index].block]
+            pushes += [n for _, n in block.grad_groups]
+            elements += sum(self.work.groups[g].elements for g in self._last_given[index])
+            interval = {normed: 1.0, self.spans[index].end: -1.0}
+            self._host_moves(interval, sum(pushes) + 4 * elements, reloads)
+            seconds, draw = self._beside("push_grad", pushes)
+            self.program.at_least(interval, seconds + draw * self._seconds("norm", 4 * elements))
+            if index + 1 < len(self.spans):
+                reloads = total(reloads, self._stash_bytes(self.spans[index + 1].block))
+
+    def _beside(self, kind: Kind, sizes: list[float]) -> tuple[float, float]:
+        """Seconds of the large ones of some copies, and the share of host memory that each draws.
+
+        Whatever runs beside an update or a norm, which draw all of it, is slowed by at least that share.
+        """
+        if not self.machine.shared_memory:
+            return 0.0, 0.0
+        rate = self.machine.host_bandwidth
+        draws = [n / self._seconds(kind, n) / rate for n in sizes]
+        least = min(1.0, 0.97 * max(draws, default=0.0))
+        large = (self._seconds(kind, n) for n, d in zip(sizes, draws, strict=True) if d >= least)
+        return sum(large), least
