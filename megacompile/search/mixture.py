@@ -147,7 +147,8 @@ class Mixer:
         takes: dict[Treatment, tuple[float, ...]] = {}
         for choice in self.work.blocks[b].choices:
             forward = call_seconds(choice.forward, self.machine)
-            back = call_seconds(choice.recompute, self.machine) + call_seconds(choice.backward, self.machine)
+            backward = call_seconds(choice.backward, self.machine)
+            back = call_seconds(choice.recompute, self.machine) + backward
             stash = self.stash_bytes(b, choice)
             compute = (ahead * forward, later * forward + m * back)
             alive = stash * (m if self.breadth else 1)
@@ -155,8 +156,11 @@ class Mixer:
             if stash:
                 out = duration(Op("offload", "d2h", nbytes=stash), self.machine)
                 back_in = duration(Op("reload", "h2d", nbytes=stash), self.machine)
+                # one operation may run beside a stash on its way; compute waits for the rest
+                away, home = max(0.0, out - forward), max(0.0, back_in - backward)
                 takes[choice.name, "host"] = (
-                    compute[0], 0.0, ahead * out, compute[1], m * back_in, later * out, 0.0, float(stash * m)
+                    compute[0] + ahead * away, 0.0, ahead * out, compute[1] + later * away + m * home,
+                    m * back_in, later * out, 0.0, float(stash * m),
                 )  # fmt: skip
         return takes
 
