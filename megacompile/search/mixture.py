@@ -75,29 +75,9 @@ class Mixer:
         for kind in range(len(kinds)):  # counts of a kind add up; >= suffices, as nothing is free
             rows.append([-float(k == kind) for k, _ in columns] + [0.0] * 3)
             limits.append(-float(len(kinds[kind].members)))
-        first, second, whole = (np.eye(3)[i] for i in range(3))
-        adam, norm, pushes = self._fixed
-        if self.machine.shared_cores:
-            cores = self.machine.cores
-            copy, update = 1 / cores, max(1, cores // 2) / cores
-            weights = np.array([1.0, copy, copy, 1.0, copy, copy])
-            rows.append([*(weights @ takes[:6]), *-whole])
-            limits.append(-(update * (adam + norm) + copy * pushes))
-        else:
-            for i, phase in enumerate((first, first, first, second, second, second)):
-                rows.append([*takes[i], *-phase])
-                limits.append(-pushes if i == 5 else 0.0)
-            rows.append([0.0] * count + [*(first + second - whole)])
-            limits.append(0.0)
-            if self.machine.shared_memory:
-                rows.append([*(takes[[1, 2, 4, 5]].sum(axis=0) * self._link_share), *-whole])
-                limits.append(-(adam + norm) - pushes * self._link_share)
-            if self.mode.keeps_gradients:
-                rows += [[0.0] * count + [*-first], [0.0] * count + [*-second]]
-                limits += [-adam, -norm]
-            else:
-                rows.append([0.0] * count + [*-whole])
-                limits.append(-adam)
+        for row, limit in self._time_rows(takes):
+            rows.append(row)
+            limits.append(limit)
         scale = max(1.0, float(takes[6:].max(initial=1.0)))
         rows.append([*(takes[6] / scale), 0.0, 0.0, 0.0])
         limits.append(max(0.0, device_bytes) / scale)
@@ -114,6 +94,34 @@ class Mixer:
         cost[:count] /= unit
         x = minimise(cost, a, b)
         return None if x is None else self._mixture(x, unit)
+
+    def _time_rows(self, takes: np.ndarray) -> list[tuple[list[float], float]]:
+        """(row, limit) of what keeps the two phases and the whole, the last variables, from being shorter."""
+        first, second, whole = (np.eye(3)[i] for i in range(3))
+        adam, norm, pushes = self._fixed
+        found: list[tuple[list[float], float]] = []
+
+        def no_longer(work: np.ndarray, fixed: float, phase: np.ndarray) -> None:
+            found.append(([*work, *-phase], -fixed))
+
+        if self.machine.shared_cores:
+            cores = self.machine.cores
+            copy, update = 1 / cores, max(1, cores // 2) / cores
+            weights = np.array([1.0, copy, copy, 1.0, copy, copy])
+            no_longer(weights @ takes[:6], update * (adam + norm) + copy * pushes, whole)
+            return found
+        link = self._link_share
+        for i, phase in enumerate((first, first, first, second, second, second)):
+            # the host's norms slow the gradients that leave meanwhile
+            no_longer(takes[i], pushes + link * norm if i == 5 else 0.0, phase)
+        no_longer(0 * takes[0], 0.0, whole - first - second)
+        ahead, back = takes[[1, 2]].sum(axis=0) * link, takes[[4, 5]].sum(axis=0) * link
+        if self.mode.keeps_gradients:
+            no_longer(ahead, adam, first)
+            no_longer(back, norm + pushes * link, second)
+        else:
+            no_longer(ahead + back, adam + pushes * link, whole)
+        return found
 
     def _mixture(self, x: np.ndarray, unit: float) -> Mixture:
         counts: list[tuple[Kind, tuple[float, ...]]] = []
@@ -209,14 +217,17 @@ class Mixer:
 
     @property
     def _link_share(self) -> float:
-        """Of host memory bandwidth, what a copy over the link draws."""
+        """Of host memory bandwidth, what a copy over the link draws, where that is shared."""
         machine = self.machine
+        if not machine.shared_memory:
+            return 0.0
         return (machine.h2d_bandwidth + machine.d2h_bandwidth) / 2 / machine.host_bandwidth
 
     @cached_property
     def _fixed(self) -> tuple[float, float, float]:
         """Seconds of all updates, of all norms, of all pushes of gradients."""
-        trained = [self.work.groups[g] for g in self.work.contributions]
+        updated = self.work.contributions if self.mode.kind == "train" else ()
+        trained = [self.work.groups[g] for g in updated]
         pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
         adam = duration(Op("adam", "host", nbytes=sum(g.update_bytes for g in trained)), self.machine)
         norm = duration(Op("norm", "host", nbytes=4 * sum(g.elements for g in trained)), self.machine)
