@@ -4,14 +4,13 @@ What they do is taken from their papers and sources: MegaTrain keeps two layers'
 checkpoints every fourth layer, uploads weights for the forward, for the recompute of a segment and for
 the backward, computes a layer's forward three times (10·P·T FLOPs in all), and updates after the
 backward, nothing else running. ZeRO-3 with offload gathers each layer for its forward and its backward,
-recomputes each layer once, and updates after the backward. GreedySnake runs all micro-batches through a
-layer and delays a share of the updates into the next forward.
+recomputes each layer once, and updates after the backward.
 """
 
 from __future__ import annotations
 
 from megacompile.passes import PASSES
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Mode
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import Shape, uniform, with_late
 from megacompile.step.operations import Op, Step
@@ -27,17 +26,6 @@ def zero3_step(work: Workload, mode: Mode) -> Step:
 def megatrain_step(work: Workload, mode: Mode) -> Step:
     """MegaTrain: as ZeRO-3, and each segment of four layers computed once more before its backward."""
     return _lowered(work, mode, segment=_SEGMENT)
-
-
-def greedysnake_plans(work: Workload, mode: Mode) -> list[Plan]:
-    """GreedySnake: breadth first, everything streamed, a share of the updates delayed."""
-    order = Shape("breadth", 1, 1)
-    return [
-        with_late(uniform(work, order, choice, stash, "stream"), work, share / 8)
-        for choice in ("none", "all")
-        for stash in ("host", "device")
-        for share in range(9 if not mode.keeps_gradients else 1)
-    ]
 
 
 def _lowered(work: Workload, mode: Mode, *, segment: int) -> Step:

@@ -48,14 +48,14 @@ def main() -> None:
             (FOLDER / "workloads" / f"{name}.json").write_text(works[name].to_json() + "\n")
         for place, (level, part) in enumerate(_LEVELS.items()):
             clip = bool((number + place) % 2)
-            low, high = _range(works[name], Mode("train", micro, deferred=clip))
+            low, high = budget_range(works[name], Mode("train", micro, deferred=clip))
             budget = int(low + part * (high - low))
             instances.append(Instance(name, machine, link, level, budget, clip, micro))
     rows = ",\n".join(json.dumps(asdict(i)) for i in instances)
     (FOLDER / "instances.json").write_text(f"[\n{rows}\n]\n")
 
 
-def _range(work: Workload, mode: Mode) -> tuple[int, int]:
+def budget_range(work: Workload, mode: Mode) -> tuple[int, int]:
     """Least bytes that any plan needs, and what the plan that keeps everything needs."""
     low = infeasible(work, mode, 1).least_bytes
     assert low is not None

@@ -12,23 +12,24 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import Timeline, call_seconds, simulate
+from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, Arrangement, Shape, arrange, shapes, uniform, with_late
+from megacompile.search.floor import Floor
 from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.mixture import Mixer
 from megacompile.search.neighbours import neighbours
+from megacompile.search.policies import rivals
 from megacompile.step.operations import Step, host_bytes, peak_bytes
 from megacompile.units import format_bytes
 
-_STARTS, _LIMIT = 90_000, 180_000  # operations lowered before local search begins, and in all
+_STARTS, _LIMIT = 50_000, 100_000  # operations lowered before local search begins, and in all
 _EVALUATIONS = 300  # where steps are short
 _CORRECTIONS = 6  # solutions of the linear program per start
 _BETTER = 1 - 1e-9
@@ -142,6 +143,7 @@ class _Search:
     ) -> None:
         self.work, self.mode, self.machine = work, mode, machine
         self.budget_bytes, self.host_budget = budget_bytes, host_budget
+        self.floor = Floor(work, mode, machine)
         self.best: Planned | None = None
         self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
         self.lowered = 0  # operations so far
@@ -152,7 +154,7 @@ class _Search:
         for plan in also:
             self.score(replace(plan, workload=""))
         self._mixtures()
-        self._uniform()
+        self._fixed()
         if self.best is None:
             for plan in least_plans(self.work, self.mode):
                 self.score(plan)
@@ -178,7 +180,7 @@ class _Search:
 
     def score(self, plan: Plan) -> bool:
         """Whether a plan fits and is faster than the best so far, which it then becomes."""
-        if plan in self._seen or not self._may_win(plan):
+        if plan in self._seen or (self.best and self.floor.seconds(plan) >= self.best.seconds):
             return False
         self._seen.add(plan)
         step, peak, fits = self.measure(plan)
@@ -192,35 +194,6 @@ class _Search:
             return False
         self.best = Planned(plan, step, timeline, peak, 0)
         return True
-
-    def _may_win(self, plan: Plan) -> bool:
-        """False where compute alone takes as long as the best step."""
-        if self.best is None:
-            return True
-        compute = sum(
-            self._compute[b][p.choice] if p.choice in self._compute[b] else self._compute[b]["none"]
-            for b, p in enumerate(plan.blocks)
-        )
-        return compute < self.best.seconds
-
-    @cached_property
-    def _compute(self) -> list[dict[str, float]]:
-        """Per block and choice the seconds of its functions in a step."""
-
-        if self.mode.kind == "update":
-            return [dict.fromkeys([c.name for c in b.choices] + ["none"], 0.0) for b in self.work.blocks]
-        return [
-            {
-                c.name: self.mode.micro_batches
-                * (
-                    call_seconds(c.forward, self.machine)
-                    + (self.mode.kind != "evaluate")
-                    * (call_seconds(c.recompute, self.machine) + call_seconds(c.backward, self.machine))
-                )
-                for c in b.choices
-            }
-            for b in self.work.blocks
-        ]
 
     # ---- starts -------------------------------------------------------------------------------------
 
@@ -268,11 +241,15 @@ class _Search:
             self._seen.add(fitting[0])
             self._simulate(*fitting)
 
-    def _uniform(self) -> None:
+    def _fixed(self) -> None:
+        """Plans that treat everything alike, and the schedules of other systems."""
         keeps = ("step", "stream") if self.mode.micro_batches == 1 else ("step", "micro", "stream")
         for shape in shapes(self.mode):
             for choice, stash, keep in product(CHOICES, ("device", "host"), keeps):
                 self.score(uniform(self.work, shape, choice, stash, keep))
+        if self.mode.kind == "train":
+            for plan in rivals(self.work, self.mode, self.machine, self.budget_bytes):
+                self.score(plan)
 
     # ---- local search -------------------------------------------------------------------------------
 

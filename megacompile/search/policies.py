@@ -7,7 +7,7 @@ is any function ``(work, mode, machine, budget_bytes) -> Plan``, so one's own go
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megacompile.errors import MegacompileError
@@ -37,11 +37,29 @@ def zero3_like(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) 
     return with_late(uniform(work, Shape("depth", 1, 0), "none", "host", "stream"), work, 1.0)
 
 
+def greedysnake_like(work: Workload, mode: Mode) -> list[Plan]:
+    """All micro-batches through a layer at a time, everything streamed, a share of the updates delayed."""
+    shares = (0,) if mode.keeps_gradients else range(9)
+    return [
+        with_late(uniform(work, Shape("breadth", 1, 1), choice, stash, "stream"), work, share / 8)
+        for choice in ("none", "all")
+        for stash in ("host", "device")
+        for share in shares
+    ]
+
+
 POLICIES: dict[str, Policy] = {
     "full-recompute": full_recompute,
     "double-buffer": double_buffer,
     "zero3-like": zero3_like,
 }
+
+
+def rivals(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Iterator[Plan]:
+    """Every fixed schedule, so that a search that scores them is never slower than one of them."""
+    for policy in POLICIES.values():
+        yield policy(work, mode, machine, budget_bytes)
+    yield from greedysnake_like(work, mode)
 
 
 def chosen(policy: str | Policy, plan: Plan | str | Path | None) -> Policy | None:

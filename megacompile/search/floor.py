@@ -1,0 +1,92 @@
+"""Floor: seconds that no step with a plan's choices can beat, without lowering the plan.
+
+In: a workload, a mode, a machine; then plans. Out: the larger of two sums. All compute, with what lies
+between the last gradient of a step and the next forward: that gradient's way out, the update that needs
+it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
+with all compute that follows the first use of the group that is updated last. Both hold however well
+everything else overlaps, so no plan is simulated whose floor is above the best step.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import call_seconds, duration
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op
+
+
+class Floor:
+    """Floors of plans over one workload, mode and machine."""
+
+    def __init__(self, work: Workload, mode: Mode, machine: Machine) -> None:
+        self.work, self.mode, self.machine = work, mode, machine
+
+    def seconds(self, plan: Plan) -> float:
+        """A lower bound for the simulated step of ``plan``; state on the device is taken to cost nothing."""
+        taken = [self._blocks[b].get(p.choice) or self._blocks[b]["none"] for b, p in enumerate(plan.blocks)]
+        compute = sum(forward + back for forward, back in taken) * self.mode.micro_batches
+        if self.mode.kind != "train" or any(g.state == "device" for g in plan.groups):
+            return compute
+        floor = compute + self._turnaround
+        if self.mode.keeps_gradients and self.work.contributions:
+            use, updates = self._updates
+            passes = self.mode.micro_batches if plan.order == "breadth" else 1
+            before = passes * sum(forward for forward, _ in taken[:use])
+            floor = max(floor, compute - before + updates)
+        return floor
+
+    @cached_property
+    def _blocks(self) -> list[dict[str, tuple[float, float]]]:
+        """Per block and choice the seconds of a forward, and of a recompute with its backward."""
+        if self.mode.kind == "update":
+            return [
+                dict.fromkeys([c.name for c in b.choices] + ["none"], (0.0, 0.0)) for b in self.work.blocks
+            ]
+        machine, backward = self.machine, self.mode.kind != "evaluate"
+        return [
+            {
+                c.name: (
+                    call_seconds(c.forward, machine),
+                    backward * (call_seconds(c.recompute, machine) + call_seconds(c.backward, machine)),
+                )
+                for c in block.choices
+            }
+            for block in self.work.blocks
+        ]
+
+    @cached_property
+    def _turnaround(self) -> float:
+        """From the end of the first block's last backward to its next forward."""
+        first = self.work.blocks[0]
+        wanted = set.intersection(*(set(c.forward.groups) for c in first.choices))
+        ways = [
+            self._push(nbytes) + self._norm(g) + self._adam(g) + self._fetch(g)
+            for g, nbytes in first.grad_groups
+            if g in wanted
+        ]
+        return max(ways, default=0.0)
+
+    @cached_property
+    def _updates(self) -> tuple[int, float]:
+        """The block that first wants the group updated last; seconds of all updates and of its fetch."""
+        last = max(self.work.contributions)
+        users = (b for b, block in enumerate(self.work.blocks)
+                 if all(last in c.forward.groups for c in block.choices))  # fmt: skip
+        seconds = sum(self._adam(g) for g in self.work.contributions) + self._fetch(last)
+        return next(users, len(self.work.blocks)), seconds
+
+    def _push(self, nbytes: int) -> float:
+        return duration(Op("push_grad", "d2h", nbytes=nbytes), self.machine)
+
+    def _norm(self, group: int) -> float:
+        elements = self.work.groups[group].elements if self.mode.keeps_gradients else 0
+        return duration(Op("norm", "host", nbytes=4 * elements), self.machine)
+
+    def _adam(self, group: int) -> float:
+        return duration(Op("adam", "host", nbytes=self.work.groups[group].update_bytes), self.machine)
+
+    def _fetch(self, group: int) -> float:
+        return duration(Op("prefetch", "h2d", nbytes=self.work.groups[group].nbytes), self.machine)
