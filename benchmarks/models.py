@@ -4,32 +4,24 @@
     python -m benchmarks.models --only llama --dtype float32
     python -m benchmarks.models --again                # forget earlier results
 
-Each architecture is judged in a process of its own, so that one that hangs or dies costs only itself.
+Random configurations of them are what ``python -m benchmarks.fuzz_models`` tries.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+
+from benchmarks.children import BAD, Result, judged
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "build" / "models"
 PAGE = ROOT / "docs" / "models.md"
 DTYPES = ("float32", "bfloat16")
-LIMIT_SECONDS = 300
-PRELOAD = [
-    "transformers.models.llama.modeling_llama", "tests.judge", "torch.export", "torch._export",
-    "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx", "accelerate", "scipy.optimize",
-]  # fmt: skip
-"""What every judgement imports, 2 s of it late; imported once, before the children are forked."""
-Result = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,13 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     dtypes = [options.dtype] if options.dtype else list(DTYPES)
     if options.page:
         places = [(n, d, _place(n, d)) for d in dtypes for n in names]
-        results = [json.loads(p.read_text()) for _, _, p in places if p.exists()]
+        results = [{"name": n, "dtype": d, **json.loads(p.read_text())} for n, d, p in places if p.exists()]
     else:
         results = run(names, dtypes, again=options.again)
     if options.page or not (options.only or options.dtype):
         PAGE.write_text(page(results))
         print(f"wrote {PAGE.relative_to(ROOT)}")
-    bad = [r for r in results if r["status"] in ("WRONG", "crashed", "too slow")]
+    bad = [r for r in results if r["status"] in BAD]
     for result in bad if not options.only else results:
         print(f"{result['name']} ({result['dtype']}): {result['status']} {result['reason']}")
     return 1 if bad else 0
@@ -72,9 +64,8 @@ def run(names: list[str], dtypes: list[str], *, again: bool = False) -> list[Res
             place = _place(name, dtype)
             if again:
                 place.unlink(missing_ok=True)
-            if not place.exists():
-                _in_child(name, dtype, place)
-            results.append(json.loads(place.read_text()))
+            found = json.loads(place.read_text()) if place.exists() else judged(_judge, (name, dtype), place)
+            results.append({"name": name, "dtype": dtype, **found})
     return results
 
 
@@ -82,37 +73,13 @@ def _place(name: str, dtype: str) -> Path:
     return RESULTS / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{dtype}.json"
 
 
-def _in_child(name: str, dtype: str, place: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    log = place.with_suffix(".log")
-    child = context.Process(target=_judge, args=(name, dtype, place, log))
-    child.start()
-    child.join(LIMIT_SECONDS)
-    slow = child.is_alive()
-    if slow:
-        child.kill()
-        child.join()
-    if not place.exists():
-        lines = log.read_text().strip().splitlines() if log.exists() else []
-        reason = lines[-1] if lines else f"exit status {child.exitcode}"
-        status, reason = ("too slow", f"not done after {LIMIT_SECONDS} s") if slow else ("crashed", reason)
-        failed = {"name": name, "dtype": dtype, "status": status, "reason": reason}
-        place.write_text(json.dumps(failed, indent=1))
+def _judge(name: str, dtype: str) -> Result:
+    import torch
 
+    from tests.judge import judge
+    from tests.zoo import cases
 
-def _judge(name: str, dtype: str, place: Path, log: Path) -> None:
-    """What a child does; all that it prints goes into its log."""
-    with log.open("w") as stream:
-        for descriptor in (1, 2):
-            os.dup2(stream.fileno(), descriptor)
-        import torch
-
-        from tests.judge import judge
-        from tests.zoo import cases
-
-        verdict = judge(cases()[name], getattr(torch, dtype))
-        place.write_text(json.dumps(verdict.as_dict(), indent=1))
+    return judge(cases()[name], getattr(torch, dtype)).as_dict()
 
 
 # ---- the page -----------------------------------------------------------------------------------

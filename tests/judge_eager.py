@@ -37,7 +37,8 @@ class WrongError(AssertionError):
 
 
 class EagerRuns:
-    """Eager runs of a case: ``exact`` and ``plain`` hold the first step's gradients in fp32 and ``dtype``.
+    """Eager runs of a case: ``exact`` and ``plain`` hold the first step's gradients in fp32 and ``dtype``,
+    made by hand.
 
     ``floats`` is the dtype that floats of a batch are given in, None where they stay as they are.
     """
@@ -102,9 +103,17 @@ class EagerRuns:
         return f"our operators' gradient of {name} is off by {far:.1e} of its scale" if far > NATIVE else ""
 
     def _eager(
-        self, dtype: torch.dtype, floats: torch.dtype | None = None, seed: int | None = None
+        self,
+        dtype: torch.dtype,
+        floats: torch.dtype | None = None,
+        *,
+        seed: int | None = None,
+        by_hand: bool = True,
     ) -> Gradients:
-        """The first step's gradients in ``dtype``; with a ``seed``, weights are rounded by chance."""
+        """The first step's gradients in ``dtype``; with a ``seed``, weights are rounded by chance.
+
+        With several micro-batches, dropout made ``by_hand`` is not that of one ``train_step``.
+        """
         model = copy.deepcopy(self.model)
         for name, (form, _) in parameter_forms(model, dtype).items():
             parameter = model.get_parameter(name)
@@ -113,7 +122,7 @@ class EagerRuns:
             parameter.data = value.to(form)
         trainer = self.case.habits.trainer(model)
         micro = _cast(self.steps[0], floats)
-        trainer.backward(micro, trainer.weights(micro))
+        trainer.backward(micro, trainer.weights(micro), by_hand=by_hand)
         return _gradients(model)
 
     def _plain(self) -> Gradients:
@@ -136,7 +145,12 @@ class EagerRuns:
         """
         if self.dtype == torch.float32:
             return []
-        return [self._eager(self.dtype, self.floats, seed) for seed in range(NEIGHBOURS)]
+        return [self._eager(self.dtype, self.floats, seed=seed) for seed in range(NEIGHBOURS)]
+
+    @functools.cached_property
+    def stepped(self) -> Gradients:
+        """The gradients of the first ``train_step`` in ``dtype``."""
+        return self._eager(self.dtype, self.floats, by_hand=False)
 
     def train(self) -> Trace:
         model = copy.deepcopy(self.model)

@@ -64,18 +64,19 @@ class EagerTrainer:
             n: (torch.zeros(p.numel()), torch.zeros(p.numel())) for n, p in model.named_parameters()
         }
 
-    def loss(self, batch: Any, micro: int = 0) -> Tensor:
+    def loss(self, batch: Any, micro: int = 0, call: int = 0) -> Tensor:
         one = read_batch(batch, self.model)
-        rng = torch.tensor([step_seed(self.seed, self.steps, micro), 0])
+        rng = torch.tensor([step_seed(self.seed, self.steps + call, micro), 0])
         given = one.kwargs.get("position_ids") is not None
         with our_operators(self.model, rng, positions_given=given):
             outputs = self.model(*one.args, **one.kwargs)
         return find_loss(outputs) if self.loss_fn is None else self.loss_fn(outputs, batch)
 
-    def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor:
+    def backward(self, batches: Sequence[Any], weights: Sequence[float], *, by_hand: bool = False) -> Tensor:
+        """Gradients of weighted losses, with the dropout of one ``train_step``, or of calls ``by_hand``."""
         losses = []
         for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            loss = self.loss(batch, i)
+            loss = self.loss(batch, call=i) if by_hand else self.loss(batch, i)
             loss.backward(torch.tensor(weight, dtype=loss.dtype))
             losses.append(weight * loss.detach())
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]

@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 VOCABULARY = 128
 HIDDEN, HEADS, HEAD_DIM, KV_HEADS, LAYERS, INNER = 32, 4, 8, 2, 2, 64
 
+ROLES: dict[str, tuple[str, ...]] = {
+    "vocabulary": ("vocab_size", "decoder_vocab_size", "text_vocab_size"),
+    "hidden": (
+        "hidden_size", "n_embd", "d_model", "dim", "n_embed", "word_embed_proj_dim", "attention_hidden_size",
+        "embedding_size", "emb_dim", "lru_width",
+    ),
+    "heads": (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+        "encoder_attention_heads",
+    ),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
+    "layers": (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers",
+        "encoder_layers", "num_decoder_layers",
+    ),
+    "inner": (
+        "intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_inner", "d_ff", "encoder_ffn_dim",
+        "ffn_hidden_size", "dff", "mlp_hidden_size",
+    ),
+    "expert_inner": (
+        "moe_intermediate_size", "expert_dim", "shared_intermediate_size", "shared_expert_intermediate_size",
+        "expert_ffn_hidden_size",
+    ),
+    "head_dim": (
+        "head_dim", "kv_channels", "attention_head_dim", "d_kv", "swa_head_dim", "v_head_dim",
+        "qk_nope_head_dim", "qk_head_dim", "swa_v_head_dim",
+    ),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "chosen_experts": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k"),
+    "window": ("sliding_window", "attention_window_size", "attention_chunk_size"),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
+}  # fmt: skip
+"""What configurations call one and the same size."""
+
+_COMMON: dict[str, int] = {
+    "vocabulary": VOCABULARY, "hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "layers": LAYERS,
+    "inner": INNER, "expert_inner": 16, "head_dim": HEAD_DIM, "experts": 4, "chosen_experts": 2, "window": 8,
+    "positions": 64,
+}  # fmt: skip
+
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "text_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "n_embed", "word_embed_proj_dim"), HIDDEN),
-    **dict.fromkeys(("attention_hidden_size", "embedding_size", "emb_dim"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), KV_HEADS),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), LAYERS),
-    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), LAYERS),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_inner", "d_ff"), INNER),
-    **dict.fromkeys(("encoder_ffn_dim", "ffn_hidden_size", "dff", "mlp_hidden_size"), INNER),
-    **dict.fromkeys(("moe_intermediate_size", "expert_dim", "shared_intermediate_size"), 16),
-    **dict.fromkeys(("shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "d_kv", "swa_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("v_head_dim", "qk_nope_head_dim", "qk_head_dim", "swa_v_head_dim"), HEAD_DIM),
+    **{name: size for role, size in _COMMON.items() for name in ROLES[role]},
     **dict.fromkeys(("qk_rope_head_dim",), 4),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_ssm", "d_state"), 8),
@@ -43,7 +68,6 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "padding_idx"), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     **dict.fromkeys(("eos_token_id",), 2),
-    **dict.fromkeys(("lru_width",), HIDDEN),
     **dict.fromkeys(("num_token_types", "type_vocab_size"), 2),
 }
 
@@ -106,14 +130,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 """What an architecture needs beyond the common sizes, by model type."""
 
 
-def shrink(config_class: Any, **changes: Any) -> Any:
-    """A small configuration of ``config_class``; nested configurations are shrunken too."""
+def shrink(config_class: Any, roles: Mapping[str, int] = MappingProxyType({}), **changes: Any) -> Any:
+    """A small configuration of ``config_class``; nested configurations are shrunken too.
+
+    ``roles`` are sizes other than the common ones, which an architecture's own overrule.
+    """
     default = config_class()
     given = dict(default.to_dict())
-    values = {name: size for name, size in _SIZES.items() if name in given and _replaceable(given[name])}
+    sizes = _SIZES | {name: size for role, size in roles.items() for name in ROLES[role]}
+    values = {name: size for name, size in sizes.items() if name in given and _replaceable(given[name])}
     for name, nested in (getattr(config_class, "sub_configs", None) or {}).items():
         if type(nested) is type and getattr(default, name, None) is not None:
-            values[name] = shrink(nested).to_dict()
+            values[name] = shrink(nested, roles).to_dict()
     for extra in (_OVERRIDES.get(config_class.model_type, {}), changes):
         values.update(extra)
     return config_class(**values)

@@ -71,24 +71,28 @@ def packed_batch(seed: int) -> Batch:
 # ---- transformers -------------------------------------------------------------------------------
 
 
-def causal_class(model_type: str) -> Any:
-    """The class that ``AutoModelForCausalLM`` makes for a model type."""
+def model_class_of(name: str) -> Any:
+    """The class that ``AutoModelForCausalLM`` makes for a model type, or the class of that name."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, name)
+    return getattr(transformers, found if isinstance(found, str) else found[0])
+
+
+def config_class_of(name: str) -> Any:
+    """The class of configurations of :func:`model_class_of`."""
+    from transformers import CONFIG_MAPPING
+
+    return model_class_of(name).config_class or CONFIG_MAPPING[name]
 
 
 def causal(model_type: str, **changes: Any) -> nn.Module:
     """A small causal language model of a type."""
-    from transformers import CONFIG_MAPPING
-
-    model_class = causal_class(model_type)
-    config = shrink(model_class.config_class or CONFIG_MAPPING[model_type], **changes)
+    config = shrink(config_class_of(model_type), **changes)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    model: nn.Module = model_class(config)
+    model: nn.Module = model_class_of(model_type)(config)
     return model
 
 
@@ -102,7 +106,7 @@ def _causal_case(model_type: str) -> Case:
     return Case(model_type, "causal LM", lambda: causal(model_type), token_batch)
 
 
-def of_class(class_name: str, **changes: Any) -> Callable[[], nn.Module]:
+def _of(class_name: str, **changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
 
@@ -148,33 +152,33 @@ _TRANSFORMERS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[int], Bat
     ),
     "mixtral, experts without tokens": ("experts", _few_experts("mixtral"), _short_batch),
     "qwen3_moe, experts without tokens": ("experts", _few_experts("qwen3_moe"), _short_batch),
-    "T5": ("encoder-decoder", of_class("T5ForConditionalGeneration", decoder_start_token_id=0), token_batch),
+    "T5": ("encoder-decoder", _of("T5ForConditionalGeneration", decoder_start_token_id=0), token_batch),
     "T5, padded": (
-        "encoder-decoder", of_class("T5ForConditionalGeneration", decoder_start_token_id=0), padded_batch,
+        "encoder-decoder", _of("T5ForConditionalGeneration", decoder_start_token_id=0), padded_batch,
     ),
-    "BART": ("encoder-decoder", of_class("BartForConditionalGeneration"), padded_batch),
-    "Pegasus": ("encoder-decoder", of_class("PegasusForConditionalGeneration"), token_batch),
-    "BERT, padded": ("encoder", of_class("BertForMaskedLM"), padded_batch),
-    "BERT classifier": ("encoder", of_class("BertForSequenceClassification"), _classify_batch),
-    "RoBERTa, padded": ("encoder", of_class("RobertaForMaskedLM"), padded_batch),
-    "ALBERT, padded": ("encoder", of_class("AlbertForMaskedLM"), padded_batch),
-    "ELECTRA, padded": ("encoder", of_class("ElectraForMaskedLM"), padded_batch),
-    "DistilBERT, padded": ("encoder", of_class("DistilBertForMaskedLM"), padded_batch),
-    "DeBERTa-v2": ("encoder", of_class("DebertaV2ForMaskedLM"), padded_batch),
-    "ModernBERT, padded": ("encoder", of_class("ModernBertForMaskedLM"), padded_batch),
-    "XLM-R, padded": ("encoder", of_class("XLMRobertaForMaskedLM"), padded_batch),
-    "ViT": ("vision", of_class("ViTForImageClassification", image_size=32, patch_size=8), _image_batch),
-    "DeiT": ("vision", of_class("DeiTForImageClassification", image_size=32, patch_size=8), _image_batch),
-    "DINOv2": ("vision", of_class("Dinov2ForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "BART": ("encoder-decoder", _of("BartForConditionalGeneration"), padded_batch),
+    "Pegasus": ("encoder-decoder", _of("PegasusForConditionalGeneration"), token_batch),
+    "BERT, padded": ("encoder", _of("BertForMaskedLM"), padded_batch),
+    "BERT classifier": ("encoder", _of("BertForSequenceClassification"), _classify_batch),
+    "RoBERTa, padded": ("encoder", _of("RobertaForMaskedLM"), padded_batch),
+    "ALBERT, padded": ("encoder", _of("AlbertForMaskedLM"), padded_batch),
+    "ELECTRA, padded": ("encoder", _of("ElectraForMaskedLM"), padded_batch),
+    "DistilBERT, padded": ("encoder", _of("DistilBertForMaskedLM"), padded_batch),
+    "DeBERTa-v2": ("encoder", _of("DebertaV2ForMaskedLM"), padded_batch),
+    "ModernBERT, padded": ("encoder", _of("ModernBertForMaskedLM"), padded_batch),
+    "XLM-R, padded": ("encoder", _of("XLMRobertaForMaskedLM"), padded_batch),
+    "ViT": ("vision", _of("ViTForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "DeiT": ("vision", _of("DeiTForImageClassification", image_size=32, patch_size=8), _image_batch),
+    "DINOv2": ("vision", _of("Dinov2ForImageClassification", image_size=32, patch_size=8), _image_batch),
     "Swin": (
         "vision",
-        of_class("SwinForImageClassification", image_size=32, patch_size=4, embed_dim=16, depths=[1, 1],
+        _of("SwinForImageClassification", image_size=32, patch_size=4, embed_dim=16, depths=[1, 1],
             num_heads=[2, 2], window_size=4),
         _image_batch,
     ),
     "ConvNeXt": (
         "vision",
-        of_class("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+        _of("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
         _image_batch,
     ),
 }  # fmt: skip

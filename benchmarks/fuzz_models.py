@@ -1,0 +1,73 @@
+"""Try random configurations of transformers' models, trained in random ways, beside eager PyTorch.
+
+    python -m benchmarks.fuzz_models --minutes 60
+    python -m benchmarks.fuzz_models --seed 1234 --trials 1     # the one that was drawn from seed 1234
+
+Trial i is drawn from seed + i alone. Results are kept in ``build/fuzz``; ``docs/models.md`` counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.children import BAD, Result, judged
+
+RESULTS = Path(__file__).parent.parent / "build" / "fuzz"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fuzz_models", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, help="how many; otherwise as many as there is time for")
+    options = parser.parse_args(arguments)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    end, results, seed = time.monotonic() + 60 * options.minutes, [], options.seed
+    while len(results) < options.trials if options.trials else time.monotonic() < end:
+        result = try_one(seed)
+        results.append(result)
+        if result["status"] in BAD or options.trials == 1:
+            print(f"seed {seed}: {result['status']} {result['reason']}\n  {result['trial']}", flush=True)
+        seed += 1
+    print(summary(results))
+    return 1 if any(r["status"] in BAD for r in results) else 0
+
+
+def try_one(seed: int) -> Result:
+    """Judge what is drawn from a seed; the result holds the trial, so that it can be read."""
+    from tests.fuzz import draw
+
+    place = RESULTS / f"{seed}.json"
+    place.unlink(missing_ok=True)
+    found = {**judged(_judge, (seed,), place), "seed": seed, "trial": repr(draw(seed))}
+    place.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def _judge(seed: int) -> Result:
+    import torch
+
+    from tests.fuzz import case, draw
+    from tests.judge import judge
+
+    trial = draw(seed)
+    return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
+
+
+def summary(results: list[Result]) -> str:
+    """How many of each verdict, and why things were refused."""
+    counts = Counter(r["status"] for r in results)
+    refused = Counter(" ".join(r["reason"].split()[:12]) for r in results if r["status"] == "refused")
+    lines = [f"{len(results)} trials: " + ", ".join(f"{n} {s}" for s, n in counts.most_common())]
+    return "\n".join(lines + [f"  refused {n} times: {reason} …" for reason, n in refused.most_common(20)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
