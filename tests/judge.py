@@ -112,9 +112,18 @@ class _Judge:
             compiler._fronts[key] = Front(front.captured, *fuse(front.captured, compiler._kernels))
 
     def _least(self) -> int:
+        micro = self.eager.given(self.eager.steps[0])
+        alone = len(micro) > 1 and not self.eager.together
+        return max(self._refused(batch) for batch in (micro if alone else [micro]))
+
+    def _refused(self, batch: Any) -> int:
+        """The least budget for a step on micro-batches, or for one of them by hand, as a refusal names it."""
         program = self._program("1kB")
         try:
-            program.prepare(self.eager.given(self.eager.steps[0]))
+            if isinstance(batch, list):
+                program.prepare(batch)
+            else:
+                program.forward_backward(batch)
         except megacompile.BudgetError as error:
             assert error.least_bytes is not None, error
             return error.least_bytes
@@ -193,7 +202,7 @@ class _Judge:
             bound = 1e-3 * rate + 4 * torch.finfo(torch.float32).eps * want.abs()
             if bool(((by_hand[name] - want).abs() > bound).any()):
                 raise WrongError(f"the update of {name} by hand at {label} is not Adam's")
-        gradients = found if self.case.micro == 1 else self.eager.stepped
+        gradients = self.eager.stepped if self.eager.together else found
         for name, (want, rate) in self._updated(gradients).items():
             if name in gradients and not self.verdict.by_chance:
                 size = gradients[name].abs()

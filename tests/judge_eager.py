@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import is_transformers
+from megacompile.capture.batch import is_transformers, read_batch
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import find_loss
 from tests.reference import Trace, train_eager
@@ -146,6 +146,12 @@ class EagerRuns:
         if self.dtype == torch.float32:
             return []
         return [self._eager(self.dtype, self.floats, seed=seed) for seed in range(NEIGHBOURS)]
+
+    @property
+    def together(self) -> bool:
+        """Whether ``train_step`` takes several micro-batches in one program, as it does if they are alike."""
+        keys = [read_batch(b, self.model).key for b in self.given(self.steps[0])]
+        return len(keys) > 1 and len(set(keys)) == 1
 
     @functools.cached_property
     def stepped(self) -> Gradients:
