@@ -6,11 +6,13 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.capture.batch import check_signature, read_batch
 from megacompile.units import parse_bytes
 from tests.models import Plain, batch_for, build
 
@@ -93,6 +95,75 @@ def test_wrong_batches() -> None:
         program.train_step({"x": good["x"].long(), "y": good["y"]})
     assert math.isfinite(program.train_step(good).loss)
     program.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (torch.ones(2, 3, device="meta"), r"a meta tensor of shape \(2, 3\)"),
+        (torch.ones(2, 3).to_sparse(), r"a sparse_coo tensor of shape \(2, 3\)"),
+        (torch.ones(2, 3, requires_grad=True), "requires a gradient"),
+        (np.ones((2, 3)), "a ndarray"),
+        ({1.0}, "a set"),
+        (1j, "a complex"),
+        (torch.Generator(), "a Generator"),
+    ],
+)
+def test_an_entry_that_no_program_can_be_given(entry: Any, words: str) -> None:
+    model, good = Plain(), batch_for("plain")
+    for batch in ({**good, "y": entry}, (good["x"], entry), {**good, "y": {"of": [good["y"], entry]}}):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            read_batch(batch, model)
+
+
+def test_entries_that_are_no_tensors_are_part_of_the_key() -> None:
+    model, good = Plain(), batch_for("plain")
+    values = (None, True, 1, 1.0, 0.0, -0.0, False, 2, "mean", "1", torch.float32)
+    keys = {read_batch({**good, "how": value}, model).key for value in values}
+    assert len(keys) == len(values)
+    assert read_batch({**good, "how": 2}, model).key in keys
+    assert read_batch({**good, "x": good["x"] + 1, "how": 2}, model).key in keys  # values of tensors are not
+    assert read_batch({**good, "x": good["x"].double(), "how": 2}, model).key not in keys
+
+
+def test_a_batch_from_another_device_is_brought_to_the_host() -> None:
+    class Elsewhere(Tensor):
+        """Says that it is on a GPU, as far as a batch is concerned."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+        def cpu(self) -> Tensor:  # type: ignore[override]
+            return self.as_subclass(Tensor)
+
+    good = batch_for("plain")
+    found = read_batch({"x": good["x"].as_subclass(Elsewhere), "y": good["y"]}, Plain())
+    assert [leaf.device.type for leaf in found.tensors] == ["cpu", "cpu"]
+    assert type(found.kwargs["x"]) is Tensor and torch.equal(found.kwargs["x"], good["x"])
+
+
+def test_what_a_forward_does_not_take_is_named() -> None:
+    model = build("llama")
+    good = batch_for("llama")
+    for batch, words in (
+        ({**good, "lables": good["labels"]}, "takes no lables"),
+        ({"labels": good["labels"], "id": 3, "weight": 0.5, "input_ids": good["input_ids"]}, "id, weight"),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            check_signature(Strict(model), read_batch(batch, model))
+    check_signature(model, read_batch({**good, "num_items_in_batch": 7}, model))  # which takes **kwargs
+
+
+class Strict(nn.Module):
+    """A forward without ``**kwargs``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
 
 
 def test_no_trainable_parameter() -> None:

@@ -401,3 +401,23 @@ def test_a_linear_layer_larger_than_the_budget_trains() -> None:
     program = start(model, f"{model.up.weight.nbytes}B", batch)  # and its gradient needs as much
     check_gradients(program, plain, batch)
     program.close()
+
+
+def test_gpt2s_transposed_layers_are_refused_with_the_least_budget_and_train_at_it() -> None:
+    """Their weights are [inputs, outputs], so pieces of rows would be partial sums: they stay whole."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 16, "n_inner": 4096}
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **drop, bos_token_id=1, eos_token_id=2)).train()
+    layer = model.transformer.h[0].mlp.c_fc.weight
+    batch, plain = tokens(96), copy.deepcopy(model)
+    with pytest.raises(megacompile.BudgetError, match=r"backward of transformer\.h\.0"):
+        start(copy.deepcopy(model), f"{layer.nbytes}B", batch)
+    least = least_budget(model, batch, torch.float32)
+    program = start(model, f"{least}B", batch)
+    assert program._compiler.cuts == {}
+    check_gradients(program, plain, batch, bitwise=True)
+    assert program.memory.device_peak_bytes <= least
+    program.close()

@@ -71,9 +71,19 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mas
     args, kwargs = pytree.tree_unflatten(flat, spec)
     if not any(isinstance(leaf, Tensor) for leaf in flat):
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat)
+    shapes = tuple(_described(leaf) for leaf in flat)
     modes = (False,) if evaluate else tuple(m.training for m in model.modules())
     return Batch(args, kwargs, flat, (str(spec), shapes, modes, evaluate))
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    """What a program depends on: of a tensor its shape and dtype, of a constant that it is this one.
+
+    1, 1.0 and True are equal, and 0.0 and -0.0, but models compute different things with them.
+    """
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return type(leaf), repr(leaf)
 
 
 def _checked(leaf: Any) -> Any:
