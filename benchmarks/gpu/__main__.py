@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.cases import PART_SECONDS, PARTS, cases
-from benchmarks.gpu.record import Case, call, hardware, markdown, run_case
+from benchmarks.gpu.record import Case, call, hardware, markdown, rates, run_case
 
 RESULTS = Path(__file__).parent.parent / "results" / "gpu"
 
@@ -46,7 +46,8 @@ def _measure(options: argparse.Namespace) -> int:
     start = time.monotonic()
     for part in options.parts:
         begun = time.monotonic()
-        for case in (c for c in cases(dry=options.dry_run) if c.part == part and options.only in c.name):
+        every = cases(dry=options.dry_run, rates=rates(folder))  # which the part ``machine`` measures
+        for case in (c for c in every if c.part == part and options.only in c.name):
             now = time.monotonic()
             if now - start + case.seconds > options.seconds or now - begun > PART_SECONDS:
                 print(f"{case.part}: {case.name}: left for the next call", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.record import Case
+from benchmarks.gpu.record import Case, Result
 
 PARTS = ("correctness", "machine", "kernels", "steps", "peers", "endurance")
 PART_SECONDS = 480  # in which a part's first cases are over; what is left is for the next call
@@ -11,9 +11,10 @@ BUDGETS = (80, 24, 8, 16, 48, 120)
 TOKENS = (16384, 65536, 4096, 262144)
 
 
-def cases(*, dry: bool) -> list[Case]:
-    """All cases, part by part, in the order in which they run."""
-    return [*_correctness(dry), *_machine(dry), *_kernels(dry), *_steps(dry), *_peers(dry), *_endurance(dry)]
+def cases(*, dry: bool, rates: Result | None = None) -> list[Case]:
+    """All cases, part by part, in the order in which they run; ``rates`` are what the machine sustains."""
+    steps = _steps(dry, rates or {})
+    return [*_correctness(dry), *_machine(dry), *_kernels(dry), *steps, *_peers(dry), *_endurance(dry)]
 
 
 def _correctness(dry: bool) -> list[Case]:
@@ -25,6 +26,7 @@ def _correctness(dry: bool) -> list[Case]:
             found.append(Case("correctness", f"{model} {dtype}", "ours.against_eager", settings))
     settings = {"seeds": 2 if dry else 4, "steps": 2 if dry else 10, "budget": "5MB" if dry else "2GB"}
     found.append(Case("correctness", "races", "ours.races", settings))
+    found.append(Case("correctness", "attention", "attention.paths", {"tokens": 50 if dry else 1000}))
     found.append(Case("correctness", "compute-sanitizer", "ours.sanitize", {}))
     return found
 
@@ -38,9 +40,9 @@ def _kernels(dry: bool) -> list[Case]:
     return [Case("kernels", "all", "machine.kernels", {"dry": dry}, seconds=PART_SECONDS)]
 
 
-def _steps(dry: bool) -> list[Case]:
+def _steps(dry: bool, rates: Result) -> list[Case]:
     if dry:
-        shapes = [("tiny", "5MB", 128, 64, False, "fp32")]
+        shapes = [("tiny", "5MB", 128, 64, clip, "fp32") for clip in (False, True)]
     else:
         small = [("qwen2.5-3b", b, t) for b in BUDGETS for t in TOKENS]
         large = [("qwen2.5-7b", b, t) for b in BUDGETS for t in TOKENS]
@@ -53,7 +55,7 @@ def _steps(dry: bool) -> list[Case]:
     return [
         Case("steps", f"{model} {budget} {tokens} tokens{' clipped' if clip else ''}", "ours.step",
              {"model": model, "budget": budget, "tokens": tokens, "sequence": sequence, "clip": clip,
-              "repeats": 2 if dry else 4, "state": state, "kernels": not dry}, seconds=300)
+              "repeats": 2 if dry else 4, "state": state, "kernels": not dry, "rates": rates}, seconds=300)
         for model, budget, tokens, sequence, clip, state in shapes
     ]  # fmt: skip
 

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -110,8 +111,11 @@ def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext:
 def kernels(dry: bool) -> Result:
     """The table of ``megacompile bench kernels``: it checks every kernel before it times it."""
     command = [sys.executable, "-m", "megacompile", "bench", "kernels"]
-    done = subprocess.run([*command, *(["--help"] if dry else [])], capture_output=True, text=True)
+    small = ["--check", "--op", "glu", "--shape", "9x33", "--dtype", "float32"]
+    with tempfile.TemporaryDirectory() as folder:
+        more = [*small, "--out", folder] if dry else []
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return {"not measured": lines[-1] if lines else "megacompile bench kernels failed"}
-    return {"table": "help printed" if dry else done.stdout}
+    return {"table": done.stdout}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import megacompile
+from benchmarks.gpu.bound import beside_bound
 from benchmarks.gpu.record import Result
 from benchmarks.gpu.work import batch_of, device, shaped, tiny
 from megacompile.program import Program
@@ -106,12 +107,13 @@ def sanitize() -> Result:
 
 
 def step(
-    model: str, budget: str, tokens: int, sequence: int, clip: bool, repeats: int, state: str, kernels: bool
-) -> Result:
+    model: str, budget: str, tokens: int, sequence: int, clip: bool, repeats: int, state: str, kernels: bool,
+    rates: Result,
+) -> Result:  # fmt: skip
     """One row of the step table: measured beside predicted and beside the bound."""
     if model == "tiny":
-        described, module, flops = None, tiny("llama"), 0.0
-        vocabulary = 512
+        module, vocabulary = tiny("llama"), 512
+        flops = 6.0 * tokens * sum(p.numel() for p in module.parameters())
     else:
         described, module = shaped(model)
         flops = described.step_flops(max(1, tokens // sequence), min(tokens, sequence))
@@ -124,6 +126,7 @@ def step(
     seconds = _timed(program, batch, repeats)
     memory, predicted = program.memory, program.schedule.predicted_seconds
     resident = len(program.schedule.step.resident)
+    bound = beside_bound(program.schedule, flops, seconds, rates, adam=state == "fp32")
     idle = _idle(program)
     program.close()
     return {
@@ -132,7 +135,7 @@ def step(
         "compute_idle": idle, "device_peak_gb": memory.device_peak_bytes / 1e9,
         "predicted_peak_gb": memory.predicted_peak_bytes / 1e9, "host_peak_gb": _host_peak() / 1e9,
         "groups_on_device": resident, "compile_seconds": ready,
-    }  # fmt: skip
+    } | bound  # fmt: skip
 
 
 def _timed(program: Program, batch: Any, repeats: int) -> float:

@@ -64,6 +64,14 @@ def run_case(case: Case, folder: Path, *, apart: bool) -> Result:
     return known[case.name]
 
 
+def rates(folder: Path) -> Result:
+    """What the part ``machine`` measured so far; empty before it did."""
+    path = folder / "machine.json"
+    known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+    found = known.get("rates", {})
+    return {} if "failed" in found else {k: v for k, v in found.items() if isinstance(v, float)}
+
+
 def call(name: str, settings: dict[str, Any]) -> Result:
     """Run a case's function, named as "module.function" of this package."""
     module, function = name.split(".")
