@@ -29,7 +29,7 @@ def run_nvme(options: argparse.Namespace) -> int:
 
     report = measure_drive(options.dir, parse_bytes(options.size, what="--size", available=1 << 60))
     if options.json:
-        write_json(asdict(report) | {"fractions": report.fractions})
+        write_json(asdict(report))
     else:
         print(report)
     return 0

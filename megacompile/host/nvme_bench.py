@@ -1,13 +1,13 @@
 """``megacompile bench nvme``: what the drive behind a directory gives, and how much of it the engine reaches.
 
 The drive's own rates come from plain direct transfers by a few threads, at several block sizes and
-queue depths. The engine then moves regions, with checksums, in turns with the drive's best setting, so
-that a drive whose speed drifts is compared with itself.
+queue depths. The engine then moves regions, with checksums, in pairs with plain transfers of its own
+block size and depth from the same memory; which of the two goes first alternates, and a fraction is the
+median over the pairs, so that a drive whose speed drifts is compared with itself.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -17,15 +17,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host.arena import HostArena
-from megacompile.host.nvme import Storage, check_directories
+from megacompile.host.nvme import BLOCK_BYTES, DEPTH, Storage, check_directories
 
 BLOCKS = (1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)
 REGION_BYTES = 128 << 20  # what the engine moves in one call: a layer's state
-ROUNDS = 3
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class DriveReport:
-    """The drive's rates, and the engine's beside the best of them in medians over alternating rounds.
+    """The drive's rates, and the engine's beside it at the engine's block size and depth.
 
-    ``engine`` and ``drive`` hold (read, write) in bytes per second.
+    ``engine`` and ``drive`` hold medians of (read, write) in bytes per second, ``fractions`` the medians of
+    the engine's part of the drive's rate over pairs of neighbouring transfers.
     """
 
     folder: str
@@ -51,10 +53,7 @@ class DriveReport:
     rates: tuple[Rate, ...]
     engine: tuple[float, float]
     drive: tuple[float, float]
-
-    @property
-    def fractions(self) -> tuple[float, float]:
-        return self.engine[0] / self.drive[0], self.engine[1] / self.drive[1]
+    fractions: tuple[float, float]
 
     def __str__(self) -> str:
         lines = [f"{self.folder}, {'direct' if self.direct else 'through the page cache'}, GB/s",
@@ -65,7 +64,7 @@ class DriveReport:
         for i, name in enumerate(("read", "write")):
             lines.append(
                 f"engine, checksums compared: {name} {self.engine[i] / 1e9:.2f} GB/s, "
-                f"{self.fractions[i]:.0%} of the {self.drive[i] / 1e9:.2f} the drive gave in between"
+                f"{self.fractions[i]:.0%} of plain transfers alike, {self.drive[i] / 1e9:.2f}"
             )
         return "\n".join(lines)
 
@@ -77,17 +76,19 @@ def measure_drive(folder: str | os.PathLike[str], nbytes: int) -> DriveReport:
     count += count % 2
     regions = {f"region {i}": REGION_BYTES for i in range(count)}
     storage = Storage([path], regions)
+    memory = HostArena(REGION_BYTES).take((REGION_BYTES,), torch.uint8).random_(0, 256)
+    half = count // 2 * REGION_BYTES
     try:
         file, direct = _open(storage.paths[0])
         try:
-            half = count // 2 * REGION_BYTES
-            rates = tuple(_rate(file, half, half, b, d) for b in BLOCKS for d in DEPTHS)
-            engine, drive = _compare(storage, file, half, rates)
+            rates = tuple(_rate(_Drive(file, b, d, memory), half) for b in BLOCKS for d in DEPTHS)
+            plain = _Drive(file, BLOCK_BYTES, DEPTH, memory)
+            compared = _compare(storage, plain, list(regions)[: count // 2], memory)
         finally:
             os.close(file)
     finally:
         storage.close()
-    return DriveReport(str(path), direct, rates, engine, drive)
+    return DriveReport(str(path), direct, rates, *compared)
 
 
 def _open(path: Path) -> tuple[int, bool]:
@@ -98,60 +99,61 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 class _Drive:
-    """Plain direct transfers of a part of a file: ``depth`` threads, one block each at a time."""
+    """Plain direct transfers: ``depth`` threads each way that take one block after the other."""
 
-    def __init__(self, file: int, block: int, depth: int) -> None:
-        self.block, self.depth, self._file = block, depth, file
-        self._pool = ThreadPoolExecutor(2 * depth)
-        self._memory = [mmap.mmap(-1, block) for _ in range(2 * depth)]
-        noise = os.urandom(block)
-        for memory in self._memory:
-            memory.write(noise)
+    def __init__(self, file: int, block: int, depth: int, memory: Tensor) -> None:
+        self.block, self.depth, self._file, self._memory = block, depth, file, memory
+        self._pools = [ThreadPoolExecutor(depth) for _ in range(2)]
 
     def seconds(self, start: int, nbytes: int, *calls: Callable[..., int]) -> float:
-        """Time to move the part once with each of ``calls``, all of them at once."""
+        """Time to move a part of the file once with each of ``calls``, all of them at once."""
         began = time.perf_counter()
         tasks = [
-            self._pool.submit(self._lane, call, self._memory[i * self.depth + lane], start, lane, nbytes)
-            for i, call in enumerate(calls)
-            for lane in range(self.depth)
+            pool.submit(self._move, call, start, offset)
+            for pool, call in zip(self._pools, calls, strict=False)
+            for offset in range(0, nbytes, self.block)
         ]
         for task in tasks:
             task.result()
         return time.perf_counter() - began
 
-    def _lane(self, call: Callable[..., int], memory: mmap.mmap, start: int, lane: int, nbytes: int) -> None:
-        for offset in range(start + lane * self.block, start + nbytes, self.depth * self.block):
-            if call(self._file, [memory], offset) != self.block:
-                raise MegacompileError(f"The drive moves less than a block at byte {offset}: is it full?")
+    def _move(self, call: Callable[..., int], start: int, offset: int) -> None:
+        place = offset % REGION_BYTES
+        part = self._memory.numpy().data[place : place + self.block]
+        if call(self._file, [part], start + offset) != self.block:
+            raise MegacompileError(f"The drive moves less than a block at byte {start + offset}: is it full?")
 
 
-def _rate(file: int, start: int, nbytes: int, block: int, depth: int) -> Rate:
-    drive = _Drive(file, block, depth)
-    write = nbytes / drive.seconds(start, nbytes, os.pwritev)  # first, so that there is something to read
-    read = nbytes / drive.seconds(start, nbytes, os.preadv)
-    both = 2 * nbytes / drive.seconds(start, nbytes, os.preadv, os.pwritev)
-    return Rate(block, depth, read, write, both)
+def _rate(drive: _Drive, half: int) -> Rate:
+    """Of the second half of the file, which is as large as the first."""
+    write = half / drive.seconds(half, half, os.pwritev)  # first, so that there is something to read
+    read = half / drive.seconds(half, half, os.preadv)
+    both = 2 * half / drive.seconds(half, half, os.preadv, os.pwritev)
+    return Rate(drive.block, drive.depth, read, write, both)
 
 
 def _compare(
-    storage: Storage, file: int, start: int, rates: tuple[Rate, ...]
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Region by region in turns: the engine on the first half of the file, the drive alone on the rest."""
-    memory = HostArena(REGION_BYTES).take((REGION_BYTES,), torch.uint8).random_(0, 256)
-    regions = list(storage.regions)[: start // REGION_BYTES]
-    best = [max(rates, key=lambda r: r.read), max(rates, key=lambda r: r.write)]
-    drives = [_Drive(file, r.block_bytes, r.depth) for r in best]
-    moves = (storage.read, storage.write)
-    engine: list[list[float]] = [[], []]
-    alone: list[list[float]] = [[], []]
-    for _ in range(ROUNDS):
-        for way, call in ((1, os.pwritev), (0, os.preadv)):
+    storage: Storage, drive: _Drive, regions: list[str], memory: Tensor
+) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+    """The engine on the first half of the file, the drive alone on the rest, region by region in pairs."""
+    half = len(regions) * REGION_BYTES
+    times: list[list[tuple[float, float]]] = [[], []]  # reading, writing: (engine, drive)
+
+    def engine(move: Callable[[str, Tensor], None], region: str) -> float:
+        began = time.perf_counter()
+        move(region, memory)
+        return time.perf_counter() - began
+
+    for turn in range(ROUNDS):
+        for way, move, call in ((1, storage.write, os.pwritev), (0, storage.read, os.preadv)):
             for number, region in enumerate(regions):
-                began = time.perf_counter()
-                moves[way](region, memory)
-                engine[way].append(time.perf_counter() - began)
-                place = start + number * REGION_BYTES
-                alone[way].append(drives[way].seconds(place, REGION_BYTES, call))
-    read, write, drive_read, drive_write = (REGION_BYTES / median(t) for t in (*engine, *alone))
-    return (read, write), (drive_read, drive_write)
+                place = half + number * REGION_BYTES
+                if (turn + number) % 2:
+                    alone = drive.seconds(place, REGION_BYTES, call)
+                    times[way].append((engine(move, region), alone))
+                else:
+                    ours = engine(move, region)
+                    times[way].append((ours, drive.seconds(place, REGION_BYTES, call)))
+    read, write = (tuple(REGION_BYTES / median(each) for each in zip(*pairs, strict=True)) for pairs in times)
+    parts = [median(alone / ours for ours, alone in pairs) for pairs in times]
+    return (read[0], write[0]), (read[1], write[1]), (parts[0], parts[1])
