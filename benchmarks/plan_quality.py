@@ -112,7 +112,10 @@ def table(results: list[Result]) -> str:
     lines = ["| instance | bound | found | distance | " + " | ".join(RIVALS) + " |",
              "|---|--:|--:|--:|" + "--:|" * len(RIVALS)]  # fmt: skip
     for r in results:
-        cells = [f"+{x / r.found - 1:.0%}" if x is not None else "–" for x in (r.rivals[n] for n in RIVALS)]
+        cells = [
+            f"{round(100 * (x / r.found - 1)):+d}%" if x is not None else "–"
+            for x in (r.rivals[n] for n in RIVALS)
+        ]
         lines.append(
             f"| {r.name} | {r.bound:.3f} s | {r.found:.3f} s | {r.distance:.1%} | " + " | ".join(cells) + " |"
         )

@@ -17,7 +17,7 @@ import torch
 
 from megacompile.cli import presets
 from megacompile.cli import run as cli_run
-from megacompile.cli.figures import alive_at_peak, idle_causes, lower_bound
+from megacompile.cli.figures import alive_at_peak, idle_causes
 from megacompile.cli.main import main
 from megacompile.cli.plan import Question, Study, complete_flops
 from megacompile.cli.presets import load_model
@@ -25,9 +25,10 @@ from megacompile.cli.report import hosts
 from megacompile.cli.ways import _most, estimate_largest, largest
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 from megacompile.schedule.schedule import Schedule
+from megacompile.search.bound import lower_bound
 from megacompile.search.planner import search
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -140,12 +141,18 @@ def _work(flops: int = 100) -> Workload:
 def test_the_bound_by_hand() -> None:
     machine = Machine("m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500,
                       host_bandwidth=7000)  # fmt: skip
-    streamed = lower_bound(_work(), 900, Mode("train"), machine)
+    streamed = lower_bound(_work(), Mode("train"), machine, model_flops=900)
     assert (streamed.compute, streamed.down, streamed.up, streamed.adam) == (9, 2, 4, 4)
     assert (streamed.seconds, streamed.binding) == (9, "compute")
-    clipped = lower_bound(_work(), 900, Mode("train", deferred=True), machine)
+    clipped = lower_bound(_work(), Mode("train", deferred=True), machine, model_flops=900)
     assert clipped.seconds == pytest.approx(6 + 4)
     assert clipped.binding == "backward, then host Adam"
+    shared = lower_bound(_work(), Mode("train"), replace(machine, shared_memory=True), model_flops=300)
+    assert shared.seconds == shared.memory == pytest.approx((28000 + 2 * 2000) / 7000)
+    assert shared.binding == "host memory"
+    plan = Plan((BlockPlan("all"),), (GroupPlan(state="device"),))
+    there = lower_bound(_work(), Mode("train"), machine, model_flops=300, plan=plan)
+    assert (there.seconds, there.down, there.adam) == (3, 0, 0)
 
 
 def test_flops_that_the_graph_misses_are_added() -> None:

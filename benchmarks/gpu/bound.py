@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 
 from benchmarks.gpu.record import Result
-from megacompile.cli.figures import ADAM_BYTES, lower_bound
 from megacompile.machine.rates import Machine
 from megacompile.schedule.schedule import Schedule
+from megacompile.search.bound import lower_bound
 
-_TIMED_BYTES = 26
-"""What the part ``machine`` counts per parameter of host Adam: split masters, moments, a bf16 gradient."""
+_TIMED_BYTES, _BOUND_BYTES = 26, 28
+"""What the part ``machine`` counts per parameter of host Adam, with a bf16 gradient, and what the bound
+counts, with one in FP32."""
 
 
 def beside_bound(schedule: Schedule, flops: float, seconds: float, rates: Result, *, adam: bool) -> Result:
@@ -22,7 +23,8 @@ def beside_bound(schedule: Schedule, flops: float, seconds: float, rates: Result
     machine's profile stand in, which ``bound_from`` says.
     """
     machine = _measured(schedule.machine, rates) if rates else schedule.machine
-    bound = lower_bound(schedule.work, flops, schedule.mode, _relieved(machine, schedule, adam=adam))
+    machine = machine if adam else replace(machine, host_bandwidth=math.inf)
+    bound = lower_bound(schedule.work, schedule.mode, machine, model_flops=flops, plan=schedule.plan)
     return {
         "lower_bound_seconds": bound.seconds, "bound_by": bound.binding,
         "fraction_of_bound": bound.seconds / seconds,
@@ -37,20 +39,5 @@ def _measured(machine: Machine, rates: Result) -> Machine:
         flops=rates["gemm_tflops"] * 1e12,
         h2d_bandwidth=rates["h2d_gbps"] * 1e9,
         d2h_bandwidth=rates["d2h_gbps"] * 1e9,
-        host_bandwidth=adam * 1e9 * ADAM_BYTES / _TIMED_BYTES,
-    )
-
-
-def _relieved(machine: Machine, schedule: Schedule, *, adam: bool) -> Machine:
-    """As if rates were higher by as much as there is less to do for groups that stay on the device."""
-    work, kept = schedule.work, set(schedule.step.resident)
-    groups = {g: work.groups[g] for g in work.contributions}
-    size = sum(g.nbytes for g in groups.values())
-    streamed = sum(g.nbytes for i, g in groups.items() if i not in kept)
-    relief = size / streamed if streamed else math.inf
-    return replace(
-        machine,
-        h2d_bandwidth=machine.h2d_bandwidth * relief,
-        d2h_bandwidth=machine.d2h_bandwidth * relief,
-        host_bandwidth=machine.host_bandwidth * relief if adam else math.inf,
+        host_bandwidth=adam * 1e9 * _BOUND_BYTES / _TIMED_BYTES,
     )

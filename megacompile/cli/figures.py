@@ -1,4 +1,4 @@
-"""Figures of a planned step: the lower bound, host bytes by kind, what is alive, who waits for whom.
+"""Figures of a planned step: host bytes by kind, what is alive, who waits for whom.
 
 In: a workload, a planned step, a machine. Out: plain numbers in seconds and bytes, each by the
 definition in its docstring, so that a report can be checked by hand.
@@ -17,49 +17,6 @@ from megacompile.plan.workload import Workload
 from megacompile.search.least import alive_before
 from megacompile.search.planner import Planned
 from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve
-
-ADAM_BYTES = 28  # read and written per parameter: 12 of state twice, and a 4-byte gradient
-_BACKWARD = 2 / 3  # of a step's model FLOPs
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Seconds below which no schedule gets, and the terms it is the largest of."""
-
-    compute: float
-    down: float
-    up: float
-    adam: float
-    seconds: float
-    binding: str
-
-
-def lower_bound(work: Workload, model_flops: float, mode: Mode, machine: Machine) -> Bound:
-    """Model FLOPs at the GEMM rate, every trained weight down and gradient up once, Adam's host bytes.
-
-    Without clipping all four may overlap. Where updates wait for the end of the backward (clipping,
-    accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
-    needs weights that were updated after it: max(backward, up) + max(forward, Adam, down).
-    """
-    trained = [work.groups[g] for g in work.contributions]
-    size, elements = sum(g.nbytes for g in trained), sum(g.elements for g in trained)
-    compute = model_flops / machine.flops
-    down, up = size / machine.h2d_bandwidth, size / machine.d2h_bandwidth
-    adam = ADAM_BYTES * elements / machine.host_bandwidth
-
-    def bound(seconds: float, binding: str) -> Bound:
-        return Bound(compute, down, up, adam, seconds, binding)
-
-    if machine.shared_cores:
-        return bound(compute + down + up + adam, "compute, copies and Adam share the cores")
-    if not mode.keeps_gradients:
-        every = {"compute": compute, "weights down": down, "gradients up": up, "host Adam": adam}
-        binding = max(every, key=lambda t: every[t])
-        return bound(every[binding], binding)
-    first = {"backward": _BACKWARD * compute, "gradients up": up}
-    then = {"forward": (1 - _BACKWARD) * compute, "host Adam": adam, "weights down": down}
-    a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
-    return bound(first[a] + then[b], f"{a}, then {b}")
 
 
 @dataclass(frozen=True)

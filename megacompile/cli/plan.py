@@ -16,12 +16,10 @@ import torch
 
 from megacompile.capture.batch import read_batch
 from megacompile.cli.figures import (
-    Bound,
     Host,
     Stall,
     compute_parts,
     host_bytes,
-    lower_bound,
     stalls,
     with_drive,
 )
@@ -36,6 +34,7 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import BlockWork, Call, Workload
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
+from megacompile.search.bound import Bound, lower_bound
 from megacompile.search.planner import Planned, search
 from megacompile.search.residency import reside
 from megacompile.search.tiers import Tiers, choose_tiers
@@ -203,7 +202,7 @@ class Study:
         if all(group.state == "host" for group in planned.plan.groups):
             planned = reside(planned, work, mode, machine, question.hbm_budget, None)
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
-        bound = lower_bound(work, flops, mode, machine)
+        bound = lower_bound(work, mode, machine, model_flops=flops, plan=planned.plan)
         seconds = planned.timeline.step_seconds
         return Prediction(
             mode, compiled, planned, seconds, question.tokens / seconds, flops / seconds,

@@ -169,7 +169,7 @@ def _break_even(answer: Answer, p: Prediction) -> str:
     if deferred:
         ratio = max(b.up / b.compute * 3 / 2, max(b.adam, b.down) / b.compute * 3)
     else:
-        ratio = max(b.up, b.down, b.adam) / b.compute
+        ratio = max(b.up, b.down, b.adam, b.memory) / b.compute
     return f"{answer.question.tokens * ratio:,.0f} tokens"
 
 
@@ -179,6 +179,7 @@ def _bound(shown: Prediction) -> str:
         "What a step must do at least, each by itself\n"
         f"  model FLOPs {_seconds(b.compute)}; weights down {_seconds(b.down)}; gradients up "
         f"{_seconds(b.up)}; host Adam {_seconds(b.adam)}"
+        + (f"; all of it through host memory {_seconds(b.memory)}" if b.memory else "")
     )
 
 

@@ -29,6 +29,7 @@ from megacompile.plan.workload import Workload
 from megacompile.schedule.explain import explain
 from megacompile.schedule.page import render_page
 from megacompile.schedule.trace import chrome_trace
+from megacompile.search.bound import Bound, lower_bound
 from megacompile.search.least import describe_peak
 from megacompile.search.tiers import describe_traffic
 from megacompile.step.emit import emit_step, statement
@@ -78,6 +79,11 @@ class Schedule:
     def predicted_seconds(self) -> float:
         """Simulated seconds from one step to the next."""
         return self.timeline.step_seconds
+
+    @property
+    def bound(self) -> Bound:
+        """Seconds that no training step gets below with state where the plan has it."""
+        return lower_bound(self.work, self.mode, self.machine, plan=self.plan)
 
     @property
     def graph(self) -> fx.Graph:
@@ -142,6 +148,8 @@ class Schedule:
             f"  predicted {self.predicted_seconds:.3f} s per step on {self.machine.name} ({busy})",
             f"  {verify(self.step, self.work, budget_bytes=self.budget_bytes)}",
         ]
+        if self.mode.kind == "train":
+            lines.insert(3, f"  at least  {self.bound.seconds:.3f} s: {self.bound.binding}")
         lines += [f"  {self.traffic}"] if self.traffic else []
         if self.measured is not None:
             rows = compare(self.step, self.timeline, self.measured)

@@ -1,0 +1,94 @@
+"""The lower bound printed beside a prediction: what a step has to do, however well all of it overlaps.
+
+In: a workload, a mode, a machine, and where a plan has put state. Out: seconds per kind of work, and their
+combination with the name of what binds. The one implementation for plans, programs and benchmarks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.workload import Workload
+
+_BACKWARD = 2 / 3  # of a step's model FLOPs
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds below which no schedule gets, and the terms it comes of.
+
+    ``memory`` is what copies, norms and updates move through host memory, 0 where they do not share it.
+    """
+
+    compute: float
+    down: float
+    up: float
+    adam: float
+    memory: float
+    seconds: float
+    binding: str
+
+
+def lower_bound(
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    *,
+    model_flops: float | None = None,
+    plan: Plan | None = None,
+) -> Bound:
+    """Model FLOPs at the GEMM rate, every trained weight down and gradient up once, Adam's host bytes.
+
+    Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
+    accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
+    needs weights that were updated after it. Groups whose state ``plan`` keeps on the device do without
+    transfers and host updates. ``model_flops`` are of the whole step; None takes those of the least
+    functions of all blocks.
+    """
+    there = [g for g in work.contributions if plan is None or plan.groups[g].state != "device"]
+    trained = [work.groups[g] for g in there]
+    size, moved = sum(g.nbytes for g in trained), sum(g.update_bytes for g in trained)
+    normed = 4 * sum(g.elements for g in trained) * mode.keeps_gradients
+    flops = least_flops(work) * mode.micro_batches if model_flops is None else model_flops
+    host = machine.host_bandwidth if machine.shared_memory else float("inf")
+    compute, memory = flops / machine.flops, (2 * size + moved + normed) / host
+    down, up = size / machine.h2d_bandwidth, size / machine.d2h_bandwidth
+    adam = moved / machine.host_bandwidth
+
+    def bound(seconds: float, binding: str) -> Bound:
+        return Bound(compute, down, up, adam, memory, seconds, binding)
+
+    if machine.shared_cores:
+        return _sharing_cores(bound(0.0, ""), machine)
+    if not mode.keeps_gradients:
+        every = {"compute": compute, "weights down": down, "gradients up": up, "host Adam": adam,
+                 "host memory": memory}  # fmt: skip
+        binding = max(every, key=lambda t: every[t])
+        return bound(every[binding], binding)
+    first = {"backward": _BACKWARD * compute, "gradients up": up, "host memory": (size + normed) / host}
+    then = {"forward": (1 - _BACKWARD) * compute, "host Adam": adam, "weights down": down,
+            "host memory": (size + moved) / host}  # fmt: skip
+    a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
+    return bound(first[a] + then[b], f"{a}, then {b}")
+
+
+def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
+    """Where compute takes all cores, a copy one and an update half of them, their shares add up."""
+    copy, update = 1 / machine.cores, max(1, machine.cores // 2) / machine.cores
+    seconds = bound.compute + copy * (bound.down + bound.up) + update * bound.adam
+    return Bound(bound.compute, bound.down, bound.up, bound.adam, bound.memory,
+                 max(seconds, bound.down, bound.up, bound.adam),
+                 "compute, copies and Adam share the cores")  # fmt: skip
+
+
+def least_flops(work: Workload) -> float:
+    """FLOPs of one micro-batch's forward and backward, nothing computed twice."""
+    return sum(
+        min(
+            c.forward.flops + sum(call.flops for call in (c.recompute, c.backward) if call is not None)
+            for c in block.choices
+        )
+        for block in work.blocks
+    )
