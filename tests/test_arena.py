@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,25 +80,36 @@ def test_a_mapping_that_the_system_refuses_is_said_in_a_sentence() -> None:
 
 
 def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, tmp_path) -> None:
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[int, ...]] = []
 
-    class Library:
-        def __init__(self, _: str) -> None:
-            self.numa_interleave_memory = lambda a, n, nodes: calls.append((a.value, n.value))
-
-        def numa_available(self) -> int:
-            return 0
+    def call(number: int, address: int, nbytes: int, mode: int, mask: int, bits: int, flags: int) -> int:
+        words = (ctypes.c_ulong * (bits // 64)).from_address(mask)
+        calls.append((number, address, nbytes, mode, *words, flags))
+        return 0
 
     nodes = tmp_path / "online"
     monkeypatch.setattr(arena, "_NODES", nodes)
-    monkeypatch.setattr(arena.ctypes.util, "find_library", lambda _: "libnuma.so.1")
-    monkeypatch.setattr(arena, "_load_numa", lambda name: (Library(name), None))
-    nodes.write_text("0\n")
-    HostArena(ALIGNMENT)
+    monkeypatch.setattr(arena, "_system_call", call)
+    monkeypatch.setattr(arena.platform, "machine", lambda: "x86_64")
+    for alone in ("0\n", "\n"):
+        nodes.write_text(alone)
+        HostArena(ALIGNMENT)
     assert not calls
-    nodes.write_text("0-1\n")
+    nodes.write_text("0-1,66\n")
     whole = HostArena(3 * ALIGNMENT)
-    assert calls == [(whole.address, 3 * ALIGNMENT)]
+    assert calls == [(237, whole.address, 3 * ALIGNMENT, 3, 0b11, 0b100, 0)]
+
+
+def test_the_kernel_interleaves_what_it_was_told_to() -> None:
+    maps, number = Path("/proc/self/numa_maps"), arena._MBIND.get(arena.platform.machine())
+    if number is None or not maps.exists():
+        pytest.skip("no NUMA here")
+    whole, mask = HostArena(ALIGNMENT), ctypes.c_ulong(1)
+    call = (number, whole.address, whole.nbytes, arena._MPOL_INTERLEAVE, ctypes.addressof(mask), 65, 0)
+    if arena._system_call(*call):
+        pytest.skip("the call is not allowed here")
+    (line,) = [x for x in maps.read_text().splitlines() if x.startswith(f"{whole.address:x} ")]
+    assert line.split()[1].startswith("interleave")
 
 
 @pytest.mark.parametrize(

@@ -166,17 +166,11 @@ def _check_blocks(
 ) -> None:
     """Codes can be taken apart between blocks only."""
     (group, parameter), coding = owner, CODINGS.get(form)
-    if (
-        coding is None
-        or not group.trainable
-        or (len(parts) == 1 and parts[0].ends and parts[0].start == parts[0].to == 0)
-    ):
+    if coding is None or not group.trainable:
         return
     coded = is_coded(parameter.numel, form)
     for part in parts:
-        between = all(x % coding.block == 0 for x in (part.start, part.to)) and (
-            part.ends or part.count % coding.block == 0
-        )
+        between = part.ends or part.count % coding.block == 0  # then the next part begins with a block too
         if is_coded(prod(saved[part.saved]["shape"]), form) != coded or (coded and not between):
             raise MegacompileError(
                 f"{folder} holds {part.saved} where this program has {parameter.name}, and {form} moments "
