@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from tests.zoo import Case
 
 GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of a gradient's scale
 FUSED = {torch.float32: 5e-4, torch.bfloat16: 1e-2}
+DEVIATIONS = 4  # of eager's own errors, where they are a matter of chance: thousands of tensors are compared
 
 
 @dataclass
@@ -236,11 +238,9 @@ class _Judge:
             error = float((ours - reference).abs().max())
             slack = 10 * torch.finfo(self.dtype).eps * whole if rounding else tolerance * scale + noise
             theirs = float((plain - reference).abs().max())
-            if not error <= theirs + slack:
-                others = [
-                    float((n[name] - reference).abs().max()) for n in self.eager.neighbours if name in n
-                ]
-                theirs = max([theirs, *others])
+            if not error <= theirs + slack and self.eager.neighbours:
+                draws = [theirs, *(float((n[name] - reference).abs().max()) for n in self.eager.neighbours)]
+                theirs = max(*draws, statistics.mean(draws) + DEVIATIONS * statistics.stdev(draws))
                 self.verdict.by_chance = True
             if not error <= theirs + slack:
                 raise WrongError(
