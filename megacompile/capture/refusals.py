@@ -14,6 +14,9 @@ from torch.export.graph_signature import InputKind
 from megacompile.capture.captured import module_path
 from megacompile.errors import CaptureError
 
+_AS_TORCH_WOULD = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
+"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
+
 
 @contextlib.contextmanager
 def no_own_gradients() -> Iterator[None]:
@@ -21,11 +24,12 @@ def no_own_gradients() -> Iterator[None]:
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.__module__.startswith("torch.") and "checkpoint" not in function.__module__:
+        name = f"{function.__module__}.{function.__name__}"
+        torchs = function.__module__.startswith("torch.") and "checkpoint" not in function.__module__
+        if torchs or name in _AS_TORCH_WOULD:
             return apply(function, *args, **kwargs)
         raise CaptureError(
-            f"The forward calls {function.__module__}.{function.__name__}, a torch.autograd.Function, whose "
-            "own gradient would be lost: "
+            f"The forward calls {name}, a torch.autograd.Function, whose own gradient would be lost: "
             + (
                 "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
                 if "checkpoint" in function.__module__

@@ -17,6 +17,7 @@ FP32 = (
     "one block called 4 times",
     "T5, padded",  # the encoder's output read by all decoder blocks
     "gpt_oss, left-padded",  # sinks, sliding windows, rows without keys
+    "bloom",  # an autograd.Function that says what torch would
     "deepseek_v32",  # latent and sparse attention
 )
 BF16 = ("mixtral, experts without tokens", "mamba", "llama, packed")
