@@ -159,6 +159,8 @@ class RowTile:
 
 
 MAX_ROW = 32768
+ROW_WIDTHS = tuple(1 << n for n in range(6, 16))
+"""A width for each tile of whole rows, up to MAX_ROW."""
 
 
 def row_tile(columns: int, per_thread: int = 16) -> RowTile:

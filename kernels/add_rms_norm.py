@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import (
     MAX_ROW,
+    ROW_WIDTHS,
     AotCase,
     aot_cases,
     runs_triton,
@@ -132,4 +133,4 @@ def _aot() -> list[AotCase]:
         if width <= MAX_ROW_BACKWARD:
             backward_triton(x, x, total, x[0], rstd, 0.0, True)
 
-    return [(f"{n} bf16", partial(case, n)) for n in (4096, 8192, 16384)]
+    return [(f"{n} bf16", partial(case, n)) for n in ROW_WIDTHS]

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
@@ -51,11 +52,12 @@ WIDTH = re.compile(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
 
 @dataclass(frozen=True, order=True)
 class Resources:
-    """One row of the table."""
+    """One row of the table; ``variant`` counts the launches of a kernel that one case makes."""
 
     module: str
     case: str
     kernel: str
+    variant: int
     arch: int
     registers: int
     local: int
@@ -65,8 +67,8 @@ class Resources:
     store: int
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
-        return self.module, self.case, self.kernel, self.arch
+    def key(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.case, self.kernel, self.variant, self.arch
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Job:
     case: int
     launch: int
     name: str
+    variant: int
 
 
 def _record(registry: int, case: int, arch: int = 80) -> list[Launch]:
@@ -90,11 +93,13 @@ def jobs() -> list[Job]:
     found = []
     for registry, make in enumerate(AOT_CASES):
         for case, (name, _) in enumerate(make()):
-            seen = set()
+            seen: dict[str, set[str]] = defaultdict(set)
             for index, launch in enumerate(_record(registry, case)):
-                if (spec := repr(_specialise(launch))) not in seen:
-                    seen.add(spec)
-                    found.append(Job(registry, case, index, name))
+                spec = repr((_specialise(launch), launch.num_warps, launch.num_stages))
+                known = seen[launch.kernel.__name__]
+                if spec not in known:
+                    found.append(Job(registry, case, index, name, len(known)))
+                    known.add(spec)
     return found
 
 
@@ -159,9 +164,10 @@ def compile_job(job: Job, archs: Sequence[int]) -> list[Resources]:
         loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")
         rows.append(
             Resources(
-                module=launch.kernel.__module__.rpartition(".")[2],
+                module=AOT_CASES[job.registry].__module__.rpartition(".")[2],
                 case=job.name,
                 kernel=launch.kernel.__name__,
+                variant=job.variant,
                 arch=arch,
                 registers=registers,
                 local=local,

@@ -6,7 +6,7 @@ Tensors are addressed by the strides of batch, head and row; their last dimensio
 """
 
 from megacompile.kernels._triton import tl, triton
-from megacompile.kernels.cross_entropy import capped
+from megacompile.kernels.cross_entropy_tiles import capped
 
 
 @triton.jit

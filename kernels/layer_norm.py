@@ -17,6 +17,7 @@ from torch import Tensor
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     MAX_ROW,
+    ROW_WIDTHS,
     AotCase,
     accumulator,
     aot_cases,
@@ -305,4 +306,4 @@ def _aot() -> list[AotCase]:
         if width <= MAX_ROW_BACKWARD:
             backward_triton(x, x, x[0], True, mean, rstd)
 
-    return [(f"{n} bf16", partial(case, n)) for n in (128, 768, 4096, 8192, 16384, 32768)]
+    return [(f"{n} bf16", partial(case, n)) for n in (768, *ROW_WIDTHS)]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megacompile.kernels._rows import chunks
 from megacompile.kernels._triton import wide
-from megacompile.kernels.cross_entropy import Terms, accumulate, finish, gradient_, new_state
+from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
 
 WORKSPACE = 256 << 20
 STEP = 256

@@ -20,6 +20,7 @@ from torch import Tensor
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     MAX_ROW,
+    ROW_WIDTHS,
     AotCase,
     accumulator,
     aot_cases,
@@ -352,5 +353,5 @@ def _aot() -> list[AotCase]:
         if width <= MAX_ROW_BACKWARD:
             backward_triton(x, None, x, weight, rstd, 0.0, True)
 
-    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in (128, 4096, 8192, 16384, 32768)]
+    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in ROW_WIDTHS]
     return [*cases, ("4096 fp32", partial(case, 4096, torch.float32))]

@@ -135,11 +135,11 @@ def resources() -> str:
         "| kernel | case | " + " | ".join(f"sm_{chip}" for chip in chips) + " |",
         "|---|---|" + "---|" * len(chips),
     ]
-    cells: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    cells: dict[tuple[str, str, int, str], dict[int, str]] = defaultdict(dict)
     for row in read_table():
         spills = f", {row.local} B spilled" if row.local else ""
         text = f"{row.registers} regs, {row.shared / 1024:.0f} KiB, {row.load} B loads{spills}"
-        cells[row.kernel, row.case][row.arch] = text
-    for (kernel, case), found in cells.items():
+        cells[row.kernel, row.case, row.variant, row.module][row.arch] = text
+    for (kernel, case, *_), found in cells.items():
         lines.append(f"| {kernel} | {case} | " + " | ".join(found.get(chip, "") for chip in chips) + " |")
     return "\n".join(lines)

@@ -1,13 +1,21 @@
 """The ahead-of-time gate, in a process of its own: see ``megacompile/kernels/aot.py``."""
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
-from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults
+from megacompile import kernels
+from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile
+from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults, read_table
+
+attention, layer_norm, rms_norm = (
+    importlib.import_module(f"megacompile.kernels.{name}") for name in ("attention", "layer_norm", "rms_norm")
+)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's compiler")
 
@@ -20,11 +28,61 @@ def test_every_kernel_compiles_and_holds_its_resources() -> None:
     assert "0 faults" in done.stdout
 
 
+def recorded(arch: int) -> list[Launch]:
+    with recording(arch) as launches:
+        for make in AOT_CASES:
+            for _, call in make():
+                call()
+    return launches
+
+
+def test_every_kernel_stands_in_the_table_for_every_chip() -> None:
+    """A kernel that no case launches would be compiled on the user's machine for the first time."""
+    names = {
+        name
+        for module in pkgutil.iter_modules(kernels.__path__)
+        for name, found in vars(importlib.import_module(f"megacompile.kernels.{module.name}")).items()
+        if name.endswith("_kernel") and hasattr(found, "arg_names")
+    }
+    assert len(names) > 20
+    assert len({r.key for r in read_table()}) == len(read_table()), "a row that hides another one"
+    for arch in SHARED_LIMIT:
+        assert {r.kernel for r in read_table() if r.arch == arch} == names
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_every_tile_is_compiled(arch: int) -> None:
+    """All that the launchers' tables and functions of shape and chip can choose."""
+    launched = {
+        (x.kernel.__name__, x.constants.get("BLOCK_M"), x.constants.get("BLOCK_N"), x.num_warps, x.num_stages)
+        for x in recorded(arch)
+    }
+    tiles = attention.ROOMY if arch in (90, 100) else attention.TILES
+    name = {"forward": "forward", "q": "backward_q", "kv": "backward_kv"}
+    wanted = {
+        (f"attention_{name[k]}_kernel", t.block_m, t.block_n, t.num_warps, t.num_stages)
+        for k, row in tiles.items()
+        for t in row
+    }
+    for columns in range(33, MAX_ROW + 1, 31):
+        for kernel, most, per_thread in (
+            ("rms_norm_forward_kernel", MAX_ROW, 16),
+            ("rms_norm_backward_kernel", rms_norm.MAX_ROW_BACKWARD, 16),
+            ("layer_norm_forward_kernel", MAX_ROW, 16),
+            ("layer_norm_backward_kernel", layer_norm.MAX_ROW_BACKWARD, 8),
+        ):
+            tile = row_tile(columns, per_thread)
+            if columns <= most:
+                wanted.add((kernel, tile.block_m, tile.block_n, tile.num_warps, 3))
+    assert not wanted - launched
+
+
 def row(**changed: object) -> Resources:
     values = {
         "module": "m",
         "case": "c",
         "kernel": "k",
+        "variant": 0,
         "arch": 90,
         "registers": 64,
         "local": 0,
