@@ -1,6 +1,6 @@
 """Predicted beside measured step times on the CPU backend.
 
-    python -m benchmarks.predicted [--repeats 7]
+    python -m benchmarks.predicted [--repeats 7] [--kinds]
 
 For each model and budget: block functions are timed once (:mod:`megacompile.bench.calibrate`), the step
 that the program runs is simulated on this CPU as measured just now, and then the program trains. Medians; the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from torch import nn
 import megacompile
 from benchmarks.report import machine_line
 from megacompile.bench.calibrate import calibrated
+from megacompile.machine.measured import compare, comparison_table
 from megacompile.machine.rates import this_cpu
 from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
+from megacompile.search.least import infeasible
 
 
 def _decoder(kind: str, **fields: Any) -> Callable[[], nn.Module]:
@@ -47,16 +50,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and tokens
     "llama, 24 layers of 256": (
         _decoder("llama", hidden_size=256, intermediate_size=704, num_hidden_layers=24), 512),
 }  # fmt: skip
-BUDGETS = (0.0, 0.2, 0.5, 1.0)  # between the least and what holds everything
+_PARTS = (0.0, 0.2, 0.5, 1.0)  # of the way from the least budget to what holds everything
 
 
-def measure(name: str, part: float, clip: bool, repeats: int) -> tuple[int, float, float]:
-    """(budget, predicted seconds, measured seconds) of one model and budget."""
-    build, tokens = MODELS[name]
-    torch.manual_seed(0)
-    ids = torch.randint(0, 4096, (1, tokens))
-    batch = {"input_ids": ids, "labels": ids}
-    budget = _budget(build, batch, part)
+def measure(name: str, budget: int, clip: bool, repeats: int) -> tuple[float, float, str]:
+    """(predicted seconds, measured seconds, both by kind of operation) of one model and budget."""
+    build, batch = _setup(name)
     program = megacompile.compile(
         build(), f"{budget}B", compute_dtype=torch.float32, max_grad_norm=1.0 if clip else None
     )
@@ -64,26 +63,36 @@ def measure(name: str, part: float, clip: bool, repeats: int) -> tuple[int, floa
     scheduled = program._scheduled()
     work = calibrated(scheduled.compiled)
     step = lower(work, program.plan, scheduled.mode)
-    predicted = simulate(step, this_cpu(torch.float32)).step_seconds
+    timeline = simulate(step, this_cpu(torch.float32))
     seconds = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
         program.train_step(batch)
         seconds.append(time.perf_counter() - start)
+    measured = program.schedule.measured
+    by_kind = comparison_table(compare(step, timeline, measured)) if measured is not None else ""
     program.close()
-    return budget, predicted, statistics.median(seconds[2:])
+    return timeline.step_seconds, statistics.median(seconds[2:]), by_kind
 
 
-def _budget(build: Callable[[], nn.Module], batch: dict[str, Any], part: float) -> int:
-    with torch.device("meta"):
-        model = build()
-    try:
-        megacompile.compile(model, "1B", compute_dtype=torch.float32, example_batch=batch)
-    except megacompile.BudgetError as error:
-        assert error.least_bytes is not None
-        weights = sum(p.nbytes for p in model.parameters())
-        return int(error.least_bytes + part * 2.5 * weights)
-    raise AssertionError("a step fits in one byte")
+def budgets(name: str) -> list[int]:
+    """Budgets from the least, with no weight cut, to one that holds everything."""
+    build, batch = _setup(name)
+    program = megacompile.compile(build(), "4GB", compute_dtype=torch.float32)
+    program.prepare(batch)
+    scheduled = program._scheduled()
+    least = infeasible(scheduled.compiled.assembly.work, scheduled.mode, 1).least_bytes
+    assert least is not None
+    most = program.schedule.peak_bytes
+    program.close()
+    return [int(least + part * max(0, most - least)) for part in _PARTS]
+
+
+def _setup(name: str) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+    build, tokens = MODELS[name]
+    torch.manual_seed(0)
+    ids = torch.randint(0, 4096, (1, tokens))
+    return build, {"input_ids": ids, "labels": ids}
 
 
 def main() -> None:
@@ -91,18 +100,21 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--kinds", action="store_true", help="both times by kind of operation, to stderr")
     options = parser.parse_args()
     print(f"{machine_line()}\n\n| model | budget | clip | predicted | measured | off |")
     print("|---|--:|---|--:|--:|--:|")
     off = []
     for name in MODELS:
-        for number, part in enumerate(BUDGETS):
+        for number, budget in enumerate(budgets(name)):
             clip = bool(number % 2)
-            budget, predicted, measured = measure(name, part, clip, options.repeats)
+            predicted, measured, by_kind = measure(name, budget, clip, options.repeats)
             off.append(predicted / measured - 1)
             row = [name, f"{budget / 1e6:.0f} MB", "yes" if clip else "no", f"{predicted * 1e3:.0f} ms",
                    f"{measured * 1e3:.0f} ms", f"{off[-1]:+.0%}"]  # fmt: skip
             print(f"| {' | '.join(row)} |", flush=True)
+            if options.kinds:
+                print(by_kind, file=sys.stderr, flush=True)
     within = sum(abs(x) <= 0.15 for x in off)
     print(f"\nwithin 15 %: {within} of {len(off)}; median {statistics.median(map(abs, off)):.0%}, "
           f"worst {max(map(abs, off)):.0%}")  # fmt: skip

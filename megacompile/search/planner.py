@@ -31,6 +31,7 @@ from megacompile.units import format_bytes
 
 _STARTS, _LIMIT = 50_000, 100_000  # operations lowered before local search begins, and in all
 _EVALUATIONS = 300  # where steps are short
+_FEW = 4  # blocks
 _CORRECTIONS = 6  # solutions of the linear program per start
 _BETTER = 1 - 1e-9
 _CLOSE = 1.003  # to the goal: no more to be looked for
@@ -155,6 +156,7 @@ class _Search:
             self.score(replace(plan, workload=""))
         self._mixtures()
         self._fixed()
+        self._few_blocks()
         if self.best is None:
             for plan in least_plans(self.work, self.mode):
                 self.score(plan)
@@ -250,6 +252,29 @@ class _Search:
         if self.mode.kind == "train":
             for plan in rivals(self.work, self.mode, self.machine, self.budget_bytes):
                 self.score(plan)
+
+    def _few_blocks(self) -> None:
+        """Where counts are too coarse: keep everything, then step by step what lowers the peak most."""
+        if len(self.work.blocks) > _FEW or self.mode.kind in ("evaluate", "update"):
+            return
+        for shape in shapes(self.mode):
+            plan = uniform(self.work, shape, CHOICES[0], "device", "stream")
+            _, peak, fits = self.measure(plan)
+            while not fits:
+                lower = [(self.measure(p)[1:], p) for p in self._keeping_less(plan)]
+                (least, fits), plan = min(lower, key=lambda found: found[0][0], default=((peak, False), plan))
+                if least >= peak:
+                    break
+                peak = least
+            if fits:
+                self.score(plan)
+
+    def _keeping_less(self, plan: Plan) -> Iterator[Plan]:
+        for b, now in enumerate(plan.blocks):
+            for choice in CHOICES[CHOICES.index(now.choice) + 1 :]:
+                yield replace(
+                    plan, blocks=(*plan.blocks[:b], replace(now, choice=choice), *plan.blocks[b + 1 :])
+                )
 
     # ---- local search -------------------------------------------------------------------------------
 
