@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,38 @@ def test_checkpoints_pass_between_ram_and_storage(tmp_path: Path) -> None:
     losses, state = trained(again)
     assert losses == expected[0]
     assert all(torch.equal(state[n], expected[1][n]) for n in state)
+
+
+MEASURE = """
+import gc, sys, torch, megacompile
+from benchmarks.bytes_per_parameter import WIDTH, Tower
+from megacompile.host.arena import resident_bytes, resident_peak_bytes, trim_heap
+
+def trained(layers, **options):
+    with torch.device("meta"):
+        model = Tower(layers)
+    program = megacompile.compile(
+        model, "20MB", optimizer=torch.optim.AdamW(model.parameters()), kernels=None,
+        weights=lambda name: torch.full((WIDTH, WIDTH), 0.01), **options)
+    for _ in range(2):
+        program.train_step(torch.ones(4, WIDTH).bfloat16())
+    program.wait()
+    return program
+
+trained(2).close()  # what a process needs besides any model
+gc.collect()
+trim_heap()
+before = resident_bytes()
+program = trained(12, host_budget="70MB", offload_dir=sys.argv[1])
+peak = resident_peak_bytes() - before  # before program.memory times the machine, for the drive's endurance
+print(peak, program.memory.device_peak_bytes)
+"""
+
+
+def test_the_process_stays_within_host_budget(tmp_path: Path) -> None:
+    """151 MB of state; resident memory is measured, less the emulated device's, which is host memory too."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    peak, device = map(int, output.split())
+    assert 0 < peak - device <= 1.05 * 70_000_000
