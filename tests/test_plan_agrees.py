@@ -60,7 +60,7 @@ def agree(predicted: Prediction | None, program: megacompile.Program) -> None:
 
 @pytest.mark.parametrize(("tied", "clip"), [(True, True), (False, False)])
 def test_a_large_vocabulary_is_cut_alike(monkeypatch: pytest.MonkeyPatch, tied: bool, clip: bool) -> None:
-    for module in ("tile_cuts", "tile_choice"):
+    for module in ("tile.cuts", "search.tile_choice"):
         monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 16)
     given = config(4096, tied=tied)
     study = Study(build("llama", given), "bf16", lambda message: None)

@@ -179,7 +179,11 @@ def _bound(shown: Prediction) -> str:
         "What a step must do at least, each by itself\n"
         f"  model FLOPs {_seconds(b.compute)}; weights down {_seconds(b.down)}; gradients up "
         f"{_seconds(b.up)}; host Adam {_seconds(b.adam)}"
-        + (f"; all of it through host memory {_seconds(b.memory)}" if b.memory else "")
+        + (
+            f"\n  all that copies and updates move through host memory {_seconds(b.memory)}"
+            if b.memory
+            else ""
+        )
     )
 
 
