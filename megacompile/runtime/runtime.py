@@ -111,13 +111,29 @@ class Runtime:
         self.resident.landed.clear()
 
     def _prepare(self, program: BoundStep) -> None:
-        if not self.resident.settled(program.step):
+        if self.resident.settled(program.step):
+            self.resident.prepare(program.step)
+        else:
             self.finish()
-            self.resident.move(program.step)
-        self.resident.prepare(program.step)
+            self._move(program)
         constants = self.device.prepare(program.step, program.constants)
         self._blocks.begin(program, self._inputs, constants)
         self.buffers.prepare(program.step, self.finish)
+
+    def _move(self, program: BoundStep) -> None:
+        """At rest: state to where a step wants it, and with it the FP32 gradients that wait for an update."""
+        stays, landed = set(program.step.resident), self.resident.landed
+        gone, coming = landed - stays, self._landed & stays
+        carried = {group: self.resident.gradient(group, ("dgrad",)).cpu() for group in gone}
+        self.resident.move(program.step)
+        self.resident.landed = (landed - gone) | coming
+        self._landed = (self._landed - coming) | gone
+        self.resident.prepare(program.step)
+        for group, gradient in carried.items():
+            self.buffers.gradient(program, group, ("hgrad", group)).copy_(gradient)
+        for group in coming:
+            waiting = self.buffers.gradients[group][: 4 * program.assembly.groups[group].elements]
+            self.resident.gradient(group, ("dgrad",)).copy_(waiting.view(torch.float32))
 
     def _abandon(self, error: BaseException) -> None:
         """After an exception: let the queues run dry and forget everything on the device.
