@@ -174,3 +174,21 @@ def test_the_choice_follows_time() -> None:
     slow = replace(machine, memory_bandwidth=1e6)
     assert reside(best, work, mode, slow, 10**6, None) is best
     assert resident_plan(found.plan, (0,)) == found.plan
+
+
+def test_gradients_that_wait_move_with_the_state() -> None:
+    """Micro-batches of two lengths, whose programs keep different groups on the device."""
+    model, short, long = build("plain"), batch_for("plain", size=4), batch_for("plain", size=16)
+    probe = compiled(copy.deepcopy(model), "1GB")
+    probe.forward_backward(short)
+    tight = compiled(copy.deepcopy(model), f"{probe.memory.predicted_peak_bytes}B")
+    wide = compiled(copy.deepcopy(model), "1GB")
+    for batches in ([short, long], [long, short, long], [short, long, short]):
+        losses = [float(p.train_step(batches).loss) for p in (tight, wide)]
+        assert losses[0] == losses[1]
+    plans = [s.planned.step.resident for s in tight._compiler._scheduled.values()]
+    assert len({len(r) for r in plans}) > 1
+    first, second = tight.state_dict(), wide.state_dict()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    for program in (probe, tight, wide):
+        program.close()
