@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megacompile.compiler import Compiled
 from megacompile.differentiate.joint import Ref
+from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, Option, load_functions
 from megacompile.partition.blocks import Template
 from megacompile.plan.workload import BlockWork, Call, Choice, Workload
@@ -79,7 +80,7 @@ class _Timer:
         return values
 
     def _call(self, function: BlockFunction, values: dict[Ref, Any]) -> list[Any]:
-        with torch.no_grad():
+        with StorageMeter(), torch.no_grad():  # as the CPU backend runs it: counting takes time too
             return self.loaded[function.name]([values[ref] for ref in function.inputs])
 
     def _seconds(self, function: BlockFunction, values: dict[Ref, Any]) -> float:
