@@ -27,6 +27,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import check_settings, hypers, restore_settings, settings_of
 from megacompile.host.state import HostState, Weights
 from megacompile.machine.measured import align
+from megacompile.machine.rates import Machine
 from megacompile.plan.plan import Mode, Plan
 from megacompile.runtime import ownership
 from megacompile.runtime.device import Device
@@ -247,10 +248,13 @@ class Program:
 
         Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
         """
+        return self._schedule_on(self._compiler.measured_machine)
+
+    def _schedule_on(self, machine: Machine) -> Schedule:
         scheduled = self._scheduled()
         step, trace = self._runtime.traces[-1] if self._runtime and self._runtime.traces else (None, [])
         ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
-        return self._compiler.schedule_of(scheduled, self._compiler.measured_machine, ran)
+        return self._compiler.schedule_of(scheduled, machine, ran)
 
     @property
     def fusions(self) -> Fusions:
@@ -276,7 +280,7 @@ class Program:
             host_budget_bytes=self._settings.host_budget_bytes,
             resident_peak_bytes=resident_peak_bytes(),
             storage_bytes=offload.storage.nbytes if offload else 0,
-            traffic=self.schedule.traffic if offload else "",
+            traffic=self._schedule_on(self._compiler.machine).traffic if offload else "",
         )
 
     def __getstate__(self) -> Any:

@@ -137,7 +137,8 @@ class Schedule:
     @property
     def traffic(self) -> str:
         """What a step moves over NVMe and what that does to the drive; "" where nothing is there."""
-        return describe_traffic(self.step, self.predicted_seconds)
+        seconds = self.measured.step_seconds if self.measured else self.predicted_seconds
+        return describe_traffic(self.step, seconds)
 
     def __str__(self) -> str:
         busy = ", ".join(f"{s} {self.timeline.busy[s]:.3f} s" for s in STREAMS if self.timeline.busy[s])
