@@ -19,10 +19,12 @@ from megacompile.compiler import Compiled
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, Option, load_functions
+from megacompile.host.arena import trim_heap
 from megacompile.partition.blocks import Template
 from megacompile.plan.workload import BlockWork, Call, Choice, Workload
 
 _CPU = torch.device("cpu")
+_CACHES = 64 << 20  # bytes that no cache near a core holds
 
 
 def calibrated(compiled: Compiled, repeats: int = 5) -> Workload:
@@ -51,6 +53,7 @@ class _Timer:
 
     def __init__(self, template: Template, functions: DifferentiatedTemplate, repeats: int) -> None:
         self.template, self.functions, self.repeats = template, functions, repeats
+        self.others = torch.zeros(_CACHES // 4)
         self.inputs = [_made_up(t) for t in template.examples]
         self.loaded: dict[str, Callable[[list[Any]], list[Any]]] = {}
         for function in functions.functions():
@@ -84,11 +87,13 @@ class _Timer:
             return self.loaded[function.name]([values[ref] for ref in function.inputs])
 
     def _seconds(self, function: BlockFunction, values: dict[Ref, Any]) -> float:
-        self._call(function, values)
-        found = []
+        """As in a step: inputs that other blocks have driven out of the caches, results in fresh memory."""
+        kept, found = [self._call(function, values)], []
+        trim_heap()
         for _ in range(self.repeats):
+            self.others.add_(1.0)
             start = time.perf_counter()
-            self._call(function, values)
+            kept.append(self._call(function, values))
             found.append(time.perf_counter() - start)
         return statistics.median(found)
 

@@ -48,9 +48,13 @@ def shared_times(
             cores += draws[index][0]
             memory += draws[index][1]
         slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
+        computing = {i for i in running if ops[i % len(ops)].stream == "compute"}
+        together = machine.beside if 0 < len(computing) < len(running) else (1.0, 1.0)
         pace = {
-            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running
-        }
+            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0,
+                   together[0] if i in computing else together[1])
+            for i in running
+        }  # fmt: skip
         passed = min(left * pace[i] for i, left in running.items())
         now += passed
         for index in list(running):

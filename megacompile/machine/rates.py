@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,8 +17,10 @@ class Machine:
 
     ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
     ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
-    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half). The drive's
-    rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme`` measured one.
+    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half); ``beside``
+    then says how many times longer compute takes beside another stream, and the other beside compute.
+    The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
+    measured one.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Machine:
     shared_cores: bool = False
     shared_memory: bool = False
     cores: int = 2
+    beside: tuple[float, float] = (1.0, 1.0)
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
 
@@ -67,7 +72,50 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         copy_seconds=20e-6,
         shared_cores=True,
         cores=max(2, cores),
+        beside=_beside(),
     )
+
+
+def _beside() -> tuple[float, float]:
+    """How many times longer products take beside copies, and copies beside products, on this CPU.
+
+    More than their shares of the cores say: a product waits at each barrier for the thread that shares its
+    core with the copy.
+    """
+    a, b = torch.randn(512, 512), torch.randn(512, 512)
+    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
+    threads = torch.get_num_threads()
+    product = _mean(lambda: a @ b, 200)
+    copy, products = _mean_beside(lambda: target.copy_(source), lambda: a @ b)
+    alone = source.nbytes / copy_bandwidth()
+    torch.set_num_threads(threads)  # the copying thread's count was taken for all that start later
+    return max(1.0, products / product), max(1.0, copy / alone)
+
+
+def _mean_beside(other: Callable[[], object], run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of ``other``, again and again on a thread of its own, and of ``run`` meanwhile."""
+    times: list[float] = []
+    done = threading.Event()
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        while not (times and done.is_set()):
+            times.append(_mean(other, 1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    meanwhile = _mean(run, 200)
+    done.set()
+    thread.join()
+    return sum(times) / len(times), meanwhile
+
+
+def _mean(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of one run; a mean, since what waits for a core waits rarely and long."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats
 
 
 def copy_bandwidth(elements: int = 4 << 20) -> float:
