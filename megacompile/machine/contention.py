@@ -49,7 +49,8 @@ def shared_times(
             memory += draws[index][1]
         slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
         computing = {i for i in running if ops[i % len(ops)].stream == "compute"}
-        together = machine.beside if 0 < len(computing) < len(running) else (1.0, 1.0)
+        shared = 0 < len(computing) < len(running)
+        together = (machine.compute_beside, machine.others_beside) if shared else (1.0, 1.0)
         pace = {
             i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0,
                    together[0] if i in computing else together[1])

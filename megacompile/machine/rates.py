@@ -17,8 +17,9 @@ class Machine:
 
     ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
     ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
-    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half); ``beside``
-    then says how many times longer compute takes beside another stream, and the other beside compute.
+    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half);
+    ``compute_beside`` says how many times longer compute then takes beside another stream,
+    ``others_beside`` how many times longer the other does.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -34,7 +35,8 @@ class Machine:
     shared_cores: bool = False
     shared_memory: bool = False
     cores: int = 2
-    beside: tuple[float, float] = (1.0, 1.0)
+    compute_beside: float = 1.0
+    others_beside: float = 1.0
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
 
@@ -61,6 +63,7 @@ def this_cpu(dtype: torch.dtype) -> Machine:
     source, target = torch.ones(4 << 20), torch.ones(4 << 20)
     elementwise = _fastest(lambda: source * target)
     copy = copy_bandwidth()
+    compute_beside, others_beside = _beside()
     return Machine(
         name="this CPU",
         flops=2 * size**3 / product,
@@ -72,7 +75,8 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         copy_seconds=20e-6,
         shared_cores=True,
         cores=max(2, cores),
-        beside=_beside(),
+        compute_beside=compute_beside,
+        others_beside=others_beside,
     )
 
 
