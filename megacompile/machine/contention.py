@@ -22,6 +22,7 @@ def shared_times(
     causes = _causes(ops, runs)
     draws = [_draws(op, t, machine) for op, t in zip(ops, seconds, strict=True)] * runs
     lengths = list(seconds) * runs
+    computes = [op.stream == "compute" for op in ops] * runs
     count = len(lengths)
     waiting = [len(c) for c in causes]
     effects: list[list[int]] = [[] for _ in range(count)]
@@ -48,14 +49,11 @@ def shared_times(
             cores += draws[index][0]
             memory += draws[index][1]
         slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
-        computing = {i for i in running if ops[i % len(ops)].stream == "compute"}
-        shared = 0 < len(computing) < len(running)
-        together = (machine.compute_beside, machine.others_beside) if shared else (1.0, 1.0)
         pace = {
-            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0,
-                   together[0] if i in computing else together[1])
-            for i in running
-        }  # fmt: skip
+            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running
+        }
+        if machine.shared_cores:
+            _slow_each_other(pace, computes, machine)
         passed = min(left * pace[i] for i, left in running.items())
         now += passed
         for index in list(running):
@@ -65,6 +63,13 @@ def shared_times(
                 ends[index] = now
                 _release(index, effects, waiting, ready)
     return starts, ends
+
+
+def _slow_each_other(pace: dict[int, float], computes: Sequence[bool], machine: Machine) -> None:
+    """Raise the paces of compute and of what runs beside it to those that were measured together."""
+    if 0 < sum(computes[i] for i in pace) < len(pace):
+        for i in pace:
+            pace[i] = max(pace[i], machine.compute_beside if computes[i] else machine.others_beside)
 
 
 def _release(index: int, effects: list[list[int]], waiting: list[int], ready: list[int]) -> None:
