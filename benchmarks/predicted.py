@@ -2,10 +2,9 @@
 
     python -m benchmarks.predicted [--repeats 7] [--kinds]
 
-For each model and budget: block functions are timed once (:mod:`megacompile.bench.calibrate`), the step
-that the program runs is simulated on this CPU as measured just now, and then the program trains. Medians; the
-models run in turn. On a machine that others use as well, both sides suffer, but not at the same moment:
-take the ratios of a quiet run.
+For each model and budget: ``program.profile()`` times the block functions on this CPU and simulates the
+step that the program runs, and then the program trains. Medians; the models run in turn. On a machine that
+others use as well, both sides suffer, but not at the same moment: take the ratios of a quiet run.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.bench.calibrate import calibrated
 from megacompile.machine.measured import compare, comparison_table
-from megacompile.machine.rates import this_cpu
-from megacompile.machine.simulate import simulate
-from megacompile.passes import lower
 from megacompile.search.least import infeasible
 
 
@@ -60,19 +55,16 @@ def measure(name: str, budget: int, clip: bool, repeats: int) -> tuple[float, fl
         build(), f"{budget}B", compute_dtype=torch.float32, max_grad_norm=1.0 if clip else None
     )
     program.prepare(batch)
-    scheduled = program._scheduled()
-    work = calibrated(scheduled.compiled)
-    step = lower(work, program.plan, scheduled.mode)
-    timeline = simulate(step, this_cpu(torch.float32))
+    profiled = program.profile()
     seconds = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
         program.train_step(batch)
         seconds.append(time.perf_counter() - start)
     measured = program.schedule.measured
-    by_kind = comparison_table(compare(step, timeline, measured)) if measured is not None else ""
+    rows = compare(profiled.step, profiled.timeline, measured) if measured is not None else []
     program.close()
-    return timeline.step_seconds, statistics.median(seconds[2:]), by_kind
+    return profiled.predicted_seconds, statistics.median(seconds[2:]), comparison_table(rows)
 
 
 def budgets(name: str) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.bench.calibrate import calibrated
 from megacompile.capture.batch import Batch, bucketed, check_signature, micro_weights, pad_batch, read_batch
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
@@ -255,6 +256,21 @@ class Program:
         step, trace = self._runtime.traces[-1] if self._runtime and self._runtime.traces else (None, [])
         ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
         return self._compiler.schedule_of(scheduled, machine, ran)
+
+    def profile(self) -> Schedule:
+        """The schedule with times predicted from each block function's own, measured now on the CPU backend.
+
+        Takes some runs of every function on made-up values. What ``schedule`` predicts comes from
+        rates and is farther off.
+        """
+        self.wait()
+        schedule = self.schedule
+        if not schedule.machine.shared_cores:
+            raise ProgramError(
+                "program.profile() is for the CPU backend: on a GPU, run `megacompile profile` instead."
+            )
+        work, machine = calibrated(self._scheduled().compiled, schedule.machine)
+        return replace(schedule, work=work, machine=machine)
 
     @property
     def fusions(self) -> Fusions:

@@ -1,7 +1,8 @@
 """Calibrate: the seconds of each block function, measured on this machine, in place of FLOPs over a rate.
 
-In: a compiled batch on the CPU backend. Out: its workload with ``seconds`` in every call. Each function of
-each template runs on made-up values of the right shapes; blocks that share a template share its times.
+In: a compiled batch on the CPU backend. Out: its workload with ``seconds`` in every call, and how much
+slower its functions are beside a copy. Each function of each template runs on made-up values of the right
+shapes; blocks that share a template share its times.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, Option, load_functions
 from megacompile.host.arena import trim_heap
+from megacompile.machine.rates import Machine, copies_beside
 from megacompile.partition.blocks import Template
 from megacompile.plan.workload import BlockWork, Call, Choice, Workload
 
@@ -27,12 +29,19 @@ _CPU = torch.device("cpu")
 _CACHES = 64 << 20  # bytes that no cache near a core holds
 
 
-def calibrated(compiled: Compiled, repeats: int = 5) -> Workload:
-    """The workload with measured seconds; medians of ``repeats`` runs of each function."""
-    times = {t.index: _Timer(p, t, repeats).run() for p, t in zip(compiled.part.templates, compiled.templates,
-                                                                  strict=True)}  # fmt: skip
-    work = compiled.assembly.work
-    return replace(work, blocks=tuple(_timed(b, times[b.template]) for b in work.blocks))
+def calibrated(compiled: Compiled, machine: Machine, repeats: int = 5) -> tuple[Workload, Machine]:
+    """The workload with measured seconds, and the machine with what these functions lose beside copies.
+
+    Medians of ``repeats`` runs of each function, alone and beside a thread that copies.
+    """
+    timers = [_Timer(p, t, repeats) for p, t in zip(compiled.part.templates, compiled.templates, strict=True)]
+    alone = [timer.run() for timer in timers]
+    with copies_beside() as slower:
+        beside = [timer.run() for timer in timers]
+    blocks = compiled.assembly.work.blocks
+    work = replace(compiled.assembly.work, blocks=tuple(_timed(b, alone[b.template]) for b in blocks))
+    total, together = (sum(sum(t[b.template].values()) for b in blocks) for t in (alone, beside))
+    return work, replace(machine, compute_beside=max(1.0, together / total), others_beside=slower())
 
 
 def _timed(block: BlockWork, times: dict[tuple[str, str], float]) -> BlockWork:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -87,31 +88,37 @@ def _beside() -> tuple[float, float]:
     core with the copy.
     """
     a, b = torch.randn(512, 512), torch.randn(512, 512)
-    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
-    threads = torch.get_num_threads()
     product = _mean(lambda: a @ b, 200)
-    copy, products = _mean_beside(lambda: target.copy_(source), lambda: a @ b)
+    with copies_beside() as slower:
+        products = _mean(lambda: a @ b, 200)
+    return max(1.0, products / product), slower()
+
+
+@contextmanager
+def copies_beside() -> Iterator[Callable[[], float]]:
+    """Copy on a thread of its own, as a transfer does, all the while.
+
+    Yields a function that says, when the copies are over, how many times longer than alone they took.
+    """
+    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
     alone = source.nbytes / copy_bandwidth()
-    torch.set_num_threads(threads)  # the copying thread's count was taken for all that start later
-    return max(1.0, products / product), max(1.0, copy / alone)
-
-
-def _mean_beside(other: Callable[[], object], run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of ``other``, again and again on a thread of its own, and of ``run`` meanwhile."""
+    threads = torch.get_num_threads()
     times: list[float] = []
     done = threading.Event()
 
     def work() -> None:
         torch.set_num_threads(1)
         while not (times and done.is_set()):
-            times.append(_mean(other, 1))
+            times.append(_mean(lambda: target.copy_(source), 1))
 
     thread = threading.Thread(target=work)
     thread.start()
-    meanwhile = _mean(run, 200)
-    done.set()
-    thread.join()
-    return sum(times) / len(times), meanwhile
+    try:
+        yield lambda: max(1.0, sum(times) / len(times) / alone)
+    finally:
+        done.set()
+        thread.join()
+        torch.set_num_threads(threads)  # the copying thread's count was taken for all that start later
 
 
 def _mean(run: Callable[[], object], repeats: int) -> float:
