@@ -6,26 +6,30 @@ First fit over stays in order of size finds the smallest slab in the common case
 
 from __future__ import annotations
 
+from bisect import bisect, insort
+
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 
 ALIGNMENT = 512
+_Place = tuple[int, int]  # offset and bytes
 
 
 def assign_slots(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Set ``offset`` of prefetches and evicts, the size of the slab, and the ring's buffers."""
-    stays = _stays(step.ops)
-    placed: list[tuple[int, int, int, int]] = []  # (start, end, offset, bytes)
+    stays = sorted(_stays(step.ops), key=lambda s: (-work.groups[s[2]].nbytes, s[0]))
+    places: dict[_Place, list[tuple[int, int]]] = {}  # by offset; per place its stays in order of time
     offsets: dict[int, int] = {}
-    for start, end, group in sorted(stays, key=lambda s: (-work.groups[s[2]].nbytes, s[0])):
+    for start, end, group in stays:
         nbytes = _aligned(work.groups[group].nbytes)
-        busy = sorted((o, b) for s, e, o, b in placed if s < end and start < e)
-        offset = _first_fit(busy, nbytes)
-        placed.append((start, end, offset, nbytes))
+        offset = _first_fit(places, start, end, nbytes)
+        if (offset, nbytes) not in places:
+            places = dict(sorted([*places.items(), ((offset, nbytes), [])]))
+        insort(places[offset, nbytes], (start, end))
         offsets[start] = offsets[end] = offset
     ops = tuple(op.with_(offset=offsets[i]) if i in offsets else op for i, op in enumerate(step.ops))
-    slab = max((offset + nbytes for _, _, offset, nbytes in placed), default=0)
+    slab = max((offset + nbytes for offset, nbytes in places), default=0)
     return step.with_(ops=ops, slab_bytes=slab, ring=_ring_bytes(step.ops, work))
 
 
@@ -41,12 +45,15 @@ def _stays(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
     return stays
 
 
-def _first_fit(busy: list[tuple[int, int]], nbytes: int) -> int:
+def _first_fit(places: dict[_Place, list[tuple[int, int]]], start: int, end: int, nbytes: int) -> int:
+    """The least offset that is free from ``start`` to ``end``; one place's stays never overlap."""
     offset = 0
-    for start, size in busy:
-        if start - offset >= nbytes:
+    for (begin, size), stays in places.items():
+        if begin - offset >= nbytes:
             break
-        offset = max(offset, start + size)
+        after = bisect(stays, (start, end))
+        if (after and stays[after - 1][1] > start) or (after < len(stays) and stays[after][0] < end):
+            offset = max(offset, begin + size)
     return offset
 
 

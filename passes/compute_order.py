@@ -63,7 +63,7 @@ class _Order:
         keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
             outputs.append(self._take(("saved", b, m), choice.saved_bytes))
-        op = _op("forward", b, m, choice, choice.forward, reads=(), writes=tuple(outputs))
+        op = _op("forward", b, m, choice, choice.forward, donates=(), writes=tuple(outputs))
         seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
@@ -84,13 +84,8 @@ class _Order:
             [self._take(("g", v, m), self.work.values[v].nbytes) for v in block.grad_values]
             + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
-        op = _op("backward", b, m, choice, choice.backward, reads=reads, writes=writes)
         self.ops.append(
-            op.with_(
-                donates=reads,
-                peak_bytes=op.peak_bytes + missing,
-                end_bytes=op.end_bytes + missing,
-            )
+            _op("backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing)
         )
 
 
@@ -101,9 +96,11 @@ def _op(
     choice: Choice,
     call: Call,
     *,
-    reads: tuple[Token, ...],
+    donates: tuple[Token, ...],
     writes: tuple[Token, ...],
+    extra: int = 0,
 ) -> Op:
+    """The operation of a block's function; ``extra`` bytes are its own beside those that were counted."""
     given: tuple[Token, ...] = tuple(("x", v, m) for v in call.reads)
     weights: tuple[Token, ...] = tuple(("w", g) for g in call.groups)
     return Op(
@@ -112,10 +109,11 @@ def _op(
         block=b,
         micro=m,
         choice=choice.name,
-        reads=given + weights + reads,
+        reads=given + weights + donates,
         writes=writes,
-        peak_bytes=call.peak_bytes,
-        end_bytes=call.end_bytes,
+        donates=donates,
+        peak_bytes=call.peak_bytes + extra,
+        end_bytes=call.end_bytes + extra,
         flops=call.flops,
         moved_bytes=call.moved_bytes,
         seconds=call.seconds,

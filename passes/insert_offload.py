@@ -15,7 +15,7 @@ from megacompile.step.operations import Op, Step, Token
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Insert offload, free, reload for each block whose stash was planned to wait on the host."""
-    if mode.kind in ("evaluate", "update"):
+    if mode.kind in ("evaluate", "update") or all(block.stash == "device" for block in plan.blocks):
         return step
     readers: dict[Token, list[int]] = defaultdict(list)
     for index, op in enumerate(step.ops):

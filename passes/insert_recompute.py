@@ -20,7 +20,7 @@ def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
                 token_bytes[saved] = choice.saved_bytes
                 ops.append(
                     _op("recompute", op.block, op.micro, choice, choice.recompute,
-                        reads=(), writes=(saved,))
+                        donates=(), writes=(saved,))
                 )  # fmt: skip
         ops.append(op)
     return step.with_(ops=tuple(ops), token_bytes=token_bytes)

@@ -7,22 +7,22 @@ away makes the step unsafe.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
 
 _Place = tuple[int, int]  # first byte and end of a slot
+_COMPUTE = STREAMS.index("compute")
 _STREAM = {stream: position for position, stream in enumerate(STREAMS)}
 
 
 def synchronize(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Add to ``waits`` the events of earlier operations that conflict with an operation."""
-    walker = _Walker()
-    items = [_Item(op) for op in step.ops]
+    numbers: dict[Token, int] = {}
+    items = [_Item(op, numbers) for op in step.ops]
+    walker = _Walker(len(numbers))
     for item in items:
         walker.visit(item)
     waits = [walker.visit(item) for item in items]
@@ -31,38 +31,46 @@ def synchronize(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
 
 
 class _Item:
-    """An operation with what both walks need of it."""
+    """An operation with what both walks need of it; tokens are numbered, as hashing them takes long."""
 
-    __slots__ = ("changed", "event", "op", "stream", "takes", "touched")
+    __slots__ = ("changed", "event", "fills", "leaves", "reads", "stream", "takes", "touched")
 
-    def __init__(self, op: Op) -> None:
-        self.op = op
+    def __init__(self, op: Op, numbers: dict[Token, int]) -> None:
         self.event = op.event
         self.stream = _STREAM[op.stream]
-        self.changed: tuple[Token, ...] = op.writes
+        self.reads = [numbers.setdefault(t, len(numbers)) for t in op.reads]
+        changed = op.writes
         if op.donates or op.frees:
-            self.changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
-        self.touched = op.reads + self.changed
+            changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
+        self.changed = [numbers.setdefault(t, len(numbers)) for t in changed]
+        self.touched = self.reads + self.changed
         self.takes = op.stream != "compute" and any(t[0] in DEVICE_TOKENS for t in op.writes)
+        place = (op.offset, op.offset + op.nbytes) if op.group >= 0 else None
+        self.fills = place if op.kind == "prefetch" else None
+        self.leaves = place if op.kind == "evict" else None
 
 
-@dataclass(slots=True)
 class _Visit:
-    """An item in one walk: the ``tick`` of its stream, and all that is over when it is over."""
+    """An item in one walk: the ``tick`` of its stream, and what of other streams is over when it starts."""
 
-    item: _Item
-    stream: int
-    tick: int
-    clock: tuple[int, ...]
+    __slots__ = ("clock", "item", "stream", "tick")
+
+    def __init__(self, item: _Item, tick: int, clock: tuple[int, ...]) -> None:
+        self.item, self.stream, self.tick, self.clock = item, item.stream, tick, clock
+
+    def known(self) -> tuple[int, ...]:
+        """Per stream the last tick that is over when this is."""
+        return (*self.clock[: self.stream], self.tick, *self.clock[self.stream + 1 :])
 
 
 class _Walker:
     """Follows all streams in program order with one clock entry per stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.ticks = [0] * len(STREAMS)
         self.clocks: list[tuple[int, ...]] = [(0,) * len(STREAMS) for _ in STREAMS]
-        self.writer: dict[Token, _Visit] = {}
-        self.readers: dict[Token, list[_Visit]] = defaultdict(list)
+        self.writer: list[_Visit | None] = [None] * tokens
+        self.readers: list[list[_Visit]] = [[] for _ in range(tokens)]
         self.stays: dict[_Place, _Visit] = {}  # the last evict from each place in the slab
         self.overlaps: dict[_Place, list[_Place]] = {}
         self.compute: _Visit | None = None
@@ -71,55 +79,55 @@ class _Walker:
         """Move past an operation; returns the events that it has to wait for."""
         stream = item.stream
         clock = self.clocks[stream]
-        waits: list[Event] = []
+        waits: tuple[Event, ...] = ()
         latest = self._conflicts(item, clock)
         if latest:
-            for other in sorted(latest.values(), key=_most_implied_first):
+            others = latest.values()
+            for other in sorted(others, key=_most_implied_first) if len(latest) > 1 else others:
                 if clock[other.stream] < other.tick:
-                    waits.append(other.item.event)
-                    clock = tuple(map(max, clock, other.clock))
-        tick = clock[stream] + 1
-        clock = (*clock[:stream], tick, *clock[stream + 1 :])
-        self.clocks[stream] = clock
-        self._record(_Visit(item, stream, tick, clock))
-        return tuple(waits)
+                    waits += (other.item.event,)
+                    clock = tuple(map(max, clock, other.known()))
+            self.clocks[stream] = clock
+        self.ticks[stream] += 1
+        self._record(item, _Visit(item, self.ticks[stream], clock))
+        return waits
 
     def _conflicts(self, item: _Item, clock: tuple[int, ...]) -> dict[int, _Visit]:
         """Per other stream the last operation that must be over before this; it implies those before."""
-        writer, readers = self.writer, self.readers
-        found = [writer[token] for token in item.touched if token in writer]
-        for token in item.changed:
-            found += readers[token]
-        if item.op.kind == "prefetch":
-            found += self._earlier_stays(item.op)
-        elif item.takes and self.compute is not None:
-            found.append(self.compute)  # the memory it takes may have been given back just before
+        writer, readers, stream = self.writer, self.readers, item.stream
         latest: dict[int, _Visit] = {}
-        for other in found:
-            there, tick = other.stream, other.tick
-            known = latest[there].tick if there in latest else clock[there]
-            if there != item.stream and known < tick:
-                latest[there] = other
+        for token in item.touched:
+            other = writer[token]
+            if other is not None and other.stream != stream and clock[other.stream] < other.tick:
+                _keep_last(latest, other)
+        for token in item.changed:
+            for other in readers[token]:
+                if other.stream != stream and clock[other.stream] < other.tick:
+                    _keep_last(latest, other)
+        if item.fills is not None:
+            for other in self._earlier_stays(item.fills):
+                if clock[other.stream] < other.tick:
+                    _keep_last(latest, other)
+        elif item.takes and self.compute is not None and clock[self.compute.stream] < self.compute.tick:
+            _keep_last(latest, self.compute)  # what it takes may have been given back just before
         return latest
 
-    def _earlier_stays(self, op: Op) -> Iterator[_Visit]:
-        """The last evict from each place in the slab that overlaps the one that ``op`` fills."""
-        place = (op.offset, op.offset + op.nbytes)
+    def _earlier_stays(self, place: _Place) -> Iterator[_Visit]:
+        """The last evict from each place in the slab that overlaps this one."""
         if place not in self.overlaps:
             self.overlaps[place] = [p for p in self.stays if p[0] < place[1] and place[0] < p[1]]
         return (self.stays[p] for p in self.overlaps[place])
 
-    def _record(self, visit: _Visit) -> None:
-        op = visit.item.op
-        for token in visit.item.changed:
+    def _record(self, item: _Item, visit: _Visit) -> None:
+        for token in item.changed:
             self.writer[token] = visit
             self.readers[token] = []
-        for token in op.reads:
+        for token in item.reads:
             self.readers[token].append(visit)
-        if op.stream == "compute":
+        if item.stream == _COMPUTE:
             self.compute = visit
-            if op.kind == "evict" and op.group >= 0:
-                self._end_stay((op.offset, op.offset + op.nbytes), visit)
+            if item.leaves is not None:
+                self._end_stay(item.leaves, visit)
 
     def _end_stay(self, place: _Place, visit: _Visit) -> None:
         if place not in self.stays:
@@ -129,5 +137,10 @@ class _Walker:
         self.stays[place] = visit
 
 
+def _keep_last(latest: dict[int, _Visit], visit: _Visit) -> None:
+    if visit.stream not in latest or latest[visit.stream].tick < visit.tick:
+        latest[visit.stream] = visit
+
+
 def _most_implied_first(visit: _Visit) -> tuple[int, int]:
-    return -sum(visit.clock), visit.stream
+    return -sum(visit.known()), visit.stream

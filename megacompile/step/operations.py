@@ -8,12 +8,11 @@ operation that writes it and given back by the one that lists it in ``frees``.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megacompile.plan.workload import Workload
 
@@ -52,9 +51,8 @@ Event = tuple[Any, ...]
 DEVICE_TOKENS = frozenset({"x", "saved", "g", "wg"})
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation.
+class Op(NamedTuple):
+    """One operation; a named tuple, as searches make a million and a frozen dataclass takes thrice as long.
 
     ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
@@ -100,12 +98,7 @@ class Op:
         return (self.kind, self.group) if self.group >= 0 else (self.kind,)
 
     def with_(self, **changes: object) -> Op:
-        values = dict(zip(_OP_FIELDS, _op_values(self), strict=True))
-        return Op(**(values | changes))  # twice as quick as dataclasses.replace; the search needs it
-
-
-_OP_FIELDS = tuple(f.name for f in fields(Op))
-_op_values = operator.attrgetter(*_OP_FIELDS)
+        return self._replace(**changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -162,22 +155,37 @@ def memory_curve(step: Step) -> list[tuple[int, int]]:
     come yet, and a reload that is late only makes the true number smaller. The bound is reached when
     no reload is late.
     """
-    fixed = step.slab_bytes + step.constant_bytes
-    alive: dict[Token, int] = {}
-    total = 0
+    sizes = step.token_bytes
+    alive: set[Token] = set()
+    total = step.slab_bytes + step.constant_bytes
     curve = []
     for index, op in enumerate(step.ops):
-        taken = {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
-        merged = max((b for t, b in taken.items() if t in alive), default=0)
-        fresh = {t: b for t, b in taken.items() if t not in alive}
-        given = sum(alive.pop(t, 0) for t in op.donates)
-        growth = sum(fresh.values()) - given
-        if op.stream == "compute" or taken:
+        fresh = []
+        growth = merged = 0
+        for token in op.writes:
+            if token[0] in DEVICE_TOKENS:
+                if token in alive:
+                    merged = max(merged, sizes[token])
+                else:
+                    fresh.append(token)
+                    growth += sizes[token]
+        growth -= _let_go(alive, op.donates, sizes)
+        if op.stream == "compute" or fresh or merged:
             high = max(op.peak_bytes, growth, op.end_bytes + merged if merged else 0)
-            curve.append((index, fixed + total + high))
-        alive |= fresh
-        total += growth - sum(alive.pop(t, 0) for t in op.frees)
+            curve.append((index, total + high))
+        alive.update(fresh)
+        total += growth - _let_go(alive, op.frees, sizes)
     return curve
+
+
+def _let_go(alive: set[Token], tokens: tuple[Token, ...], sizes: dict[Token, int]) -> int:
+    """Remove those of the tokens that are alive; returns their bytes."""
+    nbytes = 0
+    for token in tokens:
+        if token in alive:
+            alive.remove(token)
+            nbytes += sizes[token]
+    return nbytes
 
 
 def peak_bytes(step: Step) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -100,7 +99,7 @@ def offloaded() -> Step:
 def test_the_proof_finds_a_wait_that_the_step_lacks() -> None:
     step = offloaded()
     index = next(i for i, op in enumerate(step.ops) if op.kind == "prefetch" and op.waits)
-    ops = (*step.ops[:index], replace(step.ops[index], waits=()), *step.ops[index + 1 :])
+    ops = (*step.ops[:index], step.ops[index].with_(waits=()), *step.ops[index + 1 :])
     bad = step.with_(ops=ops)
     assert unordered(bad, record(bad, 0))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,8 +98,8 @@ simple = st.one_of(
 def _shifted(op: Op, by: int) -> Op:
     waits = tuple((e[0], e[1] + by) for e in op.waits)
     if op.kind == "forward":
-        return replace(op, block=op.block + by, waits=waits)
-    return replace(op, group=op.group + by, waits=waits)
+        return op.with_(block=op.block + by, waits=waits)
+    return op.with_(group=op.group + by, waits=waits)
 
 
 @settings(max_examples=200)

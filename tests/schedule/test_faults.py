@@ -34,7 +34,7 @@ def refuse(step: Step, work: Workload, *words: str) -> None:
 def without_wait(step: Step, index: int, event: Event) -> Step:
     op = step.ops[index]
     assert event in op.waits, op.waits
-    return with_op(step, index, replace(op, waits=tuple(e for e in op.waits if e != event)))
+    return with_op(step, index, op.with_(waits=tuple(e for e in op.waits if e != event)))
 
 
 def moved(step: Step, index: int, to: int) -> Step:
@@ -47,7 +47,7 @@ def moved(step: Step, index: int, to: int) -> Step:
 
 def waiting_again(step: Step) -> Step:
     """The step with new waits for its new order: no race is left, only what is wrong in itself."""
-    bare = step.with_(ops=tuple(replace(op, waits=()) for op in step.ops))
+    bare = step.with_(ops=tuple(op.with_(waits=()) for op in step.ops))
     return synchronize(bare, work=WORK, plan=uniform(WORK), mode=Mode("train"))
 
 
@@ -128,7 +128,7 @@ def test_ring_buffer_reused_while_adam_reads_it() -> None:
 
 def test_wait_for_what_nothing_records() -> None:
     op = IMMEDIATE.ops[0]
-    bad = with_op(IMMEDIATE, 0, replace(op, waits=(("reload", 7, 0),)))
+    bad = with_op(IMMEDIATE, 0, op.with_(waits=(("reload", 7, 0),)))
     refuse(bad, WORK, "load", "('reload', 7, 0), which nothing records")
 
 
@@ -138,29 +138,29 @@ def test_wait_for_what_nothing_records() -> None:
 def test_slot_of_a_group_that_is_still_there() -> None:
     first, second = (IMMEDIATE.ops[find(IMMEDIATE, "prefetch", group=g)] for g in (0, 1))
     index = find(IMMEDIATE, "prefetch", group=1)
-    bad = with_op(IMMEDIATE, index, replace(second, offset=first.offset + first.nbytes - 1))
+    bad = with_op(IMMEDIATE, index, second.with_(offset=first.offset + first.nbytes - 1))
     refuse(bad, WORK, "prefetch of group 1", "slot that group 0 still holds")
 
 
 def test_slot_outside_the_slab() -> None:
     index = find(IMMEDIATE, "prefetch", group=1)
     offset = IMMEDIATE.slab_bytes - 1
-    bad = with_op(IMMEDIATE, index, replace(IMMEDIATE.ops[index], offset=offset))
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(offset=offset))
     refuse(bad, WORK, "prefetch of group 1", "outside the slab")
 
 
 def test_ring_buffer_overwritten_before_adam_was_issued() -> None:
     push, adam = find(IMMEDIATE, "push_grad", group=3), find(IMMEDIATE, "adam", group=3)
     bad = IMMEDIATE
-    bad = with_op(bad, push, replace(bad.ops[push], writes=(("ring", 0),)))
-    bad = with_op(bad, adam, replace(bad.ops[adam], reads=(("ring", 0),)))
+    bad = with_op(bad, push, bad.ops[push].with_(writes=(("ring", 0),)))
+    bad = with_op(bad, adam, bad.ops[adam].with_(reads=(("ring", 0),)))
     bad = waiting_again(moved(bad, find(bad, "adam", group=4), adam))
     refuse(bad, WORK, "push_grad of group 3", "push_grad of group 4", "left for adam")
 
 
 def test_adam_that_reads_another_groups_gradient() -> None:
     index = find(IMMEDIATE, "adam", group=3)
-    bad = with_op(IMMEDIATE, index, replace(IMMEDIATE.ops[index], reads=(("ring", 0),)))
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(reads=(("ring", 0),)))
     bad = waiting_again(bad)
     refuse(bad, WORK, "adam of group 3", "0 of 1 contributions")
 
@@ -198,7 +198,7 @@ def test_missing_free_of_a_gradient() -> None:
 
 def test_missing_free_of_an_activation() -> None:
     index = find(IMMEDIATE, "backward", block=3)
-    bad = with_op(IMMEDIATE, index, replace(IMMEDIATE.ops[index], frees=()))
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(frees=()))
     refuse(bad, WORK, "('x', 3, 0)", "forward of block 2", "a missing evict")
 
 
@@ -215,7 +215,7 @@ def test_double_free() -> None:
 
 def test_free_outside_the_compute_stream() -> None:
     index = find(IMMEDIATE, "evict", frees=(("wg", 3, 3, 0),))
-    bad = with_op(IMMEDIATE, index, replace(IMMEDIATE.ops[index], stream="d2h"))
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(stream="d2h"))
     refuse(bad, WORK, "evict (d2h)", "outside the compute stream")
 
 
@@ -332,7 +332,7 @@ def test_prefetch_out_of_a_buffer_that_holds_another_group() -> None:
     index = find(STORED, "prefetch", group=3)
     op = STORED.ops[index]
     other = ("staged", 1 - op.reads[0][1])
-    bad = waiting_again(with_op(STORED, index, replace(op, reads=(other,))))
+    bad = waiting_again(with_op(STORED, index, op.with_(reads=(other,))))
     refuse(bad, WORK, "prefetch of group 3", "finds in", "what read of group")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -61,12 +59,12 @@ def test_no_wait_is_redundant(problem: Problem, data: st.DataObject) -> None:
     waits = [(i, event) for i, op in enumerate(step.ops) for event in op.waits]
     for index, event in waits:
         op = step.ops[index]
-        bad = with_op(step, index, replace(op, waits=tuple(e for e in op.waits if e != event)))
+        bad = with_op(step, index, op.with_(waits=tuple(e for e in op.waits if e != event)))
         assert not accepted(bad, work), f"{op.event} need not wait for {event}"
     assume(waits)
     index, event = data.draw(st.sampled_from(waits))
     op = step.ops[index]
-    assert unordered(with_op(step, index, replace(op, waits=tuple(set(op.waits) - {event}))))
+    assert unordered(with_op(step, index, op.with_(waits=tuple(set(op.waits) - {event}))))
 
 
 @settings(max_examples=60)
@@ -78,7 +76,7 @@ def test_verify_agrees_with_reachability_on_waits_taken_away(problem: Problem, d
     removed = data.draw(st.lists(st.sampled_from(waits), max_size=3, unique=True))
     for index, event in removed:
         op = step.ops[index]
-        step = with_op(step, index, replace(op, waits=tuple(e for e in op.waits if e != event)))
+        step = with_op(step, index, op.with_(waits=tuple(e for e in op.waits if e != event)))
     assert accepted(step, work) == (unordered(step) == [])
 
 
@@ -91,7 +89,7 @@ def test_verify_agrees_with_execution_on_slots_moved(problem: Problem, data: st.
     index = data.draw(st.sampled_from(prefetches))
     op = step.ops[index]
     offset = data.draw(st.integers(0, step.slab_bytes - op.nbytes))
-    step = with_op(step, index, replace(op, offset=offset))
+    step = with_op(step, index, op.with_(offset=offset))
     assert accepted(step, work) == (unordered(step) == [] and not sees_garbage(step))
 
 
@@ -125,7 +123,7 @@ def test_the_judges_themselves_find_a_missing_wait(kind: str) -> None:
     work = chain(5)
     step = lower(work, uniform(work, "all", stash="host"), Mode("train"))
     index = next(i for i, op in enumerate(step.ops) if op.kind == kind and op.waits)
-    step = with_op(step, index, replace(step.ops[index], waits=()))
+    step = with_op(step, index, step.ops[index].with_(waits=()))
     assert unordered(step)
     assert any(_goes_wrong(step, seed) for seed in range(50))
 

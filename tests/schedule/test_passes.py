@@ -528,7 +528,7 @@ def test_memory_curve_of_a_chain() -> None:
 def test_memory_of_a_sum_of_gradients_holds_both_and_the_result() -> None:
     sizes = {("g", 1, 0): 100, ("x", 0, 0): 7}
     first = Op("backward", "compute", block=2, writes=(("g", 1, 0),), peak_bytes=100, end_bytes=100)
-    second = replace(first, block=1)
+    second = first.with_(block=1)
     last = Op("backward", "compute", reads=(("g", 1, 0),), donates=(("g", 1, 0),), end_bytes=-100)
     step = Step((first, second, last), sizes, 1, constant_bytes=5)
     assert [b for _, b in memory_curve(step)] == [5 + 100, 5 + 300, 5 + 100]
