@@ -20,6 +20,7 @@ period, as they do in the simulator after the first.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +29,7 @@ from benchmarks.linear import LinearProgram, Row, times, total
 from benchmarks.relaxed_memory import Option, limit_memory
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode
+from megacompile.plan.plan import Mode, norm_bytes
 from megacompile.plan.workload import Workload
 from megacompile.search.mixture import Mixer, Order
 from megacompile.step.operations import Kind, Op, Stream
@@ -231,7 +232,7 @@ class _Relaxation:
         trained = [groups[g] for g in self.work.contributions]
         blocks = range(len(self.work.blocks))
         pushes = [n for b in self.work.blocks for _, n in b.grad_groups for _ in range(micros)]
-        norms = 4 * sum(g.elements for g in trained) * self.mode.keeps_gradients
+        norms = self._norm_bytes(self.work.contributions)
         updates = sum(g.update_bytes for g in trained)
         down = total(held, *(times(micros, self._moved(b, "reload")) for b in blocks))
         up = total(*(times(micros, self._moved(b, "offload")) for b in blocks))
@@ -325,8 +326,8 @@ class _Relaxation:
         normed: int | None = None
         for index in sorted(self.pushed):
             pushed, _ = self.pushed[index]
-            elements = sum(self.work.groups[g].elements for g in self._last_given[index])
-            over, seconds = self.program.variable(), self._seconds("norm", 4 * elements)
+            nbytes = self._norm_bytes(self._last_given[index])
+            over, seconds = self.program.variable(), self._seconds("norm", nbytes)
             self.program.at_least({over: 1.0, pushed: -1.0}, seconds)
             if normed is not None:
                 self.program.at_least({over: 1.0, normed: -1.0}, seconds)
@@ -348,18 +349,21 @@ class _Relaxation:
         """From each backward on that completes gradients: those and the later ones leave and are normed."""
         begin = max(i for i, s in enumerate(self.spans) if not s.backward) if self.order == "depth" else 0
         pushes: list[float] = []
-        elements = 0
+        normed_bytes = 0
         reloads: Row = {}  # of operations that come after the next one
         for index in sorted((i for i in self.pushed if i > begin), reverse=True):
             block = self.work.blocks[self.spans[index].block]
             pushes += [n for _, n in block.grad_groups]
-            elements += sum(self.work.groups[g].elements for g in self._last_given[index])
+            normed_bytes += self._norm_bytes(self._last_given[index])
             interval = {normed: 1.0, self.spans[index].end: -1.0}
-            self._host_moves(interval, sum(pushes) + 4 * elements, reloads)
+            self._host_moves(interval, sum(pushes) + normed_bytes, reloads)
             seconds, draw = self._beside("push_grad", pushes)
-            self.program.at_least(interval, seconds + draw * self._seconds("norm", 4 * elements))
+            self.program.at_least(interval, seconds + draw * self._seconds("norm", normed_bytes))
             if index + 1 < len(self.spans):
                 reloads = total(reloads, self._stash_bytes(self.spans[index + 1].block))
+
+    def _norm_bytes(self, groups: Iterable[int]) -> int:
+        return sum(norm_bytes(self.work, self.mode, g) for g in groups)
 
     def _beside(self, kind: Kind, sizes: list[float]) -> tuple[float, float]:
         """Seconds of the large ones of some copies, and the share of host memory that each draws.

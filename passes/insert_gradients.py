@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacompile.passes.keep_state import gradients_that_wait
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Mode, Plan, norm_bytes
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, Token
 
@@ -128,9 +128,10 @@ class _Inserter:
         return ("dgrad" if group in self.resident else "hgrad", group)
 
     def _norm(self, group: int) -> Op:
-        return Op("norm", "compute" if group in self.resident else "host", group=group,
-                  reads=(self._kept_home(group),), writes=(("norm", group),),
-                  nbytes=self.work.groups[group].elements * 4)  # fmt: skip
+        there = group in self.resident  # in FP32, as all gradients that wait on the device
+        nbytes = 4 * self.work.groups[group].elements if there else norm_bytes(self.work, self.mode, group)
+        return Op("norm", "compute" if there else "host", group=group, nbytes=nbytes,
+                  reads=(self._kept_home(group),), writes=(("norm", group),))  # fmt: skip
 
     def _adam(self, group: int, home: Token, *extra: Token) -> Op:
         on_device = group in self.resident

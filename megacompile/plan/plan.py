@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megacompile.errors import MegacompileError
 from megacompile.plan.codec import parse_json
 from megacompile.plan.text import plan_lines
+from megacompile.plan.workload import Workload
 
 PLAN_VERSION = 3
 
@@ -129,3 +130,14 @@ class Mode:
     def keeps_gradients(self) -> bool:
         """Whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
         return self.deferred or self.kind != "train" or self.micro_batches > 1
+
+
+def norm_bytes(work: Workload, mode: Mode, group: int) -> int:
+    """Bytes that the host reads for the norm of a trained group's whole gradient; 0 where it takes none.
+
+    A gradient that arrives in one piece and is used up in its step waits in its own dtype; sums are FP32.
+    """
+    if mode.kind not in ("train", "update") or not mode.keeps_gradients:
+        return 0
+    whole = mode.kind == "train" and mode.micro_batches * len(work.contributions[group]) == 1
+    return work.groups[group].nbytes if whole else 4 * work.groups[group].elements

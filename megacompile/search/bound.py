@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Mode, Plan, norm_bytes
 from megacompile.plan.workload import Workload
 
 _BACKWARD = 2 / 3  # of a step's model FLOPs
@@ -50,7 +50,7 @@ def lower_bound(
     there = [g for g in work.contributions if plan is None or plan.groups[g].state != "device"]
     trained = [work.groups[g] for g in there]
     size, moved = sum(g.nbytes for g in trained), sum(g.update_bytes for g in trained)
-    normed = 4 * sum(g.elements for g in trained) * mode.keeps_gradients
+    normed = sum(norm_bytes(work, mode, g) for g in there)
     flops = least_flops(work) * mode.micro_batches if model_flops is None else model_flops
     host = machine.host_bandwidth if machine.shared_memory else float("inf")
     compute, memory = flops / machine.flops, (2 * size + moved + normed) / host

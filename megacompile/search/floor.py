@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Mode, Plan, norm_bytes
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op
 
@@ -82,8 +82,7 @@ class Floor:
         return duration(Op("push_grad", "d2h", nbytes=nbytes), self.machine)
 
     def _norm(self, group: int) -> float:
-        elements = self.work.groups[group].elements if self.mode.keeps_gradients else 0
-        return duration(Op("norm", "host", nbytes=4 * elements), self.machine)
+        return duration(Op("norm", "host", nbytes=norm_bytes(self.work, self.mode, group)), self.machine)
 
     def _adam(self, group: int) -> float:
         return duration(Op("adam", "host", nbytes=self.work.groups[group].update_bytes), self.machine)

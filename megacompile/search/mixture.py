@@ -19,7 +19,7 @@ import numpy as np
 
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode
+from megacompile.plan.plan import Mode, norm_bytes
 from megacompile.plan.workload import Choice, Workload
 from megacompile.search.simplex import minimise
 from megacompile.step.operations import Op
@@ -230,6 +230,7 @@ class Mixer:
         trained = [self.work.groups[g] for g in updated]
         pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
         adam = duration(Op("adam", "host", nbytes=sum(g.update_bytes for g in trained)), self.machine)
-        norm = duration(Op("norm", "host", nbytes=4 * sum(g.elements for g in trained)), self.machine)
+        normed = sum(norm_bytes(self.work, self.mode, g) for g in updated)
+        norm = duration(Op("norm", "host", nbytes=normed), self.machine)
         pushes = sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushed)
-        return adam, norm * self.mode.keeps_gradients, pushes * self.mode.micro_batches
+        return adam, norm, pushes * self.mode.micro_batches

@@ -14,7 +14,7 @@ from megacompile.passes import PASSES, lower
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import GroupWork, Workload
 from megacompile.step.emit import statement
-from megacompile.step.operations import Event, Op, Step, memory_curve, peak_bytes
+from megacompile.step.operations import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
 from tests.schedule.problems import chain, find, uniform
 
 TRAIN = Mode("train")
@@ -325,6 +325,18 @@ def test_insert_gradients_accumulated_and_applied_in_two_programs() -> None:
         'adam(group=1, grad=("hgrad", 1))',
         'adam(group=2, grad=("hgrad", 2))',
     ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_read_gradients_as_they_wait_on_the_host(micro_batches: int, tied: bool) -> None:
+    work = chain(3, tied=tied)
+    work = replace(work, groups=tuple(replace(g, elements=500) for g in work.groups))  # as in bf16
+    step = lower(work, uniform(work), Mode("train", micro_batches, deferred=True))
+    own = kept_gradients(step)
+    assert any(own.values()) == (micro_batches == 1)
+    found = {op.group: op.nbytes for op in step.ops if op.kind == "norm"}
+    assert found == {g: 1000 if own[g] else 2000 for g in range(len(work.groups))}
 
 
 def test_insert_gradients_leaves_frozen_groups_alone() -> None:
