@@ -177,15 +177,20 @@ class Study:
         assert best is not None
         return find_least(best[1], best[1].assembly.work, question.micro_batches), best[1]
 
-    def answer(self, question: Question, *, both: bool = True, clip: bool = True) -> Answer:
-        """Plan the question's step; with ``both``, with clipping and without, else as ``clip`` says."""
+    def answer(
+        self, question: Question, *, both: bool = True, clip: bool = True, known: Answer | None = None
+    ) -> Answer:
+        """Plan the question's step; with ``both``, with clipping and without, else as ``clip`` says.
+
+        What ``known``, an answer to the same question, has planned is not planned again.
+        """
         missed = self.captured(question.batch, question.seq)[2]
-        least, compiled = self.least(question)
-        predictions: dict[bool, Prediction | None] = {True: None, False: None}
+        least, compiled = (known.least, known.compiled) if known else self.least(question)
+        predictions = {clipping: known and known.prediction(clipping) for clipping in (True, False)}
         if least.device_bytes <= question.hbm_budget:
             for clipping in (True, False):
-                self.progress(f"searching {'with' if clipping else 'without'} clipping")
-                if both or clipping == clip:
+                if predictions[clipping] is None and (both or clipping == clip):
+                    self.progress(f"searching {'with' if clipping else 'without'} clipping")
                     predictions[clipping] = self._predict(question, clipping)
         return Answer(question, self.model, compiled, least, predictions[True], predictions[False], missed)
 

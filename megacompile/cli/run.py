@@ -54,8 +54,9 @@ def run_plan(options: argparse.Namespace) -> int:
             return _run_sweep(options, study, question, clip, progress)
         splits: tuple[Split, ...] = ()
         if options.micro_batches == "auto":
-            question, splits = best_split(study, question, clip)
-        answer = study.answer(question)
+            answer, splits = best_split(study, question, clip)
+        else:
+            answer = study.answer(question)
         extras = replace(_extras(options, study, answer, clip), splits=splits)
         if folder is not None:
             dump(answer, folder, clip)
