@@ -23,8 +23,9 @@ from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.plan.plan import BlockPlan, Plan
 from megacompile.schedule.explain import host_stash
 from megacompile.schedule.schedule import Schedule
+from megacompile.schedule.trace import chrome_trace
 from megacompile.step.operations import peak_bytes
-from tests.schedule.problems import plans, workloads
+from tests.schedule.problems import machines, plans, workloads
 from tests.test_page import schedule_of, with_run
 
 
@@ -110,25 +111,77 @@ def test_numbers_that_are_none_are_refused() -> None:
 # ---- trace ---------------------------------------------------------------------------------------
 
 
-def test_the_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
-    schedule = with_run(schedule_of(5, 2))
-    found = json.loads(schedule.to_chrome_trace(tmp_path / "trace.json").read_text())
-    spans: dict[tuple[int, int], list[Any]] = defaultdict(list)
-    for event in found["traceEvents"]:
-        assert event["ph"] in ("X", "M", "C") and isinstance(event["pid"], int) and event["name"]
-        if event["ph"] == "X":
-            assert event["dur"] > 0
-            spans[event["pid"], event["tid"]].append(event)
-    named = {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["name"] == "thread_name"}
-    assert set(spans) <= named and {pid for pid, _ in spans} == {0, 1}
-    for events in spans.values():
-        ends = 0.0
-        for event in events:  # slices of one thread must not overlap
-            assert event["ts"] >= ends - 1e-3
-            ends = event["ts"] + event["dur"]
-    counters = [e for e in found["traceEvents"] if e["ph"] == "C"]
+METADATA = {"process_name": str, "thread_name": str, "thread_sort_index": int}
+FIELDS = {
+    "M": {"name", "ph", "pid", "tid", "args"},
+    "C": {"name", "ph", "pid", "tid", "ts", "args"},
+    "X": {"name", "ph", "pid", "tid", "ts", "dur", "cat", "args"},
+}
+
+
+def nanoseconds(microseconds: object) -> int:
+    """As readers keep time: each value by itself, in whole nanoseconds, cut off."""
+    assert type(microseconds) in (int, float)
+    found = int(microseconds * 1000.0)  # type: ignore[operator]
+    assert found >= 0, "events before time zero are dropped"
+    return found
+
+
+def read_trace(text: str) -> tuple[dict[tuple[int, int], list[dict[str, Any]]], list[dict[str, Any]]]:
+    """(slices by process and thread, counters) of a trace in the event format, nothing forgiven."""
+    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    counters, processes, threads = [], set(), set()
+    for event in trace["traceEvents"]:
+        assert set(event) == FIELDS[event["ph"]], event
+        assert type(event["name"]) is str and event["name"]
+        assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["args"]) is dict
+        if event["ph"] == "M":
+            (value,) = event["args"].values()
+            assert type(value) is METADATA[event["name"]]
+            (processes if event["name"] == "process_name" else threads).add((event["pid"], event["tid"]))
+        elif event["ph"] == "C":
+            assert all(type(value) in (int, float) for value in event["args"].values())
+            nanoseconds(event["ts"])
+            counters.append(event)
+        else:
+            slices[event["pid"], event["tid"]].append(event)
+    for events in slices.values():
+        over = 0
+        for event in events:
+            start = nanoseconds(event["ts"])
+            assert start >= over, "slices of a thread that overlap are dropped"
+            over = start + nanoseconds(event["dur"])
+    assert {pid for pid, _ in slices} <= {pid for pid, _ in processes} and set(slices) <= threads
+    return slices, counters
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1 / 3, 7e3])
+def test_the_trace_is_one_that_strict_readers_take(scale: float, tmp_path: Path) -> None:
+    schedule = schedule_of(5, 2)
+    rates = ("flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth")
+    machine = replace(schedule.machine, **{r: getattr(schedule.machine, r) * scale for r in rates})
+    schedule = with_run(replace(schedule, machine=machine))
+    slices, counters = read_trace(schedule.to_chrome_trace(tmp_path / "trace.json").read_text())
+    assert {pid for pid, _ in slices} == {0, 1}
     assert max(e["args"]["bytes"] for e in counters) == schedule.peak_bytes
     assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
+    took = sum(e["dur"] for (pid, _), events in slices.items() if pid == 0 for e in events)
+    timeline = schedule.timeline
+    expected = 1e6 * sum(b - a for a, b in zip(timeline.starts, timeline.ends, strict=True))
+    assert took == pytest.approx(expected, abs=0.125 * len(schedule.step.ops))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_steps_trace_is_one_that_strict_readers_take(data: st.DataObject) -> None:
+    work = data.draw(workloads())
+    schedule = replace(
+        schedule_of(3, 2), work=work, plan=data.draw(plans(work)), machine=data.draw(machines())
+    )
+    read_trace(json.dumps(chrome_trace(schedule), allow_nan=False))
 
 
 # ---- measured ------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Study:
         """
         missed = self.captured(question.batch, question.seq)[2]
         least, compiled = (known.least, known.compiled) if known else self.least(question)
-        predictions = {clipping: known and known.prediction(clipping) for clipping in (True, False)}
+        predictions = {c: known.prediction(c) if known else None for c in (True, False)}
         if least.device_bytes <= question.hbm_budget:
             for clipping in (True, False):
                 if predictions[clipping] is None and (both or clipping == clip):

@@ -1,11 +1,15 @@
 """A schedule in the trace event format that Perfetto and ``chrome://tracing`` open.
 
 Process 0 is the predicted step, process 1 the measured one where a run was recorded; each stream is a
-thread. Device memory is a counter over the predicted times.
+thread. Device memory is a counter over the predicted times. Times are in microseconds from the begin of
+the step, or of its first operation where that begins before it, so that none is negative: readers may
+drop what is. They are whole eighths: exact as floats, so that slices of a thread, which must not overlap,
+do not overlap in a reader that turns start and duration into whole nanoseconds one by one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +20,21 @@ if TYPE_CHECKING:
 
 
 def chrome_trace(schedule: Schedule) -> dict[str, Any]:
-    """The trace as plain values; times in microseconds from the begin of the step."""
+    """The trace as plain values."""
     step, timeline = schedule.step, schedule.timeline
-    begin = step_begin(step, timeline.ends, timeline.step_seconds)
+    begin = min(step_begin(step, timeline.ends, timeline.step_seconds), *timeline.starts)
     starts = [t - begin for t in timeline.starts]
     ends = [t - begin for t in timeline.ends]
     events = _named(0, f"predicted for {schedule.machine.name}") + _spans(schedule, 0, starts, ends)
     events += [
-        {"name": "device memory", "ph": "C", "pid": 0, "ts": _micro(starts[i]), "args": {"bytes": total}}
+        {
+            "name": "device memory",
+            "ph": "C",
+            "pid": 0,
+            "tid": 0,
+            "ts": _micro(starts[i]),
+            "args": {"bytes": total},
+        }
         for i, total in sorted(memory_curve(step), key=lambda point: starts[point[0]])
     ]
     if schedule.measured is not None:
@@ -44,7 +55,7 @@ def _spans(
     return [
         {"name": label(op, schedule), "cat": op.kind, "ph": "X", "pid": process,
          "tid": STREAMS.index(op.stream),
-         "ts": _micro(start), "dur": round(_micro(end) - _micro(start), 3),
+         "ts": _micro(start), "dur": _micro(end) - _micro(start),
          "args": {"event": " ".join(map(str, op.event)), "bytes": op.nbytes, "flops": op.flops}}
         for op, start, end in zip(schedule.step.ops, starts, ends, strict=True)
         if start is not None and end is not None and end > start
@@ -63,7 +74,7 @@ def label(op: Op, schedule: Schedule) -> str:
 
 def _named(process: int, name: str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+        {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
     ]
     for index, stream in enumerate(STREAMS):
         events.append(
@@ -82,4 +93,4 @@ def _named(process: int, name: str) -> list[dict[str, Any]]:
 
 
 def _micro(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    return math.floor(seconds * 8e6) / 8
