@@ -114,7 +114,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
         losses.append(float(program.train_step(batch(step)).loss))
         program.wait()
         seconds.append(time.perf_counter() - start)
-    state = program._runtime.state  # type: ignore[union-attr]
+    state = program._session.runtime.state  # type: ignore[union-attr]
     digest = hashlib.blake2b()
     for group in range(len(state.groups)):
         for name, array in sorted(state.open(group, change=False).items()):

@@ -72,7 +72,7 @@ def budgets(name: str) -> list[int]:
     build, batch = _setup(name)
     program = megacompile.compile(build(), "4GB", compute_dtype=torch.float32)
     program.prepare(batch)
-    scheduled = program._scheduled()
+    scheduled = program._session.scheduled()
     least = infeasible(scheduled.compiled.assembly.work, scheduled.mode, 1).least_bytes
     assert least is not None
     most = program.schedule.peak_bytes

@@ -132,7 +132,7 @@ def state_of_a_run(steps: int) -> dict[str, Any]:
         first = first or last
     program.wait()
     print(f"{steps} steps on Python's sources: loss {first:.2f} to {last:.2f}")
-    arrays = program._runtime.state.arrays  # type: ignore[union-attr]
+    arrays = program._session.runtime.state.arrays  # type: ignore[union-attr]
     return {
         name: np.concatenate([a[name].view(torch.uint8).numpy() for a in arrays if name in a])
         for name in WIDTHS

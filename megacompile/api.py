@@ -19,11 +19,12 @@ from megacompile.host.nvme import check_directories
 from megacompile.host.optimizer import adopt, updates_like_adamw
 from megacompile.host.state import Weights
 from megacompile.plan.plan import Plan
-from megacompile.program import Program, Settings
+from megacompile.program import Program
 from megacompile.runtime.backends import open_backend
 from megacompile.runtime.ownership import is_owned
 from megacompile.search.policies import SEARCH, Policy, chosen
 from megacompile.search.tiers import Tiers
+from megacompile.session import Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 

@@ -98,7 +98,7 @@ class _Judge:
             model, budget if isinstance(budget, str) else f"{budget}B", optimizer=habits.optimizer(model),
             max_grad_norm=habits.max_grad_norm, compute_dtype=self.dtype, **options,
         )  # fmt: skip
-        self._share(program._compiler)
+        self._share(program._session.compiler)
         return program
 
     def _share(self, compiler: Compiler) -> None:
@@ -147,7 +147,7 @@ class _Judge:
             "peak_bytes": memory.device_peak_bytes,
             "predicted_bytes": peak,
         }
-        work = program._scheduled().compiled
+        work = program._session.scheduled().compiled
         self.verdict.blocks = len(work.part.blocks)
         self.verdict.templates = len(work.templates)
         self.verdict.budgets[label] = record
@@ -253,7 +253,7 @@ class _Judge:
 
 def program_gradients(program: megacompile.Program) -> Gradients:
     """The gradients that wait, on the host or on the device, by the model's parameter."""
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     flats: dict[int, Tensor] = {}
     for layout in runtime.state.groups:
@@ -264,7 +264,7 @@ def program_gradients(program: megacompile.Program) -> Gradients:
         if flat is not None:
             flats[layout.index] = flat
     found: Gradients = {}
-    for name, places in program._values._homes.items():
+    for name, places in program._session.values._homes.items():
         if all(group in flats for group, _ in places):
             slots = ((flats[group], runtime.state.groups[group].slots[slot]) for group, slot in places)
             pieces = [slot_view(flat, slot).clone() for flat, slot in slots]

@@ -14,7 +14,7 @@ from megacompile.capture.graph import find_loss
 from megacompile.capture.substitute import our_operators
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
-from megacompile.program import step_seed
+from megacompile.session import step_seed
 
 
 @dataclass

@@ -101,7 +101,7 @@ def test_gradients_that_are_lost_are_not_passed_over(monkeypatch: pytest.MonkeyP
     batch = batch_for("plain")
     program.forward_backward(batch)
     program.wait()
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     with monkeypatch.context() as patch:
         patch.setattr(runtime.device, "push", _broken)

@@ -115,7 +115,7 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
     program = compiled("4MB", tmp_path)
     program.train_step(batch())
     program.wait()
-    offload = program._runtime.state.offload  # type: ignore[union-attr]
+    offload = program._session.runtime.state.offload  # type: ignore[union-attr]
     assert offload is not None
     taken = offload.storage.written_bytes
     program.train_step(batch())

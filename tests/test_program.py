@@ -246,7 +246,7 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         elif where == "push_grad":
             patch.setattr(host_state, "slot_view", broken)
         else:
-            patch.setattr(type(program._runtime.state), "update", broken)  # type: ignore[union-attr]
+            patch.setattr(type(program._session.runtime.state), "update", broken)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="planted fault"):
             for _ in range(3):
                 program.train_step(batch)

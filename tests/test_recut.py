@@ -138,7 +138,9 @@ def test_a_run_goes_on_at_another_budget_and_back_bit_for_bit(tmp_path: Path) ->
         return start(vocabulary(32768, 32, tied=True), budget, batch)
 
     tight = program("3MB")
-    assert any("[" in name for g in tight._runtime.state.groups for name in [g.slots[0].parameter.name])
+    assert any(
+        "[" in name for g in tight._session.runtime.state.groups for name in [g.slots[0].parameter.name]
+    )
     for _ in range(2):
         tight.train_step(batch)
     tight.save(tmp_path / "tight")

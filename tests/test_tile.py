@@ -289,7 +289,7 @@ def start(model: nn.Module, budget: str, batch: Any, dtype: torch.dtype = torch.
 def gradients(program: Program) -> dict[str, Tensor]:
     """What forward_backward left on the host, by the model's parameter."""
     program.wait()
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
 
     def piece(group: int, slot: int) -> Tensor:
@@ -297,7 +297,7 @@ def gradients(program: Program) -> dict[str, Tensor]:
         dtype = torch.float32 if raw.nbytes == 4 * layout.elements else torch.bfloat16
         return slot_view(raw.view(dtype), layout.slots[slot]).float()
 
-    homes = program._values._homes.items()
+    homes = program._session.values._homes.items()
     return {name: torch.cat([piece(*place) for place in places]) for name, places in homes}
 
 
@@ -320,7 +320,7 @@ def test_a_vocabulary_of_256k_trains_far_below_its_table(tied: bool) -> None:
     plain = copy.deepcopy(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     program = start(model, "5MB", batch)
-    part = program._scheduled().compiled.part
+    part = program._session.scheduled().compiled.part
     assert sum(b.name.startswith("lm_head[") for b in part.blocks) >= 8
     assert sum(b.name.startswith("model.embed_tokens[") for b in part.blocks) >= 8
     assert all(torch.equal(before[n], v) for n, v in program.state_dict().items() if n in before)
@@ -349,7 +349,7 @@ def test_the_least_budget_is_the_tiled_one_and_trains() -> None:
     assert program.memory.device_peak_bytes <= least
     program.close()
     roomy = start(plain, "1GB", batch)
-    assert roomy._compiler.cuts == {}
+    assert roomy._session.compiler.cuts == {}
     roomy.close()
 
 
@@ -361,7 +361,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     EagerTrainer(low, torch.optim.AdamW(low.parameters())).backward([batch], [1.0])
     low_grads = {n: p.grad.float() for n, p in low.named_parameters() if p.grad is not None}
     program = start(model, f"{least_budget(model, batch, torch.bfloat16)}B", batch, torch.bfloat16)
-    assert program._compiler.cuts
+    assert program._session.compiler.cuts
     program.forward_backward(batch)
     for name, grad in gradients(program).items():
         want = exact.get_parameter(name).grad
@@ -417,7 +417,7 @@ def test_gpt2s_transposed_layers_are_refused_with_the_least_budget_and_train_at_
         start(copy.deepcopy(model), f"{layer.nbytes}B", batch)
     least = least_budget(model, batch, torch.float32)
     program = start(model, f"{least}B", batch)
-    assert program._compiler.cuts == {}
+    assert program._session.compiler.cuts == {}
     check_gradients(program, plain, batch, bitwise=True)
     assert program.memory.device_peak_bytes <= least
     program.close()

@@ -29,7 +29,7 @@ def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Prog
     for _ in range(3):
         program.train_step(batch_for("llama", size=4, length=64))
     program.wait()
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     (earlier, before), (step, trace) = runtime.traces
     assert step is earlier and step == program.schedule.step

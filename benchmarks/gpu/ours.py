@@ -64,7 +64,7 @@ def races(seeds: int, steps: int, budget: str) -> Result:
     states = []
     for seed in range(seeds):
         program = compiled(tiny("llama"), budget, max_grad_norm=1.0, example_batch=batch_of(512, 64, 512))
-        runtime = program._runtime
+        runtime = program._session.runtime
         assert runtime is not None
         if seed:
             _delay(runtime.device, random.Random(seed))
@@ -151,7 +151,7 @@ def _timed(program: Program, batch: Any, repeats: int) -> float:
 
 def _idle(program: Program) -> float:
     """Share of the last step's compute stream, from its first to its last operation, that is idle."""
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     scheduled, trace = runtime.traces[-1]
     streams = {op.event: op.stream for op in scheduled.ops}

@@ -34,6 +34,10 @@ class ModelValues:
         """Each parameter in FP32 by its name, tied ones once; copies, one at a time."""
         return ((name, self._read(name, p)) for name, p in self.model.named_parameters())
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """FP32 masters and persistent buffers by the model's names, buffers copied."""
+        return dict(self.parameters()) | {n: b.clone() for n, b in self.buffers().items()}
+
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers themselves."""
         kept = ownership.persistent_buffers(self.model)

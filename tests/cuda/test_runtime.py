@@ -113,7 +113,7 @@ def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
     for _ in range(3):
         trained.train_step(batch_for("plain"))
     trained.wait()
-    runtime = trained._runtime
+    runtime = trained._session.runtime
     assert runtime is not None
     _, (step, trace) = runtime.traces
     expected = Counter(op.event for op in step.ops if op.kind not in ("load", "evict"))
@@ -142,7 +142,7 @@ def test_a_fault_on_a_stream_reaches_the_caller(
         if where == "copy":
             patch.setattr(CudaDevice, "copy", broken)
         else:
-            patch.setattr(type(trained._runtime.state), "update", broken)  # type: ignore[union-attr]
+            patch.setattr(type(trained._session.runtime.state), "update", broken)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="planted fault"):
             for _ in range(3):
                 trained.train_step(batch)

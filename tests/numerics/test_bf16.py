@@ -12,7 +12,7 @@ import megacompile
 from megacompile.capture.batch import read_batch
 from megacompile.capture.substitute import our_operators
 from megacompile.host.state import slot_view
-from megacompile.program import step_seed
+from megacompile.session import step_seed
 from tests.models import batch_for, build
 from tests.zoo import causal, token_batch
 
@@ -40,7 +40,7 @@ def test_gradients_are_as_good_as_bf16_eager(name: str) -> None:
     program = megacompile.compile(model, "1GB", optimizer=torch.optim.AdamW(model.parameters()))
     program.forward_backward(batch_for(name))
     program.wait()
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     for layout in runtime.state.groups:
         for slot in layout.slots:
@@ -66,7 +66,7 @@ def test_modules_that_keep_fp32_are_honoured() -> None:
     program = megacompile.compile(
         model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), example_batch=batch
     )
-    runtime = program._runtime
+    runtime = program._session.runtime
     assert runtime is not None
     dtypes = {s.parameter.name: g.dtype for g in runtime.state.groups for s in g.slots}
     assert dtypes["model.norm.weight"] == torch.float32

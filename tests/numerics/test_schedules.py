@@ -121,7 +121,7 @@ def start(setup: Setup, budget: str = "1GB", **options: Any) -> megacompile.Prog
         model, budget, optimizer=setup.habits.optimizer(model), max_grad_norm=setup.clip,
         compute_dtype=torch.float32, **options,
     )  # fmt: skip
-    compiler = program._compiler
+    compiler = program._session.compiler
     before = _CAPTURED.setdefault(setup, compiler)
     compiler._fronts, compiler._compiled = before._fronts, before._compiled
     compiler._differentiated = _CAPTURED.setdefault("templates", {})
@@ -205,9 +205,9 @@ def test_cuts_change_rounding_at_most(setup: Setup, places: set[int], seed: int)
     whole, weights = run(setup, start(setup, policy=any_plan(seed)))
     for cuts, bitwise in (({"embed.weight": table}, not (setup.tied or setup.clip)), (first, False)):
         program = start(setup, policy=any_plan(seed + 1))
-        program._compiler.cuts = cuts
+        program._session.compiler.cuts = cuts
         losses, found = run(setup, program)
-        pieces = {p for p in program._compiler.pieces if "[" in p}
+        pieces = {p for p in program._session.compiler.pieces if "[" in p}
         assert pieces == {f"{n}[{a}:{b}]" for n, c in cuts.items() for a, b in itertools.pairwise(c)}
         assert not (bitwise and setup.ordered) or (losses == whole and equal(found, weights))
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole), rtol=1e-5, atol=0)

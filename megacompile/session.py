@@ -1,0 +1,244 @@
+"""A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
+
+In: batches, modes and loss weights from the :class:`~megacompile.program.Program`. Out: results of runs.
+The first program lays out the state and takes over the model's values; all later ones share both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.capture.batch import Batch, bucketed, check_signature, pad_batch, read_batch
+from megacompile.compiler import Compiler, Scheduled
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.formats import StateFormat
+from megacompile.host.optimizer import hypers
+from megacompile.host.state import Weights
+from megacompile.plan.plan import Mode
+from megacompile.runtime import ownership
+from megacompile.runtime.device import Device
+from megacompile.runtime.lay_out import lay_out
+from megacompile.runtime.runtime import Runtime
+from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.runtime.values import ModelValues
+from megacompile.step.bind import BoundStep
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`megacompile.compile` was told of how to train; see there."""
+
+    open_device: Callable[[], Device]
+    host_budget_bytes: int
+    max_grad_norm: float | None
+    on_nonfinite: str | None
+    seed: int
+    max_seq_len: int | None
+    optimizer_state: StateFormat
+    offload_dirs: tuple[str, ...]
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the end of the backward, in every mode."""
+        return self.max_grad_norm is not None or self.on_nonfinite is not None
+
+
+class Session:
+    """Compiles, binds and runs the programs of one model.
+
+    ``torn`` says, once a fault has left some weights updated and others not, what to do about it. ``current``
+    is the training program that ran last; ``calls`` counts the runs that drew a seed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compiler: Compiler,
+        settings: Settings,
+        weights: Weights | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
+        self.values = ModelValues(model, weights)
+        self.runtime: Runtime | None = None
+        self.current: Scheduled | None = None
+        self.predicted_peak = 0
+        self.seed, self.calls = settings.seed, 0
+        self.torn = ""
+        self._bound: dict[int, BoundStep] = {}
+        self._previous: BoundStep | None = None
+        self._last_batch: Batch | None = None
+        self.unjudged: list[StepResults] = []  # steps whose gradient norm was not there yet
+
+    def training(self, micro: list[Batch]) -> Mode:
+        """The mode of a whole step on these micro-batches."""
+        return Mode("train", len(micro), self.settings.defers_updates)
+
+    def scheduled(self) -> Scheduled:
+        """The training program that ran last."""
+        if self.current is None:
+            raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
+        return self.current
+
+    def micro_batches(self, batch: Any, *, evaluate: bool = False) -> list[Batch]:
+        """What a batch, or a list of them, holds: padded where that saves compiling another program."""
+        items = batch if isinstance(batch, list) else [batch]
+        if not items:
+            raise MegacompileError("The list of micro-batches is empty.")
+        return [self._read(item, evaluate) for item in items]
+
+    def _read(self, item: Any, evaluate: bool) -> Batch:
+        own_loss = self.compiler.has_loss_fn
+        batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
+        if not (self.compiler.knows(batch) or self.current is None or own_loss):
+            longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
+            if longer is not None:
+                batch = read_batch(longer, self.model, evaluate=evaluate)
+        check_signature(self.model, batch)
+        return batch
+
+    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
+        """The program for a kind of batch; the first one takes over the model's storage."""
+        first = self.runtime is None
+        known = self.compiler.knows(batch)
+        if not first and not known and mode.kind != "evaluate":
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
+            warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
+        if first:
+            self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
+        scheduled = self.compiler.schedule(batch, mode)
+        if first:
+            self._take_over(scheduled)
+        if mode.kind != "evaluate" or self.current is None:
+            self.current = scheduled
+        self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
+        return scheduled
+
+    def _prove_longest(self, batch: Batch, mode: Mode) -> None:
+        ids = batch.kwargs.get("input_ids")
+        if self.settings.max_seq_len is None or not isinstance(ids, Tensor):
+            return
+        if ids.shape[1] < self.settings.max_seq_len:
+            longest = read_batch(pad_batch(batch.kwargs, self.settings.max_seq_len), self.model)
+            self.compiler.schedule(longest, mode)
+
+    def _take_over(self, scheduled: Scheduled) -> None:
+        if ownership.is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
+        assembly, settings = scheduled.compiled.assembly, self.settings
+        state, self.compiler.placement = lay_out(
+            scheduled.planned.step,
+            scheduled.planned.plan,
+            assembly.groups,
+            settings.optimizer_state,
+            settings.offload_dirs,
+            settings.host_budget_bytes,
+        )
+        self.values.take_over(state, assembly.homes)
+        self.compiler.layouts = assembly.groups
+        self.runtime = Runtime(state, settings.open_device())
+
+    def _bind(self, scheduled: Scheduled) -> BoundStep:
+        found = self._bound.get(id(scheduled))
+        if found is None:
+            assert self.runtime is not None
+            compiled = scheduled.compiled
+            found = BoundStep(
+                scheduled.planned.step,
+                scheduled.source,
+                compiled.part,
+                compiled.templates,
+                compiled.assembly,
+                self.compiler.constants(compiled.captured),
+                list(self.compiler.pieces),
+                self.runtime.device.torch_device,
+            )
+            self._bound[id(scheduled)] = found
+        return found
+
+    def run(self, micro: list[Batch], mode: Mode, weights: Sequence[float]) -> StepResults:
+        """One run of the program for these micro-batches in a mode."""
+        bound = self._bind(self.schedule(micro[0], mode))
+        runtime = self.runtime
+        assert runtime is not None
+        if bound is not self._previous:
+            runtime.finish()
+            self._previous = bound
+        if mode.kind != "evaluate":
+            self._last_batch = micro[0]  # whose program an update by hand belongs to
+        inputs = StepInputs(
+            leaves=[m.leaves for m in micro],
+            seeds=[step_seed(self.seed, self.calls, i) for i in range(len(micro))],
+            loss_weights=list(weights),
+            hypers=hypers(self.optimizer, runtime.state.steps) if mode.kind in ("train", "update") else [],
+            max_grad_norm=self.settings.max_grad_norm,
+            check_loss=mode.kind == "train" and not mode.keeps_gradients,
+        )
+        try:
+            results = runtime.run(bound, inputs)
+        except BaseException as error:
+            self._note_torn(error)
+            raise
+        self.calls += mode.kind in ("train", "accumulate")
+        if results.takes_norm:
+            self.unjudged.append(results)
+        return results
+
+    def update(self) -> StepResults:
+        """Apply the gradients that wait, by the program of the batch that gave the last of them."""
+        assert self._last_batch is not None
+        return self.run([self._last_batch], Mode("update"), [])
+
+    def finish(self) -> None:
+        """Return when every transfer and update that is under way is over."""
+        if self.runtime is not None:
+            try:
+                self.runtime.finish()
+            except BaseException as error:
+                self._note_torn(error)
+                raise
+
+    def forget_faults(self, torn: str = "") -> None:
+        """The state is whole again; ``torn`` is what still keeps it from being trained on."""
+        if self.runtime is not None:
+            self.runtime.forget_faults()
+        self.torn = torn
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that belong to a step that is not made."""
+        if self.runtime is not None:
+            self.runtime.drop_gradients()
+
+    def report_skipped(self) -> None:
+        """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
+        known = [r for r in self.unjudged if r.grad_norm is not None]
+        self.unjudged = [r for r in self.unjudged if r.grad_norm is None]
+        if self.settings.on_nonfinite == "skip":
+            return
+        for results in known:
+            if results.skipped:
+                raise NonFiniteError(
+                    f"The gradient's norm was {float(results.grad_norm or 0.0)}: the update was not applied, "
+                    "and all parameters are as before that step."
+                )
+
+    def _note_torn(self, error: BaseException) -> None:
+        if self.runtime is not None and self.runtime.torn:
+            self.torn = (
+                f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
+                "updated and before others: load a saved state with load_state_dict."
+            )
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The 63-bit seed of all random calls in one micro-batch of one step."""
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro * 0x94D049BB133111EB
+    mixed &= (1 << 64) - 1
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93) & ((1 << 63) - 1)
