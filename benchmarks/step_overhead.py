@@ -126,7 +126,7 @@ def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, 
         theirs.append(time.perf_counter() - start)
     assert all(a == b for a, b in losses), losses
     memory = program.memory
-    predicted = program.schedule.predicted_seconds
+    predicted = program.profile().predicted_seconds
     program.close()
     mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
     return {"tokens": tokens, "fraction": fraction, "recomputed": len(layers), "ours": mine, "eager": other,
