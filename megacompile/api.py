@@ -24,7 +24,7 @@ from megacompile.runtime.backends import open_backend
 from megacompile.runtime.ownership import is_owned
 from megacompile.search.policies import SEARCH, Policy, chosen
 from megacompile.search.tiers import Tiers
-from megacompile.session import Settings
+from megacompile.session import Session, Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 
@@ -121,7 +121,7 @@ def compile(
         optimizer_state=form,
         offload_dirs=folders,
     )
-    program = Program(model, optimizer, compiler, settings, weights)
+    program = Program(Session(model, optimizer, compiler, settings, weights))
     if example_batch is not None:
         program.prepare(example_batch)
     return program

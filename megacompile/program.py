@@ -19,19 +19,18 @@ from torch import Tensor, nn
 
 from megacompile.bench.calibrate import calibrated
 from megacompile.capture.batch import Batch, micro_weights
-from megacompile.compiler import Compiler
 from megacompile.errors import ProgramError
 from megacompile.fuse.report import Fusions
 from megacompile.host.arena import resident_peak_bytes
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
-from megacompile.host.state import HostState, Weights
+from megacompile.host.state import HostState
 from megacompile.machine.measured import align
 from megacompile.machine.rates import Machine
 from megacompile.plan.plan import Mode, Plan
 from megacompile.runtime.results import Memory, StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.schedule.schedule import Schedule
-from megacompile.session import Session, Settings
+from megacompile.session import Session
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.storage.export import export_model
 
@@ -39,17 +38,10 @@ from megacompile.storage.export import export_model
 class Program:
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        compiler: Compiler,
-        settings: Settings,
-        weights: Weights | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self._session = Session(model, optimizer, compiler, settings, weights)
+    def __init__(self, session: Session) -> None:
+        self.model = session.model
+        self.optimizer = session.optimizer
+        self._session = session
         self._closed = False
         self._pid = os.getpid()
 
