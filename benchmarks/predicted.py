@@ -3,7 +3,7 @@
     python -m benchmarks.predicted [--repeats 7] [--kinds]
 
 For each model and budget: ``program.profile()`` times the block functions on this CPU and simulates the
-step that the program runs, and then the program trains. Medians; the models run in turn. On a machine that
+step that the program runs, before it trains and after; the mean is compared with the median step. On a machine that
 others use as well, both sides suffer, but not at the same moment: take the ratios of a quiet run.
 """
 
@@ -55,16 +55,18 @@ def measure(name: str, budget: int, clip: bool, repeats: int) -> tuple[float, fl
         build(), f"{budget}B", compute_dtype=torch.float32, max_grad_norm=1.0 if clip else None
     )
     program.prepare(batch)
-    profiled = program.profile()
+    before = program.profile()
     seconds = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
         program.train_step(batch)
         seconds.append(time.perf_counter() - start)
     measured = program.schedule.measured
+    profiled = program.profile()
     rows = compare(profiled.step, profiled.timeline, measured) if measured is not None else []
     program.close()
-    return profiled.predicted_seconds, statistics.median(seconds[2:]), comparison_table(rows)
+    predicted = (before.predicted_seconds + profiled.predicted_seconds) / 2
+    return predicted, statistics.median(seconds[2:]), comparison_table(rows)
 
 
 def budgets(name: str) -> list[int]:

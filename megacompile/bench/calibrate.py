@@ -32,12 +32,15 @@ _CACHES = 64 << 20  # bytes that no cache near a core holds
 def calibrated(compiled: Compiled, machine: Machine, repeats: int = 5) -> tuple[Workload, Machine]:
     """The workload with measured seconds, and the machine with what these functions lose beside copies.
 
-    Medians of ``repeats`` runs of each function, alone and beside a thread that copies.
+    Medians of ``repeats`` runs of each function: alone, beside a thread that copies, and alone once more,
+    since a shared CPU is not equally fast at all times.
     """
     timers = [_Timer(p, t, repeats) for p, t in zip(compiled.part.templates, compiled.templates, strict=True)]
-    alone = [timer.run() for timer in timers]
+    before = [timer.run() for timer in timers]
     with copies_beside() as slower:
         beside = [timer.run() for timer in timers]
+    after = [timer.run() for timer in timers]
+    alone = [{call: (a[call] + b[call]) / 2 for call in a} for a, b in zip(before, after, strict=True)]
     blocks = compiled.assembly.work.blocks
     work = replace(compiled.assembly.work, blocks=tuple(_timed(b, alone[b.template]) for b in blocks))
     total, together = (sum(sum(t[b.template].values()) for b in blocks) for t in (alone, beside))
