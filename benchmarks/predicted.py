@@ -3,8 +3,8 @@
     python -m benchmarks.predicted [--repeats 7] [--kinds]
 
 For each model and budget: ``program.profile()`` times the block functions on this CPU and simulates the
-step that the program runs, before it trains and after; the mean is compared with the median step. On a machine that
-others use as well, both sides suffer, but not at the same moment: take the ratios of a quiet run.
+step that the program runs, before it trains and after; the mean is compared with the median step. On a
+machine that others use as well, both sides suffer, but not at the same moment: take a quiet run.
 """
 
 from __future__ import annotations
