@@ -9,6 +9,7 @@ from megacompile.plan.plan import BlockPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, with_late
 
+_LARGE = 1.05  # times the size of the middle group
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -16,6 +17,7 @@ def neighbours(work: Workload, mode: Mode, plan: Plan) -> Iterator[Plan]:
     """Plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
         yield from _updates(work, plan)
+    yield from _leads_of_small(work, plan)
     yield from _leads(plan)
     yield from _flow(plan)
     yield from _groups(plan)
@@ -52,6 +54,19 @@ def _leads(plan: Plan) -> Iterator[Plan]:
         for lead in (4, 8):
             yield _with_leads(plan, [max(g.lead, lead) if i < count // part else g.lead
                                      for i, g in enumerate(plan.groups)])  # fmt: skip
+
+
+def _leads_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
+    """Earlier fetches where no large group, such as a vocabulary's, fills the slab meanwhile."""
+    sizes = [g.nbytes for g in work.groups]
+    usual = sorted(sizes)[len(sizes) // 2]
+    uses = [{g for c in b.choices for g in c.forward.groups} for b in work.blocks]
+    large = [b for b, groups in enumerate(uses) if any(sizes[g] > _LARGE * usual for g in groups)]
+    for lead in (1, 2, 3) if large else ():
+        near = {b for other in large for b in range(other - lead, other + lead + 1)}
+        beside = {g for b, groups in enumerate(uses) if b in near for g in groups}
+        yield _with_leads(plan, [g.lead if i in beside else max(g.lead, lead)
+                                 for i, g in enumerate(plan.groups)])  # fmt: skip
 
 
 def _with_leads(plan: Plan, leads: list[int]) -> Plan:

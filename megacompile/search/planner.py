@@ -150,6 +150,7 @@ class _Search:
         self.lowered = 0  # operations so far
         self.evaluations = 0
         self._seen: set[Plan] = set()
+        self._misfits: dict[Plan, int] = {}  # and their peaks
 
     def run(self, also: Sequence[Plan]) -> None:
         for plan in also:
@@ -178,6 +179,8 @@ class _Search:
         fits = peak <= self.budget_bytes and (
             self.host_budget is None or host_bytes(step, self.work) <= self.host_budget
         )
+        if not fits:
+            self._misfits[plan] = peak
         return step, peak, fits
 
     def score(self, plan: Plan) -> bool:
@@ -226,7 +229,10 @@ class _Search:
             plan = arrange(self.work, shape, mixture, arrangement)
             if not self.mode.keeps_gradients:
                 plan = with_late(plan, self.work, mixture.late)
-            step, peak, fits = self.measure(plan)
+            if host_room is None and plan in self._misfits:
+                peak, fits = self._misfits[plan], False
+            else:
+                step, peak, fits = self.measure(plan)
             if fits:
                 same, fits_at = fitting is not None and fitting[0] == plan, room
                 fitting = plan, step, peak
@@ -244,11 +250,17 @@ class _Search:
             self._simulate(*fitting)
 
     def _fixed(self) -> None:
-        """Plans that treat everything alike, and the schedules of other systems."""
-        keeps = ("step", "stream") if self.mode.micro_batches == 1 else ("step", "micro", "stream")
-        for shape in shapes(self.mode):
-            for choice, stash, keep in product(CHOICES, ("device", "host"), keeps):
-                self.score(uniform(self.work, shape, choice, stash, keep))
+        """Plans that treat everything alike, and the schedules of other systems.
+
+        Where streamed groups do not fit, held ones do not either.
+        """
+        keeps = ("stream", "step") if self.mode.micro_batches == 1 else ("stream", "micro", "step")
+        for shape, choice, stash in product(shapes(self.mode), CHOICES, ("device", "host")):
+            for keep in keeps:
+                plan = uniform(self.work, shape, choice, stash, keep)
+                self.score(plan)
+                if plan in self._misfits:
+                    break
         if self.mode.kind == "train":
             for plan in rivals(self.work, self.mode, self.machine, self.budget_bytes):
                 self.score(plan)
