@@ -11,7 +11,8 @@ again; whatever is not said to follow something may run at any time. What stays 
   arrive later lie those updates, and all that host memory moves meanwhile;
 - a stash that waits on the host has left before the second operation after its forward starts, and comes
   back after the second operation before its backward has ended;
-- device bytes at every forward, recompute and backward, where weight slots are a slab of fixed size.
+- device bytes at every forward, recompute and backward, where weight slots are a slab of fixed size;
+- between two operations the link brings all weights that had no room in the slab when the first ended.
 
 State is on the host, as in all plans that are compared with this bound. Steps follow each other at a fixed
 period, as they do in the simulator after the first.
@@ -21,12 +22,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from benchmarks.linear import LinearProgram, Row, times, total
-from benchmarks.relaxed_memory import Option, limit_memory
+from benchmarks.relaxed_memory import GB, Option, limit_memory
+from benchmarks.relaxed_slots import Span, limit_fetches
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
 from megacompile.plan.plan import Mode, norm_bytes
@@ -47,16 +48,6 @@ def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: 
     )
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A forward, or a recompute with its backward: its block, variables for its start and end."""
-
-    block: int
-    start: int
-    end: int
-    backward: bool
-
-
 class _Relaxation:
     """Variables for times in seconds, for shares of choices, and for shares of groups that are held."""
 
@@ -75,9 +66,19 @@ class _Relaxation:
         ]
         self.held = [self.program.variable(1.0) for _ in work.groups]
         self.spans = self._spans()
-        limit_memory(self.program, work, mode, order, budget, self.options, self.held)
+        for options in self.options:
+            self.program.equal({o.share: 1.0 for o in options}, 1.0)
+        self.slab = limit_memory(self.program, work, mode, order, budget, self.options, self.held)
+        self.unused = self.program.variable()  # GB beside the slab
+        self.room = budget - work.constant_bytes
+        self.program.equal({self.unused: 1.0, self.slab: 1.0}, GB * self.room)
 
     def solve(self) -> float:
+        unused, _ = self.program.minimise(self.unused)
+        if unused == float("inf"):
+            return unused
+        most = (self.room - unused / GB) * (1 + 1e-6)
+        limit_fetches(self.program, self.work, self.machine, self.spans, self.period, self.slab, most)
         self._compute()
         self._pushes()
         self._offloads()
@@ -91,7 +92,7 @@ class _Relaxation:
 
     # ---- compute ----------------------------------------------------------------------------------
 
-    def _spans(self) -> list[_Span]:
+    def _spans(self) -> list[Span]:
         """All compute of a step in program order."""
         blocks, micros = range(len(self.work.blocks)), range(self.mode.micro_batches)
         back = [b for b in reversed(blocks) if self.work.blocks[b].choices[0].backward is not None]
@@ -101,11 +102,9 @@ class _Relaxation:
         else:
             places = [place for part in once for place in part for _ in micros]
         variable = self.program.variable
-        return [_Span(b, variable(), variable(), backward) for b, backward in places]
+        return [Span(b, variable(), variable(), backward) for b, backward in places]
 
     def _compute(self) -> None:
-        for options in self.options:
-            self.program.equal({o.share: 1.0 for o in options}, 1.0)
         for span in self.spans:
             whole = {span.end: 1.0, span.start: -1.0}
             self.program.at_least(total(whole, times(-1, self._compute_row(span))), 0.0)
@@ -113,7 +112,7 @@ class _Relaxation:
             self.program.at_least({after.start: 1.0, before.end: -1.0}, 0.0)
         self.program.at_least(total(self._next(self.spans[0]), {self.spans[-1].end: -1.0}), 0.0)
 
-    def _next(self, span: _Span) -> Row:
+    def _next(self, span: Span) -> Row:
         """When an operation of the next step starts."""
         return {self.period: 1.0, span.start: 1.0}
 
@@ -179,7 +178,7 @@ class _Relaxation:
             )
             behind = self._queue(behind, {before.start: 1.0}, stall, span)
 
-    def _queue(self, last: int | None, ready: Row, seconds: Row, wanted: _Span) -> int:
+    def _queue(self, last: int | None, ready: Row, seconds: Row, wanted: Span) -> int:
         """The end of what starts when it is ready and the one before is over; something waits for it."""
         over = self.program.variable()
         self.program.at_least(total({over: 1.0}, times(-1, total(ready, seconds))), 0.0)
@@ -188,7 +187,7 @@ class _Relaxation:
         self.program.at_least({wanted.start: 1.0, over: -1.0}, 0.0)
         return over
 
-    def _compute_row(self, span: _Span) -> Row:
+    def _compute_row(self, span: Span) -> Row:
         """Seconds of an operation by its block's shares."""
         options, machine = self.options[span.block], self.machine
         if not span.backward:
@@ -198,7 +197,7 @@ class _Relaxation:
             for o in options
         }
 
-    def _longest(self, span: _Span) -> float:
+    def _longest(self, span: Span) -> float:
         """The longest that a forward or backward may take, without a recompute."""
         choices = [o.choice for o in self.options[span.block]]
         return max(call_seconds(c.backward if span.backward else c.forward, self.machine) for c in choices)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.linear import LinearProgram
 from megacompile.plan.plan import Mode
 from megacompile.plan.workload import Choice, Workload
 
-_GB = 1e-9  # memory rows count in GB, times in seconds: all coefficients are of about one size
+GB = 1e-9  # memory rows count in GB, times in seconds: all coefficients are of about one size
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,17 @@ def limit_memory(
     budget: int,
     options: Sequence[Sequence[Option]],
     held: Sequence[int],
-) -> None:
-    """At every operation of a block: stashes of earlier blocks, its own tensors, and the slab."""
+) -> int:
+    """At every operation of a block: stashes of earlier blocks, what it reads, its own tensors, and the slab.
+
+    In a breadth-first order, where all micro-batches of a block follow each other, also what is there of the
+    others: before the first forward their inputs, after the last one their outputs and stashes; before the
+    first backward their stashes and the gradients of their outputs, after the last one those of their
+    inputs. Returns the variable of the slab, in GB.
+    """
+    values = _Values(work)
     slab = program.variable()
-    room = _GB * (budget - work.constant_bytes)
+    room = GB * (budget - work.constant_bytes)
     micros = mode.micro_batches if order == "breadth" else 1
     stashed = program.variable()  # of the blocks before, on the device
     program.equal({stashed: 1.0}, 0.0)
@@ -41,20 +49,57 @@ def limit_memory(
     for b, block in enumerate(work.blocks):
         groups = sorted({g for o in options[b] for g in o.choice.forward.groups})
         slots = {slab: -1.0} | {v: n for v, n in resident.items() if v not in {held[g] for g in groups}}
-        program.at_most(slots, -_GB * sum(work.groups[g].nbytes for g in groups))
-        resident |= {held[g]: _GB * work.groups[g].nbytes for g in groups}
-        tangents = sum(work.values[v].nbytes for v in block.tangents)
-        forward, backward, recompute = ({stashed: 1.0, slab: 1.0} for _ in range(3))
-        for o in options[b]:
-            forward[o.share] = _GB * max(0, o.choice.forward.peak_bytes)
-            if o.choice.backward is not None:
-                own = o.choice.saved_bytes + tangents + max(0, o.choice.backward.peak_bytes)
-                backward[o.share] = _GB * own
-            if o.choice.recompute is not None:
-                recompute[o.share] = _GB * (tangents + max(0, o.choice.recompute.peak_bytes))
-        for row in (forward, backward, recompute):
-            program.at_most(row, room)
+        program.at_most(slots, -GB * sum(work.groups[g].nbytes for g in groups))
+        resident |= {held[g]: GB * work.groups[g].nbytes for g in groups}
+        tangents, gradients = values.nbytes(block.tangents), values.nbytes(block.grad_values)
+        for kind, others in (
+            ("forward", values.handed(b)), ("forward after", values.handed(b + 1)),
+            ("recompute", tangents), ("backward", tangents), ("backward after", gradients),
+        ):  # fmt: skip
+            row = {stashed: 1.0, slab: 1.0}
+            waits = micros > 1 and kind in ("forward after", "recompute", "backward")
+            for o in options[b]:
+                own = values.own(b, o.choice, kind.split()[0], tangents)
+                row[o.share] = GB * (own + (micros - 1) * o.stash * (waits and not o.host))
+            program.at_most(row, room - GB * (micros - 1) * others)
         after = program.variable()
-        kept = {o.share: -_GB * micros * o.stash for o in options[b] if not o.host}
+        kept = {o.share: -GB * micros * o.stash for o in options[b] if not o.host}
         program.equal({after: 1.0, stashed: -1.0} | kept, 0.0)
         stashed = after
+    return slab
+
+
+class _Values:
+    """Bytes of a workload's values that are surely on the device, and in no stash of an earlier block."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        readers: dict[int, set[int]] = defaultdict(set)  # blocks that read a value again
+        for b, block in enumerate(work.blocks):
+            for choice in block.choices:
+                for call in (choice.recompute, choice.backward):
+                    for v in call.reads if call is not None else ():
+                        readers[v].add(b)
+        self.owner = {v: min(blocks) for v, blocks in readers.items() if len(blocks) == 1}
+
+    def nbytes(self, values: Iterable[int]) -> int:
+        return sum(self.work.values[v].nbytes for v in values)
+
+    def handed(self, b: int) -> int:
+        """Outputs of the block before that a block's forward reads, whatever it keeps."""
+        if not 0 < b < len(self.work.blocks):
+            return 0
+        read = set.intersection(*(set(c.forward.reads) for c in self.work.blocks[b].choices))
+        return self.nbytes(v for v in self.work.blocks[b - 1].outputs if v in read and self._here(v, b))
+
+    def own(self, b: int, choice: Choice, kind: str, tangents: int) -> int:
+        """What one function of a block reads and has at its highest point; 0 where there is none."""
+        call = {"forward": choice.forward, "recompute": choice.recompute, "backward": choice.backward}[kind]
+        if call is None:
+            return 0
+        given = 0 if kind == "forward" else tangents + (kind == "backward") * choice.saved_bytes
+        read = self.nbytes(v for v in call.reads if not self.work.values[v].batch and self._here(v, b))
+        return given + read + max(0, call.peak_bytes)
+
+    def _here(self, v: int, b: int) -> bool:
+        return self.owner.get(v, b) >= b

@@ -7,6 +7,9 @@ gradients are kept per group, norms are taken as they land, and adam runs after 
 order in which the next forward will want the groups. Either way adam follows the last prefetch of its
 group: a step computes with the weights that it began with.
 
+A gradient's memory is given back as late as the next operation allows: after the slots that are let go and
+filled again in between, which need not wait until the gradient has left.
+
 Of groups whose state is on the device, gradients stay there, in a buffer of their own where they wait
 for their update, and adam runs on the compute stream.
 """
@@ -39,6 +42,7 @@ class _Inserter:
         self.mode = mode
         self.ops: list[Op] = []
         self.frees: list[tuple[int, Op]] = []  # (backwards still to pass, free of a gradient)
+        self.due: list[Op] = []  # frees that come after the slots that are let go and filled meanwhile
         self.left = {g: len(b) * mode.micro_batches for g, b in work.contributions.items()}
         self.pushes = 0
         self.fetched: dict[int, int] = {}  # last prefetch of each group
@@ -57,10 +61,13 @@ class _Inserter:
             self.late = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
 
     def pass_by(self, index: int, op: Op) -> None:
+        if op.kind not in ("evict", "prefetch"):
+            self.ops += self.due
+            self.due = []
         self.ops.append(op)
         if op.kind == "backward":
             self.frees = [(lag - 1, free) for lag, free in self.frees]
-            self.ops += [free for lag, free in self.frees if lag <= 0]
+            self.due += [free for lag, free in self.frees if lag <= 0]
             self.frees = [(lag, free) for lag, free in self.frees if lag > 0]
             for group, nbytes in self.work.blocks[op.block].grad_groups:
                 if group in self.resident:
@@ -82,7 +89,7 @@ class _Inserter:
         if self.plan.grad_lag:
             self.frees.append((self.plan.grad_lag, free))
         else:
-            self.ops.append(free)
+            self.due.append(free)
         self.left[group] -= 1
         if self.left[group]:
             return
@@ -114,7 +121,7 @@ class _Inserter:
 
     def finish(self) -> None:
         """Norms and updates that wait for the end of the backward; those of the host are issued first."""
-        self.ops += [free for _, free in self.frees]
+        self.ops += self.due + [free for _, free in self.frees]
         groups = sorted(self.work.contributions, key=lambda g: g in self.resident)
         if self.mode.kind == "update":
             self.ops += [self._norm(group) for group in reversed(groups)]

@@ -167,16 +167,16 @@ def step(rt):
     rt.forward(block=5, micro=0, keep="all", after=[("prefetch", 5)], free=[("x", 6, 0)])
     rt.backward(block=5, micro=0, keep="all", free=[("x", 5, 0)])
     rt.push_grad(group=5, block=5, micro=0, to=("hgrad", 5), after=[("backward", 5, 0)])
-    rt.free([("wg", 5, 5, 0)], after=[("push_grad", 5, 5, 0)])
     rt.norm(group=5, after=[("push_grad", 5, 5, 0)])
     rt.evict(group=5)
     for i in range(4, -1, -1):
         rt.prefetch(group=i, offset=OFFSETS[10 - i], after=[("evict", i + 1)])
+        rt.free([("wg", i + 1, i + 1, 0)], after=[("push_grad", i + 1, i + 1, 0)])
         rt.backward(block=i, micro=0, keep="all", after=[("prefetch", i)], free=[("x", i, 0)])
         rt.push_grad(group=i, block=i, micro=0, to=("hgrad", i), after=[("backward", i, 0)])
-        rt.free([("wg", i, i, 0)], after=[("push_grad", i, i, 0)])
         rt.norm(group=i, after=[("push_grad", i, i, 0)])
         rt.evict(group=i)
+    rt.free([("wg", 0, 0, 0)], after=[("push_grad", 0, 0, 0)])
     rt.clip_scale()
     for i in range(0, 6):
         rt.adam(group=i, grad=("hgrad", i))

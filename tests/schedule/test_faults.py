@@ -104,8 +104,8 @@ def test_free_while_the_stash_still_leaves() -> None:
 def test_reload_that_takes_memory_early() -> None:
     """Its data is there and its slot is free, but the bytes it takes are not yet given back."""
     step = lower(WORK, uniform(WORK, "all", stash="host", keep="step"), Mode("train"))
-    bad = without_wait(step, find(step, "reload", block=1), ("evict", 3))
-    refuse(bad, WORK, "reload of block 1", "may take device memory before evict of group 3")
+    bad = without_wait(step, find(step, "reload", block=1), ("free", 4, 4, 0))
+    refuse(bad, WORK, "reload of block 1", "may take device memory before evict")
 
 
 def test_adam_before_its_gradient() -> None:

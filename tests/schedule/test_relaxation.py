@@ -21,13 +21,14 @@ INSTANCES = load_instances()
 
 
 def some_machine(draw: random.Random, machine: Machine) -> Machine:
-    """The machine with each rate up to four times as high or as low."""
+    """The machine with each rate up to four times as high or as low, or a much slower way to the device."""
 
     def rate(given: float) -> float:
         return given * 2 ** draw.uniform(-2, 2)
 
+    slow = draw.choice((1, 0.05))
     return replace(
-        machine, flops=rate(machine.flops), h2d_bandwidth=rate(machine.h2d_bandwidth),
+        machine, flops=rate(machine.flops), h2d_bandwidth=slow * rate(machine.h2d_bandwidth),
         d2h_bandwidth=rate(machine.d2h_bandwidth), host_bandwidth=rate(machine.host_bandwidth),
         shared_memory=draw.random() < 0.7,
     )  # fmt: skip
