@@ -48,7 +48,7 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def restored() -> Iterator[None]:
     """Look for a compiler again when the test has put the environment back."""
     yield
-    host_adam._kernel.cache_clear()
+    host_adam._library.cache_clear()
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -342,8 +342,8 @@ def test_bad_halves_and_hyper_parameters_are_named() -> None:
 
 
 def needs_compiler() -> None:
-    if host_adam._kernel()[0] is None:
-        pytest.skip(host_adam._kernel()[1])
+    if host_adam._library()[0] is None:
+        pytest.skip(host_adam._library()[1])
 
 
 def test_no_compiler_means_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
@@ -404,5 +404,5 @@ def test_threads_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
     compiler = shutil.which("cc") or shutil.which("gcc") or "clang"
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: host_adam._load(compiler, tmp_path), range(4)))
+        list(pool.map(lambda _: host_adam._load("fp32", compiler, tmp_path), range(4)))
     assert [x.suffix for x in tmp_path.iterdir()] == [".so"]

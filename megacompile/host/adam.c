@@ -70,12 +70,7 @@ void mc_join(int64_t n, const uint16_t *high, const int16_t *low, float *to, int
 }
 
 /* 64 bytes past the cache, to an address that is a multiple of 64; 0 where the compiler cannot. */
-#if defined(__AVX512F__)
-#define HAS_STREAM 1
-INLINE void stream64(char *to, const char *from) {
-    _mm512_stream_si512((void *)to, _mm512_loadu_si512((const void *)from));
-}
-#elif defined(__x86_64__)
+#if defined(__x86_64__)
 #define HAS_STREAM 1
 INLINE void stream64(char *to, const char *from) {
     for (int k = 0; k < 64; k += 16)
@@ -108,12 +103,4 @@ int mc_stream_copy(int64_t bytes, char *to, const char *from, int64_t threads) {
 #endif
     }
     return HAS_STREAM;
-}
-
-int mc_has_threads(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
 }

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include <emmintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -103,6 +103,14 @@ INLINE void split_range(int64_t n, const float *from, uint16_t *high, int16_t *l
 INLINE void join_range(int64_t n, const uint16_t *high, const int16_t *low, float *to) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) to[i] = as_float(join_halves(high[i], low[i]));
+}
+
+int mc_has_threads(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 /* Elements per unit of work: a few units per thread so that a busy core does not hold up the rest,

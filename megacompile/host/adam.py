@@ -29,8 +29,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(f"adam{end}") for end in (".c", "_coded.c")]
-HEADERS = [Path(__file__).with_name(f"adam{end}.h") for end in ("", "_coded", "_coded_avx512")]
+Kernel = Literal["fp32", "int8", "int4"]
+# What each kernel is built from, when it is first called for.
+SOURCES: dict[Kernel, tuple[str, ...]] = {
+    "fp32": ("adam.c",),
+    "int8": ("adam_coded.c", "-DBITS=8"),
+    "int4": ("adam_coded.c", "-DBITS=4"),
+}
+HERE = Path(__file__).parent
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fschedule-insns"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-march=native -fopenmp-simd", "")
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
@@ -142,16 +148,18 @@ def scalars(h: AdamHyper) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(values))(*values)
 
 
-def call_kernel(name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None) -> int:
+def call_kernel(
+    name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None, kernel: Kernel = "fp32"
+) -> int:
     """Pass tensors as addresses and integers as 64 bits; ctypes releases the GIL."""
     values: list[object] = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     values = [ctypes.c_int64(x) if isinstance(x, int) else x for x in values]
-    return int(getattr(_kernel()[0], name)(*values))
+    return int(getattr(_library(kernel)[0], name)(*values))
 
 
 @functools.cache
-def _kernel() -> tuple[ctypes.CDLL | None, str]:
-    """The library or None, and what built it or why nothing did."""
+def _library(kernel: Kernel = "fp32") -> tuple[ctypes.CDLL | None, str]:
+    """A kernel's library or None, and what built it or why nothing did."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         return None, "no C compiler (cc, gcc, clang) was found"
@@ -159,21 +167,22 @@ def _kernel() -> tuple[ctypes.CDLL | None, str]:
     with tempfile.TemporaryDirectory() as passing:  # for where the cache cannot be written
         for folder in (cache, Path(passing)):
             try:
-                return _load(compiler, folder)
+                return _load(kernel, compiler, folder)
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(error)
     return None, f"the C kernel could not be built ({reason})"
 
 
-def _load(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
+def _load(kernel: Kernel, compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """The library from `folder`, compiled where it is missing or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = "\n".join([*(s.read_text() for s in SOURCES + HEADERS), _cpu(), compiler, version, FLAGS, *TARGETS])
-    path = folder / f"adam-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    texts = [path.read_text() for path in sorted(HERE.glob("adam*.[ch]"))]
+    key = "\n".join([*texts, _cpu(), compiler, version, FLAGS, *TARGETS])
+    path = folder / f"adam-{kernel}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
-        _compile(compiler, path)
+        _compile(kernel, compiler, path)
         library = ctypes.CDLL(str(path))
     threads = "" if library.mc_has_threads() else ", on one thread for want of OpenMP"
     return library, version.partition("\n")[0] + threads
@@ -187,15 +196,15 @@ def _cpu() -> str:
     return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(kept)])
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(kernel: Kernel, compiler: str, path: Path) -> None:
     """Build into a temporary folder beside `path` and rename, so that processes may race."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for target in TARGETS:
             built = Path(folder, "adam.so")
             flags = [*FLAGS.split(), *target.split()]
-            command = [compiler, *flags, *map(str, SOURCES), "-o", str(built), "-lm"]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            command = [compiler, *flags, *SOURCES[kernel], "-o", str(built.absolute()), "-lm"]
+            result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
             if result.returncode == 0:
                 built.replace(path)
                 return
@@ -205,22 +214,22 @@ def _compile(compiler: str, path: Path) -> None:
 def set_backend(name: Literal["auto", "c", "torch"]) -> None:
     """Choose the backend: "auto" takes C where it builds. Looks for a compiler again."""
     global _choice
-    _kernel.cache_clear()
-    if name == "c" and _kernel()[0] is None:
-        raise RuntimeError(f"The C backend cannot run: {_kernel()[1]}.")
+    _library.cache_clear()
+    if name == "c" and _library()[0] is None:
+        raise RuntimeError(f"The C backend cannot run: {_library()[1]}.")
     _choice = name
 
 
-def backend() -> Literal["c", "torch"]:
+def backend(kernel: Kernel = "fp32") -> Literal["c", "torch"]:
     """Which code runs: the C kernel or tiled torch."""
-    return "torch" if _choice == "torch" or _kernel()[0] is None else "c"
+    return "torch" if _choice == "torch" or _library(kernel)[0] is None else "c"
 
 
 def describe_backend() -> str:
     """One sentence for reports: what runs, why, and what it costs."""
     if backend() == "c":
-        return f"Host Adam runs its C kernel at memory speed, built by {_kernel()[1]}."
-    why = "it was asked to" if _choice == "torch" else _kernel()[1]
+        return f"Host Adam runs its C kernel at memory speed, built by {_library()[1]}."
+    why = "it was asked to" if _choice == "torch" else _library()[1]
     return f"Host Adam runs tiled torch, about 3 times slower than its C kernel, because {why}."
 
 

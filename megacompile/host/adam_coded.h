@@ -1,4 +1,4 @@
-/* Coding of moments in plain loops, and what the coded kernels share. See adam_coded.c.
+/* Coding of moments in plain loops, and what the coded kernels share. See adam_coded.c. BITS is 8 or 4.
  *
  * A dynamic book is piecewise linear, so the nearest code needs no search. With the rank q of a
  * code (its distance from zero's, plus one in the unsigned book), decade d holds the ranks of one
@@ -9,16 +9,14 @@
 #define MEGACOMPILE_HOST_ADAM_CODED_H
 #include "adam.h"
 
-enum { LARGEST = 256 };
-
-/* Elements per scale: a literal where `bits` is one. */
-INLINE int block_of(int bits) { return bits == 8 ? 256 : 128; }
+/* BLOCK: elements per scale. A dynamic book has SIZE codes in DECADES. */
+enum { BLOCK = BITS == 8 ? 256 : 128, SIZE = BITS == 8 ? 256 : 16, DECADES = BITS == 8 ? 7 : 3 };
 
 typedef struct {
-    float value[256];
-    float slope[7], base[7]; /* per decade: rank = slope * magnitude + base */
-    int decades, zero;       /* zero: the code of 0 */
-    float gap, top;          /* see rank_of; above top comes the code of 1 */
+    float value[SIZE];
+    float slope[DECADES], base[DECADES]; /* per decade: rank = slope * magnitude + base */
+    int zero;                            /* the code of 0 */
+    float gap, top;                      /* see rank_of; above top comes the code of 1 */
 } Dynamic;
 
 typedef struct {
@@ -35,27 +33,26 @@ typedef struct {
     Dynamic books[2]; /* of the first and the second moment; 4 bits use books[1].value alone */
 } Job;
 
-static Dynamic dynamic_of(const double *book, int size, int is_signed) {
-    Dynamic d = {.decades = size == 256 ? 7 : 3, .zero = is_signed ? size / 2 - 1 : 0};
-    for (int i = 0; i < size; i++) d.value[i] = (float)book[i];
-    for (int k = 0; k < d.decades; k++) {
-        const double bins = ldexp(1, is_signed ? k : k + 1), unit = pow(10, k + 1 - d.decades);
+static Dynamic dynamic_of(const double *book, int is_signed) {
+    Dynamic d = {.zero = is_signed ? SIZE / 2 - 1 : 0};
+    for (int i = 0; i < SIZE; i++) d.value[i] = (float)book[i];
+    for (int k = 0; k < DECADES; k++) {
+        const double bins = ldexp(1, is_signed ? k : k + 1), unit = pow(10, k + 1 - DECADES);
         d.slope[k] = (float)(bins / (0.9 * unit));
         d.base[k] = (float)(bins - bins * 0.1 / 0.9);
     }
     /* between 0 and the first code: at half of that, which is less than 0.2 of its bin */
     const double first = book[d.zero + 1], rank = is_signed ? 1 : 2;
     d.gap = (float)((first / 2 * d.slope[0] + d.base[0] - rank) / rank);
-    d.top = (float)((book[size - 1] + book[size - 2]) / 2);
+    d.top = (float)((book[SIZE - 1] + book[SIZE - 2]) / 2);
     return d;
 }
 
-INLINE void decode8(const uint8_t *codes, float scale, const Dynamic *d, int n, float *out) {
-    for (int i = 0; i < n; i++) out[i] = d->value[codes[i]] * scale;
-}
-
-INLINE void decode4(const uint8_t *codes, float scale, const Dynamic *d, int n, float *out) {
-    for (int i = 0; i < n; i++) out[i] = d->value[codes[i / 2] >> (4 * (i & 1)) & 15] * scale;
+INLINE void decode(const uint8_t *codes, float scale, const Dynamic *d, int n, float *out) {
+    for (int i = 0; i < n; i++) {
+        const int code = BITS == 8 ? codes[i] : codes[i / 2] >> (4 * (i & 1)) & 15;
+        out[i] = d->value[code] * scale;
+    }
 }
 
 /* The scale of a block whose largest magnitude has these bits (as integers, NaN is above infinity),
@@ -78,20 +75,20 @@ INLINE uint32_t most_of(const float *x, int n) {
 
 /* The rank of the nearest code of a magnitude, 1 excluded: its bin in the least of all lines, or,
  * just above a power of two, where the code below is still nearer, one less. */
-INLINE float rank_of(float magnitude, const Dynamic *d, int decades) {
+INLINE float rank_of(float magnitude, const Dynamic *d) {
     float q = FMA(magnitude, d->slope[0], d->base[0]);
-    for (int k = 1; k < decades; k++) q = MIN(q, FMA(magnitude, d->slope[k], d->base[k]));
+    for (int k = 1; k < DECADES; k++) q = MIN(q, FMA(magnitude, d->slope[k], d->base[k]));
     const float power = as_float(as_bits(q) & 0x7f800000u);
     const float gap = MIN(0.2f, power * d->gap);
     return q - power <= gap ? q - 1 : q;
 }
 
 INLINE void encode_dynamic(const float *x, float inverse, const Dynamic *d, int n, uint8_t *codes,
-                           int decades, int is_signed) {
+                           int is_signed) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         const float y = x[i] * inverse;
-        const int rank = (int)rank_of(is_signed ? fabsf(y) : y, d, decades);
+        const int rank = (int)rank_of(is_signed ? fabsf(y) : y, d);
         const int offset = (is_signed && y < 0 ? -rank : rank) + (y > d->top);
         codes[i] = (uint8_t)(offset + (is_signed ? d->zero : -1));
     }

@@ -77,16 +77,16 @@ def coded_adamw_step(
     host_adam.check(**state, grad=grad)
     _check(exp_avg, exp_avg_sq, coding, hi.numel())
     threads = threads or torch.get_num_threads()
-    if host_adam.backend() == "torch":
+    kernel: host_adam.Kernel = "int8" if coding.bits == 8 else "int4"
+    if host_adam.backend(kernel) == "torch":
         for tile in _tiles(hi, lo, exp_avg, exp_avg_sq, grad, coding):
             _torch_step(*tile, hyper, coding, threads)
         return
-    flags = (coding.bits, grad.dtype == torch.bfloat16, hyper.decoupled, hyper.maximize)
+    flags = (grad.dtype == torch.bfloat16, hyper.decoupled, hyper.maximize)
     moments = (exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales)
     books = (_book(coding.first_book), _book(coding.second_book))
-    host_adam.call_kernel(
-        "mc_adam_coded", hi.numel(), hi, lo, *moments, *books, grad, host_adam.scalars(hyper), *flags, threads
-    )
+    arguments = (hi.numel(), hi, lo, *moments, *books, grad, host_adam.scalars(hyper), *flags, threads)
+    host_adam.call_kernel("mc_adam_coded", *arguments, kernel=kernel)
 
 
 def _check(first: Coded, second: Coded, coding: Coding, elements: int) -> None:
