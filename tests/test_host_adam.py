@@ -379,7 +379,9 @@ def test_cache_that_cannot_be_written_or_is_damaged(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     host_adam.set_backend("c")
     (built,) = (tmp_path / "megacompile").iterdir()
-    assert built.name.startswith("adam-fp32-")  # the kernels of other formats are built for those who use them
+    assert built.name.startswith(
+        "adam-fp32-"
+    )  # the kernels of other formats are built for those who use them
     damaged = tmp_path / "damaged" / "megacompile"
     damaged.mkdir(parents=True)
     (damaged / built.name).write_text("not a library")
