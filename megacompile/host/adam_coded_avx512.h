@@ -8,8 +8,9 @@
  *
  * The codes of a block wait for its scale, so they are made while the next block takes its step, and
  * so are its weights, whose divisions leave most of the core idle. Chunks of 64 elements, four
- * vectors whose instructions alternate, as a core looks only so far ahead: with two or eight it is
- * 6 and 25 % slower on a Zen 4, and it is as fast without any division. */
+ * vectors whose instructions alternate, as a core looks only so far ahead: eight were a quarter
+ * slower on a Zen 4. There it is bound by its instructions: without any division it would be a
+ * tenth faster. Within the cache a parameter takes 0.79 ns in 8 bits and 0.69 in 4, in FP32 0.51. */
 #if defined(__AVX512VBMI__) && defined(__AVX512DQ__) && defined(__AVX512BW__)
 #include <immintrin.h>
 
