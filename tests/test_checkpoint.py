@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     shutil.copytree(saved, folder)
     before = (folder / "checkpoint.json").read_text()
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"the beginning")
         raise OSError(28, "No space left on device")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.state import HostState
-from megacompile.storage.durable import recover, replacing
+from megacompile.storage.durable import recover, replacing, save_shard
 from megacompile.storage.layout import copied_range, layout_of, read_layout
 
 MANIFEST = "checkpoint.json"
@@ -98,13 +98,7 @@ def _write_shards(
 
 
 def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(shard, path)
-    except SafetensorError as error:  # how it reports a full disk
-        raise OSError(str(error)) from error
+    save_shard(path, shard)
     sums = {name: checksum(tensor) for name, tensor in shard.items()}
     return path.name, {"bytes": path.stat().st_size, "checksums": sums}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.storage.durable import replacing
+from megacompile.storage.durable import replacing, save_shard
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
@@ -57,13 +57,7 @@ def _write_shards(folder: Path, values: Iterator[tuple[str, Tensor]], dtype: tor
 
 
 def _write(folder: Path, number: int, shard: dict[str, Tensor]) -> list[str]:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(shard, folder / f"{number}", metadata={"format": "pt"})
-    except SafetensorError as error:  # how it reports a full disk
-        raise OSError(str(error)) from error
+    save_shard(folder / f"{number}", shard, {"format": "pt"})
     return list(shard)
 
 
