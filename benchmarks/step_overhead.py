@@ -1,10 +1,11 @@
 """Step time beside eager PyTorch doing the same work: same operators, same checkpointing, same Adam.
 
-    python -m benchmarks.step_overhead [--tokens 128 1024] [--repeats 7]
+    python -m benchmarks.step_overhead [--tokens 128 1024] [--repeats 7] [--inductor]
 
 About 100M parameters, fp32, on this CPU. Programs and eager models run interleaved in one process,
 medians are compared. Eager checkpoints a layer where the plan recomputes it, and updates after the
-backward with the very function that the program uses.
+backward with the very function that the program uses. ``--inductor`` compares the program with itself,
+its blocks compiled by Inductor.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ def plain_need(tokens: int) -> int:
     return parameters * 16 + meter.peak - gradients
 
 
-def compiled(budget: int, batch: dict[str, torch.Tensor]) -> Program:
+def compiled(budget: int, batch: dict[str, torch.Tensor], **options: Any) -> Program:
     model = build()
     return megacompile.compile(
         model, f"{budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        compute_dtype=torch.float32, example_batch=batch,
+        compute_dtype=torch.float32, example_batch=batch, **options,
     )  # fmt: skip
 
 
@@ -135,15 +136,45 @@ def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, 
             "predicted": predicted}  # fmt: skip
 
 
+def compare_inductor(tokens: int, fraction: float, repeats: int, need: int) -> str:
+    """A row: a program's medians with plain blocks and with Inductor's, interleaved."""
+    batch, budget = batch_of(tokens), int(need * fraction)
+    programs = [compiled(budget, batch, inductor=by_inductor) for by_inductor in (False, True)]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(repeats + 1):
+        for program, times in zip(programs, seconds, strict=True):
+            start = time.perf_counter()
+            program.train_step(batch)
+            program.wait()
+            times.append(time.perf_counter() - start)
+    plain, fused = (statistics.median(times[1:]) for times in seconds)
+    peaks = [program.memory.device_peak_bytes / 1e6 for program in programs]
+    for program in programs:
+        program.close()
+    return (
+        f"| {tokens} | {budget / 1e6:.0f} MB | {plain:.3f} s | {fused:.3f} s | {fused / plain:.3f} "
+        f"| {peaks[0]:.1f} / {peaks[1]:.1f} MB |"
+    )
+
+
 def main() -> None:
     """Print one Markdown row per batch size and budget."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--fractions", type=float, nargs="+", default=[1.1, 0.25])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--inductor", action="store_true", help="blocks by Inductor beside plain ones")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{machine_line()}\n")
+    if options.inductor:
+        print("| tokens | budget | plain | by Inductor | ratio | peak, plain / by Inductor |")
+        print("|--:|--:|--:|--:|--:|--:|")
+        for tokens in options.tokens:
+            need = plain_need(tokens)
+            for fraction in options.fractions:
+                print(compare_inductor(tokens, fraction, options.repeats, need), flush=True)
+        return
     print("| tokens | budget | of plain need | layers recomputed | program | eager, same work | ratio "
           "| peak measured / predicted | step predicted |")  # fmt: skip
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")

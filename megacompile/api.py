@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.compiler import Compiler
+from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.host.formats import StateFormat, check_format
 from megacompile.host.nvme import check_directories
@@ -44,6 +45,7 @@ def compile(
     dump: str | os.PathLike[str] | None = None,
     seed: int = 0,
     kernels: Mapping[str, bool] | bool | None = None,
+    inductor: bool = False,
     optimizer_state: StateFormat = "fp32",
     weights: Weights | None = None,
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
@@ -71,6 +73,8 @@ def compile(
     seed: of dropout; the same seed gives bitwise the same training run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
         what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
+    inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are
+        then as good as eager's, not bitwise the same. Needs a C++ compiler.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
     weights: gives the value of a parameter that is on the meta device, by its name.
@@ -85,6 +89,8 @@ def compile(
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
     _check(model, compute_dtype, max_grad_norm, on_nonfinite, weights)
+    if inductor:
+        check_compiler()
     backend = open_backend(device, compute_dtype)
     held = [p for p in model.parameters() if not p.is_meta]
     available = host_available() + sum(p.nbytes for p in held)
@@ -109,6 +115,7 @@ def compile(
         kernels=kernels,
         tiers=Tiers(form, host, bool(folders)),
         policy=chosen(policy, plan),
+        inductor=backend.device if inductor else None,
         device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
     )
     settings = Settings(

@@ -96,6 +96,7 @@ class Compiler:
         tiers: Tiers | None = None,
         policy: Policy | None = None,
         device_state: bool = False,
+        inductor: torch.device | None = None,
     ) -> None:
         self.model = model
         self.tiers = tiers
@@ -115,6 +116,7 @@ class Compiler:
         self._dump = dump
         self._kernels = read_switches(kernels)
         self._device_state = device_state
+        self._inductor = inductor
         self._resident: tuple[int, ...] | None = None
         self._dumped = 0
         self._fronts: dict[tuple[Any, ...], Front] = {}
@@ -203,7 +205,7 @@ class Compiler:
         """Templates of the same name and computation, in programs cut differently, are made once."""
         key = (template.digest, template.name)
         if key not in self._differentiated:
-            self._differentiated[key] = differentiate(template, mode)
+            self._differentiated[key] = differentiate(template, mode, self._inductor)
         return replace(self._differentiated[key], index=template.index)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:

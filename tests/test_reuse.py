@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.differentiate.codegen import function_source
-from megacompile.differentiate.options import load_functions
+from megacompile.differentiate.codegen import function_source, load_functions
 from megacompile.differentiate.reuse import reuse
 
 ops = torch.ops.megacompile

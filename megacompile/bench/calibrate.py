@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 
 from megacompile.compiler import Compiled
+from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import StorageMeter
-from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, Option, load_functions
+from megacompile.differentiate.options import DifferentiatedTemplate, Option
 from megacompile.host.arena import trim_heap
 from megacompile.machine.rates import Machine, copies_beside
 from megacompile.partition.blocks import Template
@@ -67,9 +67,7 @@ class _Timer:
         self.template, self.functions, self.repeats = template, functions, repeats
         self.others = torch.zeros(_CACHES // 4)
         self.inputs = [_made_up(t) for t in template.examples]
-        self.loaded: dict[str, Callable[[list[Any]], list[Any]]] = {}
-        for function in functions.functions():
-            self.loaded.update(load_functions(function.source, _CPU))
+        self.loaded = {f.name: f.load(_CPU) for f in functions.functions()}
 
     def run(self) -> dict[tuple[str, str], float]:
         """Seconds by (option, part)."""

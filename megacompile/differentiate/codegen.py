@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,3 +93,10 @@ def _comment(node: fx.Node) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     return f"  # {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def load_functions(source: str, device: torch.device) -> dict[str, Callable[[list[Any]], list[Any]]]:
+    """Execute generated source; returns the functions it defines, for tensors of ``device``."""
+    namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "operator": operator, DEVICE: device}
+    exec(compile(source, "<megacompile blocks>", "exec"), namespace)
+    return {k: v for k, v in namespace.items() if callable(v) and hasattr(v, "__code__")}

@@ -34,7 +34,7 @@ Calls = tuple[tuple[KernelCall, int], ...]
 
 def kernel_calls(graph: fx.Graph) -> Calls:
     """The calls of our operators in a graph whose nodes carry their values."""
-    return total([(_call(node), 1) for node in graph.nodes if _is_ours(node)])
+    return total([(_call(node), 1) for node in graph.nodes if is_ours(node)])
 
 
 def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
@@ -45,7 +45,8 @@ def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
     return tuple(sorted(counts.items()))
 
 
-def _is_ours(node: fx.Node) -> bool:
+def is_ours(node: fx.Node) -> bool:
+    """Whether a node calls one of our operators."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacompile"
 
 

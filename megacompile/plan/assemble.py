@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate
+from megacompile.differentiate.functions import BlockFunction
+from megacompile.differentiate.options import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Partition
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 

@@ -21,6 +21,7 @@ class Backend:
     ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget.
     """
 
+    device: torch.device
     device_bytes: int | None
     machine: Machine | None
     plan_bytes: Callable[[int], int]
@@ -33,7 +34,7 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     target = torch.device(device)
     if target.type == "cpu":
-        return Backend(None, None, lambda budget: budget, CpuDevice)
+        return Backend(target, None, None, lambda budget: budget, CpuDevice)
     if target.type != "cuda":
         raise MegacompileError(f"device={str(device)!r} is not supported: use 'cuda' or 'cpu'.")
     if not torch.cuda.is_available():
@@ -47,6 +48,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
     api = TorchCuda(device)
     dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"
     return Backend(
+        device,
         torch.cuda.get_device_properties(device).total_memory,
         _machine(device, dtype),
         lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,

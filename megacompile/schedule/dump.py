@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacompile.differentiate.codegen import function_source
+from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.kernel_calls import Calls, to_json, total
-from megacompile.differentiate.options import BlockFunction
 from megacompile.passes import PASSES
 from megacompile.plan.text import plan_table
 from megacompile.schedule.trace import chrome_trace
@@ -31,7 +31,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
         "00_tile.txt": _tiles(scheduled),
         "01_partition.txt": _partition(scheduled),
         "02_options.txt": _options(scheduled),
-        "03_blocks.py": "\n\n".join(f.source for t in compiled.templates for f in t.functions()),
+        "03_blocks.py": "\n\n".join(_block_source(f) for t in compiled.templates for f in t.functions()),
         "04_plan.txt": plan_table(planned.plan, schedule.work) + "\n",
         "plan.json": planned.plan.to_json() + "\n",
         "kernel_calls.json": to_json(_kernel_calls(scheduled)),
@@ -76,6 +76,14 @@ def _partition(scheduled: Scheduled) -> str:
     return "\n".join(["blocks", *lines, "", "values between blocks", *values]) + "\n"
 
 
+def _block_source(function: BlockFunction) -> str:
+    return (
+        f"# {function.name}, by Inductor: call(args)\n{function.source}"
+        if function.fused
+        else function.source
+    )
+
+
 def _options(scheduled: Scheduled) -> str:
     lines = []
     for template in scheduled.compiled.templates:
@@ -90,6 +98,7 @@ def _options(scheduled: Scheduled) -> str:
             lines.append(
                 f"    {function.name}: workspace {format_bytes(function.peak_bytes)}, "
                 f"{function.flops / 1e9:.3f} GFLOP, moves {format_bytes(function.moved_bytes)}"
+                + (", by Inductor" if function.fused else "")
             )
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
 """Bind: an emitted step together with the functions, layouts and constants that it refers to.
 
 In: a step, its source, and what the stages before left. Out: :class:`BoundStep`, which a runtime runs.
-Block functions are loaded for the device that they will run on.
+Block functions that the step calls are loaded for the device that they run on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.differentiate.options import BlockFunction, DifferentiatedTemplate, load_functions
+from megacompile.differentiate.functions import BlockFunction, Boxed
+from megacompile.differentiate.options import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Partition
 from megacompile.plan.assemble import Assembly
 from megacompile.step.operations import Step, kept_gradients
+
+COMPUTES = ("forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class BoundCall:
 
     block: Block
     function: BlockFunction
-    run: Callable[[list[Any]], list[Any]]
+    run: Boxed
 
 
 class BoundStep:
@@ -59,21 +62,21 @@ class BoundStep:
         self.updates = sum(op.kind == "adam" for op in step.ops)
         self.loss_block = part.values[part.loss].producer
         self._templates = templates
-        self._calls: dict[tuple[int, str, str], BoundCall] = {}
-        self._functions: dict[str, Callable[[list[Any]], list[Any]]] = {}
-        for template in templates:
-            for function in template.functions():
-                self._functions.update(load_functions(function.source, device))
+        self._loaded: dict[str, Boxed] = {}  # by source
+        keys: set[tuple[int, str, str]] = {
+            (op.block, op.choice, op.kind) for op in step.ops if op.kind in COMPUTES
+        }
+        self._calls = {key: self._bind(*key, device) for key in sorted(keys)}
 
     def call(self, block: int, keep: str, part: str) -> BoundCall:
-        """The bound function for one operation; made once per block and kind."""
-        key = (block, keep, part)
-        found = self._calls.get(key)
-        if found is None:
-            bound = self.part.blocks[block]
-            option = self._templates[bound.template].options[keep]  # type: ignore[index]
-            function: BlockFunction | None = getattr(option, part)
-            assert function is not None
-            found = BoundCall(bound, function, self._functions[function.name])
-            self._calls[key] = found
-        return found
+        """The bound function for one operation."""
+        return self._calls[block, keep, part]
+
+    def _bind(self, block: int, keep: str, part: str, device: torch.device) -> BoundCall:
+        bound = self.part.blocks[block]
+        option = self._templates[bound.template].options[keep]  # type: ignore[index]
+        function: BlockFunction | None = getattr(option, part)
+        assert function is not None
+        if function.source not in self._loaded:
+            self._loaded[function.source] = function.load(device)
+        return BoundCall(bound, function, self._loaded[function.source])

@@ -22,6 +22,7 @@ from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
 from megacompile.runtime.staging import Staging
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
+from tests.numerics.test_inductor import rows, small
 
 BUDGET = 10**9
 
@@ -30,7 +31,8 @@ BUDGET = 10**9
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """compile(device="cuda") runs on this; plans are those of the CPU backend."""
     fake = FakeCuda()
-    backend = Backend(None, None, lambda budget: budget, lambda budget: CudaDevice(fake, budget))
+    opened = functools.partial(CudaDevice, fake)
+    backend = Backend(fake.device, None, None, lambda budget: budget, opened)
 
     def choose(device: Any, dtype: torch.dtype) -> Backend:
         return backend if device == "cuda" else open_backend(device, dtype)
@@ -106,6 +108,16 @@ def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> No
     losses, ours = train("gpt2", "cuda", batches, compute_dtype=torch.bfloat16)
     assert losses == expected
     assert all(torch.equal(ours[n], v) for n, v in state.items())
+
+
+def test_functions_by_inductor_run_on_the_streams(gpu: FakeCuda) -> None:
+    """Their allocations are torch's; bitwise the CPU device's run."""
+    losses = {}
+    for device in ("cpu", "cuda"):
+        trained = small(device=device, max_grad_norm=1.0)
+        losses[device] = [float(trained.train_step(rows(i)).loss) for i in range(3)]
+        trained.close()
+    assert losses["cuda"] == losses["cpu"]
 
 
 def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:

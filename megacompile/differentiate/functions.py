@@ -1,0 +1,164 @@
+"""Block functions: one part of a joint graph as a function that can be loaded, and what it costs.
+
+In: the extracted graph of a forward, a recompute or a backward. Out: :class:`BlockFunction`. What it holds
+at most is measured by running it on fake tensors under the meter that also measures real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.capture.views import storage_nbytes
+from megacompile.differentiate import inductor
+from megacompile.differentiate.codegen import function_source, load_functions
+from megacompile.differentiate.costs import flops, moved
+from megacompile.differentiate.joint import Ref
+from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.differentiate.reuse import reuse
+
+Boxed = Callable[[list[Any]], list[Any]]
+"""A function that takes one list, which it empties, and returns one."""
+
+
+@dataclass(frozen=True)
+class BlockFunction:
+    """One generated function and what it costs.
+
+    ``inputs`` and ``outputs`` name what the list argument and the returned list hold: ("in", i) the
+    template's input i, ("out", k) its output k, ("saved", j) a saved tensor, and ("grad", n) the
+    gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
+    the function holds beyond what was alive when it was called; saved tensors and gradients among its
+    arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
+    when it returns: results less donations. ``kernels`` counts the calls of our own operators.
+    ``fused`` says that ``source`` is Inductor's, not our own.
+    """
+
+    name: str
+    source: str
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    result_bytes: tuple[int, ...]
+    peak_bytes: int
+    end_bytes: int
+    flops: int
+    moved_bytes: int
+    kernels: Calls = ()
+    fused: bool = False
+
+    def load(self, device: torch.device) -> Boxed:
+        """The function, ready to be called on tensors of a device."""
+        if self.fused:
+            return inductor.load(self.source)
+        return load_functions(self.source, device)[self.name]
+
+
+def block_function(
+    name: str,
+    graph: fx.Graph,
+    inputs: Sequence[Ref],
+    results: Sequence[tuple[Ref, fx.Node]],
+    owned: set[fx.Node],
+    mode: FakeTensorMode,
+    share: float,
+) -> BlockFunction:
+    """Print and measure a graph. ``owned`` are the arguments that the function may overwrite, ``share`` is
+    the part of its rows that a grouped product computes."""
+    counted = [n for n in graph.nodes if n.op == "call_function"]
+    work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
+    reuse(graph, owned)
+    source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
+    plain = load_functions(source, torch.device("cpu"))[name]
+    taken = _measure(plain, _examples(graph), inputs, mode, torch.device("cpu"))
+    return BlockFunction(
+        name=name,
+        source=source,
+        inputs=tuple(inputs),
+        outputs=tuple(r for r, _ in results),
+        result_bytes=tuple(storage_nbytes(n.meta["val"]) for _, n in results),
+        peak_bytes=taken.peak_bytes,
+        end_bytes=taken.end_bytes,
+        flops=work[0],
+        moved_bytes=work[1],
+        kernels=work[2],
+    )
+
+
+def fused(
+    function: BlockFunction, graph: fx.Graph, mode: FakeTensorMode, device: torch.device
+) -> BlockFunction:
+    """The same function by Inductor, with its own workspace and traffic; the plain one where its results
+    would lie in memory in another way, or where the order of sums would be left to chance."""
+    examples = _examples(graph)
+    source = inductor.wrapper_source(function.name, graph, examples, mode, device)
+    if source is None:
+        return function
+    cpu, by_kernels = torch.device("cpu"), list[int]()
+    expected = _measure(function.load(cpu), examples, function.inputs, mode, cpu)
+    taken = _measure(inductor.dry(source, by_kernels), examples, function.inputs, mode, device)
+    if (taken.forms, taken.end_bytes) != (expected.forms, expected.end_bytes):
+        return function
+    by_ours = sum(moved(n) for n in graph.nodes if is_ours(n))
+    return replace(
+        function,
+        source=source,
+        peak_bytes=taken.peak_bytes,
+        moved_bytes=sum(by_kernels) + by_ours,
+        fused=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Bytes beyond what is alive at entry, at most and at the end, and how each result lies in memory."""
+
+    peak_bytes: int
+    end_bytes: int
+    forms: tuple[tuple[Any, ...], ...]
+
+
+def _measure(
+    run: Boxed, examples: Sequence[Tensor], inputs: Sequence[Ref], mode: FakeTensorMode, device: torch.device
+) -> _Taken:
+    """What a function takes, from a run on fake tensors."""
+    meter = StorageMeter()
+    with mode, torch.no_grad():
+        kept, arguments = [], []
+        for value, (kind, _) in zip(examples, inputs, strict=True):
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            if kind in ("saved", "grad"):
+                meter.track(fake)
+            else:
+                meter.ignore(fake)
+                kept.append(fake)
+            arguments.append(fake)
+            del fake
+        start = meter.live
+        with meter:
+            results = run(arguments)
+        end = meter.live
+        places: dict[int, int] = {}
+        forms = tuple(_form(r, places) for r in results)
+        del results
+    return _Taken(max(0, meter.peak - start), end - start, forms)
+
+
+def _form(result: Tensor, places: dict[int, int]) -> tuple[Any, ...]:
+    """Shape, strides, dtype, bytes of the storage, and which earlier result has the same one."""
+    storage = result.untyped_storage()
+    place = places.setdefault(storage._cdata, len(places))
+    return tuple(result.shape), tuple(result.stride()), result.dtype, storage.nbytes(), place
+
+
+def _examples(graph: fx.Graph) -> list[Tensor]:
+    return [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+
+
+def _signature(refs: Iterable[Ref]) -> str:
+    return "(" + ", ".join(f"{kind} {i}" for kind, i in refs) + ")"
