@@ -92,7 +92,7 @@ def test_a_case_apart_ends_in_time_and_tells_why(monkeypatch: pytest.MonkeyPatch
     for command in (slow, bad, good):
         start = subprocess.Popen
         monkeypatch.setattr(record.subprocess, "Popen", lambda _, c=command, s=start, **k: s(c, **k))
-        results.append(record._apart(Case("machine", "x", "machine.rates", {}, seconds=5)))
+        results.append(record.run_apart(Case("machine", "x", "machine.rates", {}, seconds=5)))
         monkeypatch.undo()
     assert results[0]["failed"] == "not over after 5 s"
     assert "no such device" in results[1]["failed"]

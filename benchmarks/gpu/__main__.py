@@ -3,7 +3,8 @@
     python -m benchmarks.gpu [--parts steps peers] [--only 7b] [--seconds 540] [--results FOLDER]
     python -m benchmarks.gpu --dry-run        # every part in small, on any CPU
 
-Results are kept case by case, so that the command can be given again until all is there.
+Results are kept case by case, so that the command can be given again until all is there. A step's case
+takes up to 5 minutes, so where a command may take 10, one part per command gets furthest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.cases import PART_SECONDS, PARTS, cases
-from benchmarks.gpu.record import Case, call, hardware, markdown, rates, run_case
+from benchmarks.gpu.record import Case, call, hardware, markdown, rates, results_of, run_apart, run_case
 
 RESULTS = Path(__file__).parent.parent / "results" / "gpu"
 
@@ -41,19 +42,24 @@ def _measure(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if options.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    (folder / "hardware.json").write_text(json.dumps(hardware(), indent=1) + "\n")
+    about = hardware() if options.dry_run else run_apart(Case("machine", "hardware", "record.hardware", {}))
+    about = {k: v for k, v in about.items() if k not in ("settings", "wall_seconds")}
+    (folder / "hardware.json").write_text(json.dumps(about, indent=1) + "\n")
     wrong = 0
     start = time.monotonic()
     for part in options.parts:
         begun = time.monotonic()
         every = cases(dry=options.dry_run, rates=rates(folder))  # which the part ``machine`` measures
-        for case in (c for c in every if c.part == part and options.only in c.name):
+        wanted = [c for c in every if c.part == part and options.only in c.name]
+        known = results_of(part, folder)
+        for case in sorted(wanted, key=lambda c: c.name in known):  # what failed comes after what is new
             now = time.monotonic()
-            if now - start + case.seconds > options.seconds or now - begun > PART_SECONDS:
+            over = now - start + case.seconds > options.seconds or now - begun > PART_SECONDS
+            if over and "failed" in known.get(case.name, {"failed": "not tried yet"}):
                 print(f"{case.part}: {case.name}: left for the next call", flush=True)
                 continue
             wrong += _tell(case, run_case(case, folder, apart=not options.dry_run))
-    (folder / "README.md").write_text(markdown(folder, PARTS))
+            (folder / "README.md").write_text(markdown(folder, PARTS))
     return 1 if wrong else 0
 
 

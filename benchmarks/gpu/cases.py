@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu.record import Case, Result
+from megacompile.bench.cases import OPERATIONS
 
 PARTS = ("correctness", "machine", "kernels", "steps", "peers", "endurance")
 PART_SECONDS = 480  # in which a part's first cases are over; what is left is for the next call
@@ -23,11 +24,11 @@ def _correctness(dry: bool) -> list[Case]:
         for dtype, kernels in (("bfloat16", False),) if dry else (("float32", False), ("bfloat16", True)):
             settings = {"model": model, "dtype": dtype, "kernels": kernels, "steps": 2 if dry else 20,
                         "budget": "5MB" if dry else "4GB"}  # fmt: skip
-            found.append(Case("correctness", f"{model} {dtype}", "ours.against_eager", settings))
+            found.append(Case("correctness", f"{model} {dtype}", "ours.against_eager", settings, seconds=180))
     settings = {"seeds": 2 if dry else 4, "steps": 2 if dry else 10, "budget": "5MB" if dry else "2GB"}
-    found.append(Case("correctness", "races", "ours.races", settings))
+    found.append(Case("correctness", "races", "ours.races", settings, seconds=180))
     found.append(Case("correctness", "attention", "attention.paths", {"tokens": 50 if dry else 1000}))
-    found.append(Case("correctness", "compute-sanitizer", "ours.sanitize", {}))
+    found.append(Case("correctness", "compute-sanitizer", "ours.sanitize", {}, seconds=300))
     return found
 
 
@@ -37,7 +38,8 @@ def _machine(dry: bool) -> list[Case]:
 
 
 def _kernels(dry: bool) -> list[Case]:
-    return [Case("kernels", "all", "machine.kernels", {"dry": dry}, seconds=PART_SECONDS)]
+    names = ("glu",) if dry else tuple(OPERATIONS)
+    return [Case("kernels", name, "machine.kernels", {"operation": name, "dry": dry}) for name in names]
 
 
 def _steps(dry: bool, rates: Result) -> list[Case]:
@@ -74,4 +76,4 @@ def _peers(dry: bool) -> list[Case]:
 
 def _endurance(dry: bool) -> list[Case]:
     settings = {"steps": 8 if dry else 300, "tokens": 128 if dry else 4096, "budget": "5MB" if dry else "2GB"}
-    return [Case("endurance", "small llama", "ours.endurance", settings, seconds=PART_SECONDS)]
+    return [Case("endurance", "small llama", "ours.endurance", settings, seconds=240)]

@@ -53,7 +53,7 @@ def _register(tensors: list[torch.Tensor]) -> float | None:
     """GB/s at which host memory is page-locked; it must be resident, as a state is."""
     if not torch.cuda.is_available():
         return None
-    from megacompile.runtime.cuda import TorchCuda
+    from megacompile.runtime.cuda_memory import TorchCuda
 
     api = TorchCuda(torch.device("cuda", 0))
     for tensor in tensors:
@@ -108,14 +108,14 @@ def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext:
     return torch.cuda.stream(stream)  # of None: nothing
 
 
-def kernels(dry: bool) -> Result:
-    """The table of ``megacompile bench kernels``: it checks every kernel before it times it."""
-    command = [sys.executable, "-m", "megacompile", "bench", "kernels"]
-    small = ["--check", "--op", "glu", "--shape", "9x33", "--dtype", "float32"]
+def kernels(operation: str, dry: bool) -> Result:
+    """The table of ``megacompile bench kernels``: it checks a kernel before it times it."""
+    command = [sys.executable, "-m", "megacompile", "bench", "kernels", "--op", operation]
+    small = ["--check", "--shape", "9x33", "--dtype", "float32"]
     with tempfile.TemporaryDirectory() as folder:
-        more = [*small, "--out", folder] if dry else []
-        done = subprocess.run([*command, *more], capture_output=True, text=True)
-    if done.returncode:
+        command += ["--out", folder, *(small if dry else ())]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if not done.stdout:
         lines = done.stderr.strip().splitlines()
-        return {"not measured": lines[-1] if lines else "megacompile bench kernels failed"}
-    return {"table": done.stdout}
+        return {"failed": lines[-1] if lines else "megacompile bench kernels said nothing"}
+    return {"table": done.stdout, "right": done.returncode == 0}

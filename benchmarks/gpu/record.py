@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.report import machine_line
 
 Result = dict[str, Any]
 
@@ -33,18 +34,32 @@ class Case:
 
 
 def hardware() -> Result:
-    """What the figures belong to."""
+    """What the figures belong to. Asking takes a CUDA context: never in a process that waits for cases,
+    whose budgets it would count against."""
+    import transformers
     import triton
 
     found: Result = {
-        "cpu_cores": os.cpu_count(), "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-        "device": "CPU",
+        "machine": machine_line(),
+        "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "triton": triton.__version__, "transformers": transformers.__version__, "device": "CPU",
     }  # fmt: skip
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
+        found |= _card()
     return found
+
+
+def _card() -> Result:
+    """Driver, link and limits of the first card, where nvidia-smi tells them."""
+    asked = ("driver_version", "pcie.link.gen.max", "pcie.link.width.max", "clocks.max.sm", "power.limit")
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(zip(asked, (x.strip() for x in told.split(",")), strict=False)) if told else {}
 
 
 def run_case(case: Case, folder: Path, *, apart: bool) -> Result:
@@ -52,23 +67,27 @@ def run_case(case: Case, folder: Path, *, apart: bool) -> Result:
 
     ``apart`` runs it in a process of its own, which may fail and leaves nothing behind.
     """
-    path = folder / f"{case.part}.json"
-    known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+    known = results_of(case.part, folder)
     if case.name in known and "failed" not in known[case.name]:
         return known[case.name]
-    known[case.name] = _apart(case) if apart else _here(case)
+    known[case.name] = run_apart(case) if apart else _here(case)
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{case.part}.json"
     passing = path.with_suffix(".part")
     passing.write_text(json.dumps(known, indent=1) + "\n")
     passing.replace(path)
     return known[case.name]
 
 
+def results_of(part: str, folder: Path) -> dict[str, Result]:
+    """What a part's cases gave so far."""
+    path = folder / f"{part}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def rates(folder: Path) -> Result:
     """What the part ``machine`` measured so far; empty before it did."""
-    path = folder / "machine.json"
-    known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
-    found = known.get("rates", {})
+    found = results_of("machine", folder).get("rates", {})
     return {} if "failed" in found else {k: v for k, v in found.items() if isinstance(v, float)}
 
 
@@ -86,7 +105,8 @@ def _here(case: Case) -> Result:
         return {"failed": f"{type(error).__name__}: {error}", "settings": case.settings}
 
 
-def _apart(case: Case) -> Result:
+def run_apart(case: Case) -> Result:
+    """What a case gives in a process of its own, which is stopped with its children when its time is over."""
     task = json.dumps({"call": case.call, "settings": case.settings})
     command = [sys.executable, "-m", "benchmarks.gpu", "--case", task]
     start = time.monotonic()
@@ -115,13 +135,12 @@ def markdown(folder: Path, parts: Sequence[str]) -> str:
     lines = ["# Measured on " + str(about.get("device", "nothing yet")), ""]
     lines += ["Hardware and versions: " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]
     for part in parts:
-        path = folder / f"{part}.json"
-        known: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+        known = results_of(part, folder)
         lines += [f"## {part}", ""]
         if not known:
             lines += ["Not measured.", ""]
             continue
-        hidden = ("settings", "log", "failed", "not measured")
+        hidden = ("settings", "log", "failed", "not measured", "table")
         columns = list(dict.fromkeys(k for r in known.values() for k in r if k not in hidden))
         lines += ["| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for name, result in known.items():
@@ -130,7 +149,7 @@ def markdown(folder: Path, parts: Sequence[str]) -> str:
                 lines.append(f"| {name} | not measured: {why} |" + " |" * (len(columns) - 1))
             else:
                 lines.append(f"| {name} | " + " | ".join(_shown(result.get(c)) for c in columns) + " |")
-        lines.append("")
+        lines += ["", *(result["table"] for result in known.values() if "table" in result)]
     return "\n".join(lines)
 
 

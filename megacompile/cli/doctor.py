@@ -66,7 +66,7 @@ def _page_locking() -> str:
     if not torch.cuda.is_available():
         return ""
     from megacompile.host.arena import HostArena
-    from megacompile.runtime.cuda import page_lock
+    from megacompile.runtime.cuda_memory import page_lock
     from megacompile.runtime.staging import PIECE_BYTES, PIECES
 
     probe = HostArena(_PROBE).tensor

@@ -43,7 +43,8 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
 
 
 def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
-    from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, TorchCuda, allowed_bytes
+    from megacompile.runtime.cuda import CudaDevice
+    from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, TorchCuda, allowed_bytes
 
     api = TorchCuda(device)
     dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"

@@ -14,76 +14,34 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
+from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.arena import HostArena
 from megacompile.host.state import HostState, add_gradients, slot_view
 from megacompile.kernels.adamw import adamw_
 from megacompile.plan.assemble import Slot
-from megacompile.runtime.cuda_streams import CudaApi, CudaStreams, Flag, Tail
+from megacompile.runtime.cuda_memory import CudaMemory
+from megacompile.runtime.cuda_streams import CudaStreams, Flag, Tail
 from megacompile.runtime.device import Device
-from megacompile.runtime.staging import PIECE_BYTES, PIECES, Staging
+from megacompile.runtime.staging import Staging
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
-from megacompile.units import format_bytes
 
-_REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
-WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and the allocator's rounding of segments
 _LANDING = 2
-
-
-class CudaMemory(CudaApi, Protocol):
-    """Streams and events, memory and copies of one device."""
-
-    device: torch.device
-
-    def current(self) -> Any:
-        """The calling thread's stream."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Issue a copy on the calling thread's stream."""
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A host tensor's copy in page-locked memory."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Fresh page-locked host bytes (uint8)."""
-
-    def register(self, tensor: Tensor) -> bool:
-        """Page-lock the memory of a host tensor where it is; False where the system refuses."""
-
-    def release(self) -> None:
-        """Undo what :meth:`register` did."""
-
-    def limit(self, nbytes: int) -> None:
-        """Make torch's allocator refuse to hold more."""
-
-    def context_bytes(self) -> int:
-        """What the process holds on the device besides torch's allocator."""
-
-    def reserved_bytes(self) -> int:
-        """The most that torch's allocator held since :meth:`reset`."""
-
-    def allocated_bytes(self) -> int:
-        """The most that tensors took since :meth:`reset`."""
-
-    def reset(self) -> None:
-        """Start the measurement of peaks anew."""
 
 
 class CudaDevice(Device):
     """One GPU under a budget.
 
-    ``allowed_bytes`` is what torch's allocator may hold: see :func:`allowed_bytes`.
+    ``allowed_bytes`` is what torch's allocator may hold: see
+    :func:`~megacompile.runtime.cuda_memory.allowed_bytes`.
     """
 
     immediate = False
@@ -132,10 +90,8 @@ class CudaDevice(Device):
         return known[2]
 
     @contextmanager
-    def start(self, trace: Trace) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         caller, compute = self.api.current(), self.streams.compute
-        self.streams.begin(trace, self._waited)
-        self.api.reset()
         _follow(self.api, compute, caller)
         self.api.use(compute)
         try:
@@ -143,6 +99,12 @@ class CudaDevice(Device):
         finally:
             _follow(self.api, caller, compute)
             self.api.use(caller)
+
+    @contextmanager
+    def start(self, trace: Trace) -> Iterator[None]:
+        self.streams.begin(trace, self._waited)
+        self.api.reset()
+        yield
         self.peak_bytes = max(self.peak_bytes, self.api.allocated_bytes())
         held = self.api.reserved_bytes()
         if held > self._allowed:
@@ -247,17 +209,6 @@ def _run_all(tails: Sequence[Tail]) -> None:
         tail()
 
 
-def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
-    """What torch's allocator may hold of a budget: all but the driver's context and loaded libraries."""
-    context = api.context_bytes()
-    if budget_bytes <= context + WORKSPACE_BYTES:
-        raise BudgetError(
-            f"hbm_budget={format_bytes(budget_bytes)} is too small: the CUDA context and the libraries' "
-            f"workspaces take {format_bytes(context + WORKSPACE_BYTES)} of it. Raise the budget."
-        )
-    return budget_bytes - context
-
-
 class _Landing:
     """A host buffer that gradients pass through on their way into another dtype or a sum."""
 
@@ -285,119 +236,3 @@ def _follow(api: CudaMemory, later: Any, earlier: Any) -> None:
     event = api.event()
     event.record(earlier)
     later.wait_event(event)
-
-
-class TorchCuda:
-    """``torch.cuda`` as :class:`CudaMemory`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        torch.cuda.set_device(device)
-        _expand_segments()
-        _warm_up(device)
-        self._base = self.event()
-        self._base.record(self.current())
-        self._base.synchronize()
-        self._base_seconds = time.perf_counter()
-        self._refused = False
-        self._registered: list[int] = []
-
-    def stream(self, name: str) -> Any:
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-
-    def use(self, stream: Any) -> None:
-        torch.cuda.set_stream(stream)
-
-    def current(self) -> Any:
-        return torch.cuda.current_stream(self.device)
-
-    def seconds_between(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1e3
-
-    def host_seconds(self, event: Any) -> float:
-        return self._base_seconds + self.seconds_between(self._base, event)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
-
-    def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def register(self, tensor: Tensor) -> bool:
-        """A refusal is said once, and what follows is not tried; small buffers are left as they are."""
-        if tensor.nbytes < _REGISTERED_FROM or tensor.is_pinned():
-            return True
-        if self._refused:
-            return False
-        start, code = page_lock(tensor)
-        if code == 0:
-            self._registered.append(start)
-            return True
-        self._refused = True
-        print(
-            f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers pass "
-            f"through {format_bytes(2 * PIECES * PIECE_BYTES)} of page-locked buffers and are slower. Raise "
-            "the limit of locked memory (ulimit -l unlimited).",
-            file=sys.stderr,
-        )
-        return False
-
-    def release(self) -> None:
-        """Memory that is given back while it is registered could not be registered again."""
-        torch.cuda.synchronize(self.device)
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for start in self._registered:
-            runtime.cudaHostUnregister(start)
-        self._registered.clear()
-
-    def limit(self, nbytes: int) -> None:
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
-
-    def context_bytes(self) -> int:
-        """Measured after the libraries were loaded; other processes on the same GPU count into it."""
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free - torch.cuda.memory_reserved(self.device)
-
-    def reserved_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device)
-
-    def allocated_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
-def page_lock(tensor: Tensor) -> tuple[int, int]:
-    """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    start = tensor.data_ptr() // page * page
-    stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return start, int(runtime.cudaHostRegister(start, stop - start, 1))
-
-
-def _expand_segments() -> None:
-    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more."""
-    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if settings is not None:
-        settings("expandable_segments:True")
-
-
-def _warm_up(device: torch.device) -> None:
-    """Load the libraries that a step uses, so that what they hold is known before anything is planned."""
-    a = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-    torch.nn.functional.scaled_dot_product_attention(a, a, a, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
-    for dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.ones(256, 256, dtype=dtype, device=device)
-        torch.mm(matrix, matrix)
-    torch.cuda.synchronize(device)

@@ -32,7 +32,7 @@ Flag = threading.Event  # between host threads
 
 
 class CudaApi(Protocol):
-    """Streams and events of one device; ``torch.cuda``'s in :mod:`~megacompile.runtime.cuda`."""
+    """Streams and events of one device; ``torch.cuda``'s in :mod:`~megacompile.runtime.cuda_memory`."""
 
     def stream(self, name: str) -> Any:
         """A new stream with ``wait_event(event)`` and ``synchronize()``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,11 @@ class Device(ABC):
         """End all threads."""
         self._streams.close()
 
+    def computing(self) -> AbstractContextManager[None]:
+        """What the calling thread gives the device inside belongs to the compute stream, after what it gave
+        the device before and before what it gives it later."""
+        return nullcontext()
+
     # ---- memory
     def host_bytes(self) -> dict[str, int]:
         """Host bytes that the backend itself holds, by kind."""
@@ -117,7 +122,8 @@ class Device(ABC):
 
     @abstractmethod
     def start(self, trace: Trace) -> AbstractContextManager[None]:
-        """Run one step inside; what ran when goes into ``trace``, the highest bytes into ``peak_bytes``."""
+        """Run one step inside, while :meth:`computing`; what ran when goes into ``trace``, the highest bytes
+        into ``peak_bytes``."""
 
     @abstractmethod
     def counted(self) -> AbstractContextManager[object]:

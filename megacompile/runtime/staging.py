@@ -22,7 +22,7 @@ PIECE_BYTES, PIECES = 32 << 20, 4
 
 
 class Link(Protocol):
-    """What copies are issued with: part of :class:`~megacompile.runtime.cuda.CudaMemory`."""
+    """What copies are issued with: part of :class:`~megacompile.runtime.cuda_memory.CudaMemory`."""
 
     def copy(self, target: Tensor, source: Tensor) -> None: ...
 

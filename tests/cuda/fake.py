@@ -73,7 +73,8 @@ class FakeStream:
 
 
 class FakeCuda:
-    """:class:`~megacompile.runtime.cuda.CudaMemory` for tests; ``copies`` counts what crossed the link.
+    """:class:`~megacompile.runtime.cuda_memory.CudaMemory` for tests; ``copies`` counts what crossed the
+    link.
 
     With ``refuses`` the system page-locks nothing in place; ``through`` then counts copies that pass
     through buffers that are page-locked from the start.
@@ -85,6 +86,7 @@ class FakeCuda:
         self._buffers: list[Tensor] = []
         self.device = torch.device("cpu")
         self.seed = seed
+        self.computes: list[FakeStream] = []
         self.copies = 0
         self.registered = 0
         self.released = False
@@ -95,7 +97,10 @@ class FakeCuda:
         self._default = FakeStream(None)
 
     def stream(self, name: str) -> Any:
-        return FakeStream(None if name == "compute" else random.Random(f"{name} {self.seed}"))
+        if name == "compute":
+            self.computes.append(FakeStream(None))
+            return self.computes[-1]
+        return FakeStream(random.Random(f"{name} {self.seed}"))
 
     def event(self) -> Any:
         return FakeEvent()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +19,12 @@ from megacompile.compiler import Compiler
 from megacompile.errors import BudgetExceededError
 from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.backends import Backend, open_backend
-from megacompile.runtime.cuda import WORKSPACE_BYTES, CudaDevice, allowed_bytes
+from megacompile.runtime.cuda import CudaDevice
+from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
+from megacompile.runtime.resident import ResidentState
+from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
+from megacompile.step.operations import Step
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
 from tests.numerics.test_inductor import rows, small
@@ -38,8 +43,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return backend if device == "cuda" else open_backend(device, dtype)
 
     monkeypatch.setattr(api_module, "open_backend", choose)
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
-    yield fake
+    with monkeypatch.context() as streaming:
+        streaming.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
+        fake.let_state_reside = streaming.undo  # type: ignore[attr-defined]
+        yield fake
 
 
 def program(model: nn.Module, device: str, budget: str = "3MB", **options: Any) -> megacompile.Program:
@@ -118,6 +125,60 @@ def test_functions_by_inductor_run_on_the_streams(gpu: FakeCuda) -> None:
         losses[device] = [float(trained.train_step(rows(i)).loss) for i in range(3)]
         trained.close()
     assert losses["cuda"] == losses["cpu"]
+
+
+def moving(gpu: FakeCuda) -> tuple[list[float], list[float], set[int]]:
+    """Micro-batches of two lengths: where all state fits it stays on the device; where it does not, the long
+    ones' program has some on the host, and waiting gradients go where their state goes.
+
+    Losses in both, and how many groups' state the programs of the second kept on the device.
+    """
+    gpu.let_state_reside()  # type: ignore[attr-defined]
+    short, long = batch_for("plain", size=4), batch_for("plain", size=16)
+    probe = program(build("plain"), "cuda", "1GB", max_grad_norm=1.0)
+    probe.forward_backward(short)
+    need = probe.memory.predicted_peak_bytes
+    probe.close()
+    losses = []
+    for budget in ("1GB", f"{need}B"):
+        trained = program(build("plain"), "cuda", budget, max_grad_norm=1.0)
+        orders = ([short, long], [long, long, short], [short, long, short])
+        losses.append([float(trained.train_step(batches).loss) for batches in orders])
+        counts = {len(s.planned.step.resident) for s in trained._compiler._scheduled.values()}
+        trained.close()
+    return losses[0], losses[1], counts
+
+
+def test_waiting_gradients_move_with_the_state(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that moves is issued on the compute stream, with nothing under way."""
+    streams = []
+    move = ResidentState.move
+
+    def watched(self: ResidentState, step: Step) -> None:
+        streams.append(gpu.current())
+        move(self, step)
+
+    monkeypatch.setattr(ResidentState, "move", watched)
+    fits, moves, counts = moving(gpu)
+    assert fits == moves
+    assert len(counts) > 1, "no state moved"
+    assert streams and all(stream in gpu.computes for stream in streams)
+
+
+def test_the_proof_finds_a_move_that_waits_for_nothing(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient to which the host still adds another one is not there to be moved."""
+    add = cuda_module.add_gradients
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05)
+        add(*args)
+
+    monkeypatch.setattr(cuda_module, "add_gradients", late)
+    monkeypatch.setattr(Runtime, "finish", lambda self: None)
+    fits, moves, _ = moving(gpu)
+    assert fits != moves
 
 
 def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
