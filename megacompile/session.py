@@ -18,7 +18,7 @@ from megacompile.capture.batch import Batch, bucketed, check_signature, pad_batc
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
-from megacompile.host.optimizer import hypers
+from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import Weights
 from megacompile.plan.plan import Mode
 from megacompile.runtime import ownership
@@ -65,7 +65,7 @@ class Session:
         weights: Weights | None = None,
     ) -> None:
         self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
-        self.values = ModelValues(model, weights)
+        self.values = ModelValues(model, optimizer, weights)
         self.runtime: Runtime | None = None
         self.current: Scheduled | None = None
         self.predicted_peak = 0
@@ -131,6 +131,7 @@ class Session:
     def _take_over(self, scheduled: Scheduled) -> None:
         if ownership.is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
+        refuse_moments(self.optimizer)
         assembly, settings = scheduled.compiled.assembly, self.settings
         state, self.compiler.placement = lay_out(
             scheduled.planned.step,
@@ -140,9 +141,10 @@ class Session:
             settings.offload_dirs,
             settings.host_budget_bytes,
         )
+        device = settings.open_device()  # what may be refused comes before the model is taken
         self.values.take_over(state, assembly.homes)
         self.compiler.layouts = assembly.groups
-        self.runtime = Runtime(state, settings.open_device())
+        self.runtime = Runtime(state, device)
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))

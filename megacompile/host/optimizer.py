@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import MegacompileError
 from megacompile.host.adam import AdamHyper
 
 DEFAULT_LR = 1e-5
@@ -18,7 +17,7 @@ _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
 def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
-    """Check the optimizer and make its own ``step`` refuse: updates happen in the program.
+    """The optimizer whose settings drive the updates, checked; it stays as it is until a program takes over.
 
     None stands for AdamW with lr 1e-5 over all trainable parameters, and says so.
     """
@@ -43,22 +42,19 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
             raise MegacompileError(
                 "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
             )
+    refuse_moments(optimizer)
+    held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+    if not held:
+        raise MegacompileError("The optimizer holds no trainable parameter of the model.")
+    return optimizer
+
+
+def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has moments: a program starts with its own, which are zero."""
     if optimizer.state:
         raise MegacompileError(
             "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
         )
-    held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
-    if not held:
-        raise MegacompileError("The optimizer holds no trainable parameter of the model.")
-    optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
-    return optimizer
-
-
-def _refuse_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    raise ProgramError(
-        "This optimizer belongs to a megacompile program: call program.train_step or "
-        "program.optimizer_step instead of optimizer.step."
-    )
 
 
 def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:

@@ -1,40 +1,91 @@
-"""Who owns a model's values: a program takes them over, and using the model then says so."""
+"""Who owns a model's values: a program takes them over, and using the model or its optimizer then says so."""
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
 
-_OWNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
-def take(model: nn.Module) -> None:
-    """A program holds the model's values from now on."""
-    if model not in _OWNED:
-        model.register_forward_pre_hook(_refuse_use)
-    _OWNED[model] = "taken"
+def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A program holds the model's values and does the optimizer's updates from now on."""
+    handles = []
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            _EMPTY.add(module)
+            handles += [
+                module.register_forward_pre_hook(_refuse_use),
+                module.register_state_dict_pre_hook(_refuse_state),
+                module.register_load_state_dict_pre_hook(_refuse_state),
+            ]
+    _OWNED[model] = [
+        *handles,
+        optimizer.register_step_pre_hook(_refuse_step),
+        optimizer.register_state_dict_pre_hook(_refuse_moments),
+        optimizer.register_load_state_dict_pre_hook(_refuse_moments),
+    ]
+    refuse_groups = types.MethodType(_refuse_groups, optimizer)
+    optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
 
-def give_back(model: nn.Module) -> None:
-    """The model holds its values again."""
-    _OWNED[model] = "synced"
+def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The model holds its values again, and the optimizer, without moments, may update them."""
+    for handle in _OWNED.pop(model, ()):
+        handle.remove()
+    _EMPTY.difference_update(model.modules())
+    vars(optimizer).pop("add_param_group", None)
+
+
+def is_owned(model: nn.Module) -> bool:
+    """Whether a program already owns this model."""
+    return model in _OWNED
 
 
 def _refuse_use(module: nn.Module, args: Any) -> None:
-    if _OWNED.get(module) == "taken":
+    if module in _EMPTY:
         raise ProgramError(
             f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
             "program.train_step or program.evaluate, or program.sync_to(model) to get the values back."
         )
 
 
-def is_owned(model: nn.Module) -> bool:
-    """Whether a program already owns this model."""
-    return _OWNED.get(model) == "taken"
+def _refuse_state(module: nn.Module, *given: Any) -> None:
+    if module in _EMPTY:
+        raise ProgramError(
+            f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
+            "program.state_dict, load_state_dict, save or export, or program.sync_to(model) to get the "
+            "values back."
+        )
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+    raise ProgramError(
+        "This optimizer belongs to a megacompile program: call program.train_step or "
+        "program.optimizer_step instead of optimizer.step."
+    )
+
+
+def _refuse_moments(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+    raise ProgramError(
+        "This optimizer belongs to a megacompile program, which holds its moments: call program.save and "
+        "program.load instead of the optimizer's state_dict and load_state_dict."
+    )
+
+
+def _refuse_groups(optimizer: torch.optim.Optimizer, group: Any) -> None:
+    raise ProgramError(
+        "This optimizer belongs to a megacompile program, which was compiled for its param groups: call "
+        "program.sync_to(model), add the group, and compile the model again."
+    )
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError
@@ -17,8 +18,8 @@ class ModelValues:
     ``source`` gives the values of parameters on the meta device until a program takes the model over.
     """
 
-    def __init__(self, model: nn.Module, source: Weights | None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
+        self.model, self._optimizer = model, optimizer
         self._source = source
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
@@ -28,7 +29,7 @@ class ModelValues:
         state.take(self.model, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
-        ownership.take(self.model)
+        ownership.take(self.model, self._optimizer)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter in FP32 by its name, tied ones once; copies, one at a time."""
@@ -72,7 +73,7 @@ class ModelValues:
             else:
                 target.data.copy_(value)
         if model is self.model:
-            ownership.give_back(model)
+            ownership.give_back(model, self._optimizer)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name in self._homes:

@@ -1,0 +1,108 @@
+"""Who owns model and optimizer: nothing before a program takes over, all of it then, nothing after."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from megacompile.errors import ProgramError
+from tests.models import Plain, batch_for
+
+
+def owned(**options: Any) -> tuple[megacompile.Program, Plain, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options.setdefault("example_batch", batch_for("plain"))
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, **options)
+    return program, model, optimizer
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    before = [p.detach().clone() for p in model.parameters()]
+    model(**batch_for("plain")).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("refused", [{"hbm_budget": "1kB"}, {"optimizer_state": "int7"}])
+def test_a_refused_compile_leaves_model_and_optimizer_as_they_were(refused: dict[str, str]) -> None:
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"hbm_budget": "1GB", "optimizer": optimizer, "compute_dtype": torch.float32}
+    with pytest.raises(megacompile.MegacompileError):
+        megacompile.compile(model, **(options | refused), example_batch=batch_for("plain"))
+    train_plainly(model, optimizer)
+
+
+def test_a_model_that_was_given_back_trains_in_plain_pytorch() -> None:
+    program, model, optimizer = owned()
+    program.train_step(batch_for("plain"))
+    program.sync_to(model)
+    program.close()
+    train_plainly(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_steps_taken_between_compile_and_the_first_batch_are_not_lost_silently() -> None:
+    program, model, optimizer = owned(example_batch=None)
+    train_plainly(model, optimizer)
+    with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
+        program.train_step(batch_for("plain"))
+
+
+def test_schedulers_made_before_and_after_taking_over_do_not_warn() -> None:
+    program, _, optimizer = owned(example_batch=None)
+    early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    program.train_step(batch_for("plain"))
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    program.train_step(batch_for("plain"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early.step()
+        late.step()
+    program.close()
+
+
+def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
+    program, model, optimizer = owned()
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        model(**batch_for("plain"))
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        model.blocks[0](torch.ones(1, 32))
+    for part in (model, model.blocks[0]):
+        with pytest.raises(ProgramError, match=r"program\.state_dict"):
+            part.state_dict()
+        with pytest.raises(ProgramError, match="load_state_dict"):
+            part.load_state_dict({})
+    with pytest.raises(ProgramError, match=r"program\.save"):
+        optimizer.state_dict()
+    with pytest.raises(ProgramError, match=r"program\.load"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(ProgramError, match="compile the model again"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        optimizer.step()
+    nn.GELU()(torch.ones(1))  # what holds no values works as ever
+    program.sync_to(model)
+    assert model.state_dict().keys() == program.state_dict().keys()
+    program.close()
+
+
+def test_refusals_are_in_no_captured_graph() -> None:
+    """Programs captured after the model was taken over are those of a model that was not."""
+    other = batch_for("plain", size=4)
+    program, _, _ = owned()
+    with pytest.warns(UserWarning, match="another program"):
+        program.train_step(other)
+    fresh, _, _ = owned(example_batch=other)
+    graphs = [p._session.scheduled().compiled.captured.graph for p in (program, fresh)]
+    assert str(graphs[0]) == str(graphs[1])
+    program.close()
+    fresh.close()
