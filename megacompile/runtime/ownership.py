@@ -24,8 +24,8 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             _EMPTY.add(module)
             handles += [
                 module.register_forward_pre_hook(_refuse_use),
-                module.register_state_dict_pre_hook(_refuse_state),
-                module.register_load_state_dict_pre_hook(_refuse_state),
+                module.register_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
             ]
     _OWNED[model] = [
         *handles,
