@@ -48,7 +48,7 @@ class Program:
     # ---- training --------------------------------------------------------------------------------
 
     def train_step(self, batch: Any, *, weights: Sequence[float] | None = None) -> StepOutput:
-        """One optimizer step on a batch, or on a list of micro-batches.
+        """One optimizer step on a batch (a dict, a tuple or a tensor), or on a list of micro-batches.
 
         A list trains on the mean of the micro-batches' losses (their sum where the batches carry
         ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last

@@ -91,6 +91,11 @@ class Session:
         items = batch if isinstance(batch, list) else [batch]
         if not items:
             raise MegacompileError("The list of micro-batches is empty.")
+        if isinstance(batch, list) and any(isinstance(item, Tensor) for item in items):
+            raise MegacompileError(
+                "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
+                "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
+            )
         return [self._read(item, evaluate) for item in items]
 
     def _read(self, item: Any, evaluate: bool) -> Batch:

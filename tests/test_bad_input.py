@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
 from megacompile.capture.batch import check_signature, read_batch
@@ -281,3 +282,27 @@ def test_other_arguments() -> None:
             megacompile.compile(Plain(), "1GB", **options)  # type: ignore[arg-type]
     with pytest.raises(megacompile.MegacompileError, match="Module"):
         megacompile.compile("a model", "1GB")  # type: ignore[arg-type]
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.layer(x) if y is None else (self.layer(x) - y).square().mean()
+
+
+def test_a_list_of_tensors_is_no_list_of_micro_batches() -> None:
+    """What a DataLoader's default collate makes of pairs would train on inputs and targets in turn."""
+    data = TensorDataset(torch.randn(4, 4), torch.randn(4, 4))
+    program = compile_plain(Regression(), loss_fn=lambda outputs, batch: outputs.square().mean())
+    pairs = next(iter(DataLoader(data, batch_size=4)))
+    for call in (program.train_step, program.forward_backward, program.evaluate, program.prepare):
+        with pytest.raises(megacompile.MegacompileError, match=r"tuple\(batch\).*\[\(x,\), \(y,\)\]"):
+            call(pairs)
+    program.close()
+    program = compile_plain(Regression())
+    assert torch.isfinite(program.train_step(tuple(pairs)).loss)
+    assert torch.isfinite(program.train_step([tuple(pairs), tuple(pairs)]).loss)
+    program.close()
