@@ -391,6 +391,27 @@ def test_every_step_of_replacing_a_folder_can_be_the_last(
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_all_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted_sync(handle: int) -> None:
+        done.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        sync(handle)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    with replacing(tmp_path / "a") as fresh:
+        (fresh / "f").write_text("1")
+        (fresh / "g").write_text("2")
+    assert sorted(done[:2]) == ["f", "g"]
+    assert done[2:] == [".a.saving", "rename", tmp_path.name]
+
+
 # ---- Memory ----
 
 MEASURE = """
