@@ -296,8 +296,8 @@ INLINE void update_block(const Job *job, const Wide *c, int64_t begin, int64_t i
         const int64_t at = begin + i * BLOCK + k, before = at - BLOCK;
         if (steps) step_moments(job, c, at, bf16, now[0] + k, now[1] + k, w->most);
         if (writes) encode_64(&job->first, before, &c->books[0], 1, last[0] + k, w->inverse[0]);
-        if (writes) step_weights(job, c, before, split, last[0] + k, last[1] + k);
         if (writes) encode_64(&job->second, before, &c->books[1], 0, last[1] + k, w->inverse[1]);
+        if (writes) step_weights(job, c, before, split, last[0] + k, last[1] + k);
     }
     if (steps) close_block(job, begin / BLOCK + i, w);
 }
