@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ class Eager:
         with our_operators(self.model, torch.zeros(2, dtype=torch.long)):
             loss = self.model(**batch).loss
             loss.backward()
-        (rates,) = hypers(self.optimizer, [self.steps])
+        rate = replace(hypers(self.optimizer)[0], step=self.steps + 1)
         for parameter, (first, second) in self.state.items():
             assert parameter.grad is not None
-            adamw_step(parameter.data.view(-1), first, second, parameter.grad.view(-1), rates[0])
+            adamw_step(parameter.data.view(-1), first, second, parameter.grad.view(-1), rate)
             parameter.grad = None
         self.steps += 1
         return float(loss)

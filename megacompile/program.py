@@ -43,7 +43,6 @@ class Program:
         self.optimizer = session.optimizer
         self._session = session
         self._closed = False
-        self._pid = os.getpid()
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -67,7 +66,7 @@ class Program:
         except BaseException:
             session.drop_gradients()
             raise
-        return StepOutput(self, results, weights)
+        return StepOutput(self._session, results, weights)
 
     def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
         """Add the gradient of ``weight`` times the batch's loss to those that wait on the host."""
@@ -77,7 +76,7 @@ class Program:
         losses: list[Tensor] = []
         for one in micro:
             losses += self._session.run([one], Mode("accumulate"), [weight]).losses
-        return StepOutput(self, StepResults(losses), weights)
+        return StepOutput(self._session, StepResults(losses), weights)
 
     def optimizer_step(self) -> StepOutput:
         """Apply the gradients that :meth:`forward_backward` has gathered, clipped as compiled."""
@@ -91,7 +90,7 @@ class Program:
             )
         if runtime is None or not runtime.has_gradients:
             raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
-        return StepOutput(self, self._session.update(), ())
+        return StepOutput(self._session, self._session.update(), ())
 
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
@@ -105,26 +104,22 @@ class Program:
 
     def settle(self) -> None:
         """Return when the losses of all steps so far can be read."""
-        self._same_process()
-        if self._session.runtime is not None:
-            self._session.runtime.settle()
+        self._session.settle()
 
     def wait(self) -> None:
         """Return when every transfer and update that is under way is over."""
-        self._same_process()
         self._session.finish()
         self._session.report_skipped()
 
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
-        self._same_process()
-        if self._session.runtime is not None:
-            self._session.runtime.finish()
-            self._session.runtime.close()
+        session = self._session
+        session.finish()
+        if session.runtime is not None:
+            session.runtime.close()
         self._closed = True
-        self._session.torn = (
-            self._session.torn or "The program was closed: compile the model again to train on."
-        )
+        session.torn = session.torn or "The program was closed: compile the model again to train on."
+        session.report_skipped()
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -262,20 +257,13 @@ class Program:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _same_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ProgramError(
-                "This program was made in another process, whose worker threads a fork does not copy: use it "
-                "there, or compile in this process."
-            )
-
     def _ready(self) -> None:
-        self._same_process()
         session = self._session
+        session.same_process()
         if session.torn:
             raise ProgramError(session.torn)
         if session.settings.on_nonfinite == "raise" and session.unjudged:
-            self.wait()  # no step runs after a faulty one, whatever the timing
+            session.judge()  # no step runs after a faulty one, whatever the timing
         session.report_skipped()
 
     def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
@@ -288,7 +276,7 @@ class Program:
             raise
         results = self._session.update()
         results.losses = losses
-        return StepOutput(self, results, weights)
+        return StepOutput(self._session, results, weights)
 
     def _laid_out(self, what: str) -> HostState:
         runtime = self._session.runtime

@@ -6,8 +6,10 @@ The first program lays out the state and takes over the model's values; all late
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,7 @@ class Session:
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
         self.torn = ""
+        self._pid = os.getpid()
         self._bound: dict[int, BoundStep] = {}
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -183,33 +186,55 @@ class Session:
             leaves=[m.leaves for m in micro],
             seeds=[step_seed(self.seed, self.calls, i) for i in range(len(micro))],
             loss_weights=list(weights),
-            hypers=hypers(self.optimizer, runtime.state.steps) if mode.kind in ("train", "update") else [],
+            hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
         )
-        try:
+        with self._noting_faults():
             results = runtime.run(bound, inputs)
-        except BaseException as error:
-            self._note_torn(error)
-            raise
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
             self.unjudged.append(results)
         return results
 
     def update(self) -> StepResults:
-        """Apply the gradients that wait, by the program of the batch that gave the last of them."""
-        assert self._last_batch is not None
-        return self.run([self._last_batch], Mode("update"), [])
+        """Apply all gradients that wait, whichever kinds of batch they are of."""
+        assert self._last_batch is not None and self.runtime is not None
+        landed = self.runtime.landed
+        work = self.compiler.compile(self._last_batch, evaluate=False).assembly.work
+        mode = Mode("update", landed=() if set(landed) == set(work.contributions) else landed)
+        results = self.run([self._last_batch], mode, [])
+        assert not self.runtime.has_gradients
+        return results
+
+    def same_process(self) -> None:
+        """Refuse a forked child."""
+        if os.getpid() != self._pid:
+            raise ProgramError(
+                "This program was made in another process, whose worker threads a fork does not copy: use it "
+                "there, or compile in this process."
+            )
+
+    def settle(self) -> None:
+        """Return when the losses of all steps so far can be read."""
+        self.same_process()
+        if self.runtime is not None:
+            self.runtime.settle()
+
+    def judge(self) -> None:
+        """Return when the norm of the last gradient is known; raise for one that was not finite."""
+        self.same_process()
+        if self.runtime is not None:
+            with self._noting_faults():
+                self.runtime.judge()
+        self.report_skipped()
 
     def finish(self) -> None:
         """Return when every transfer and update that is under way is over."""
+        self.same_process()
         if self.runtime is not None:
-            try:
+            with self._noting_faults():
                 self.runtime.finish()
-            except BaseException as error:
-                self._note_torn(error)
-                raise
 
     def forget_faults(self, torn: str = "") -> None:
         """The state is whole again; ``torn`` is what still keeps it from being trained on."""
@@ -231,16 +256,22 @@ class Session:
         for results in known:
             if results.skipped:
                 raise NonFiniteError(
-                    f"The gradient's norm was {float(results.grad_norm or 0.0)}: the update was not applied, "
-                    "and all parameters are as before that step."
+                    f"The gradient's norm was {float(results.grad_norm or 0.0)}: that step's update was not "
+                    "applied; steps begun before this was known went on from the parameters before it."
                 )
 
-    def _note_torn(self, error: BaseException) -> None:
-        if self.runtime is not None and self.runtime.torn:
-            self.torn = (
-                f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
-                "updated and before others: load a saved state with load_state_dict."
-            )
+    @contextmanager
+    def _noting_faults(self) -> Iterator[None]:
+        """An exception inside may have left the state half updated."""
+        try:
+            yield
+        except BaseException as error:
+            if self.runtime is not None and self.runtime.torn:
+                self.torn = (
+                    f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
+                    "updated and before others: load a saved state with load_state_dict."
+                )
+            raise
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacompile.passes.keep_state import gradients_that_wait
-from megacompile.plan.plan import Mode, Plan, norm_bytes
+from megacompile.plan.plan import Mode, Plan, norm_bytes, updated_groups
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, Token
 
@@ -122,7 +122,7 @@ class _Inserter:
     def finish(self) -> None:
         """Norms and updates that wait for the end of the backward; those of the host are issued first."""
         self.ops += self.due + [free for _, free in self.frees]
-        groups = sorted(self.work.contributions, key=lambda g: g in self.resident)
+        groups = sorted(updated_groups(self.work, self.mode), key=lambda g: g in self.resident)
         if self.mode.kind == "update":
             self.ops += [self._norm(group) for group in reversed(groups)]
         if self.mode.kind == "update" or (self.mode.kind == "train" and self.mode.keeps_gradients):

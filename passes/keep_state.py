@@ -7,7 +7,7 @@ groups together one buffer for a gradient that is used at once.
 
 from __future__ import annotations
 
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Mode, Plan, updated_groups
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, Token
 
@@ -26,7 +26,7 @@ def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     nbytes = sum(work.groups[g].nbytes + work.groups[g].state_bytes for g in resident)
     waiting = gradients_that_wait(ops, work, mode) & kept
     nbytes += sum(work.groups[g].gradient_bytes for g in waiting)
-    used = [g for g in resident if g in work.contributions and g not in waiting]
+    used = [g for g in resident if g in updated_groups(work, mode) and g not in waiting]
     nbytes += max((work.groups[g].nbytes for g in used), default=0)
     return step.with_(ops=ops, resident=resident, constant_bytes=step.constant_bytes + nbytes)
 
@@ -37,7 +37,7 @@ def gradients_that_wait(ops: tuple[Op, ...], work: Workload, mode: Mode) -> set[
     Between steps of accumulation, gradients wait through other steps too.
     """
     if mode.keeps_gradients:
-        return set(work.contributions)
+        return set(updated_groups(work, mode))
     waiting = {g for g, blocks in work.contributions.items() if len(blocks) > 1}
     given: dict[int, int] = {}
     for index, op in enumerate(ops):

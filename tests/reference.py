@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class EagerTrainer:
 
     def update(self) -> None:
         groups = {id(p): i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
-        (rates,) = hypers(self.optimizer, [self.steps])
+        rates = [replace(h, step=self.steps + 1) for h in hypers(self.optimizer)]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and id(parameter) in groups:
                 first, second = self.moments[name]

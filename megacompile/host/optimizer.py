@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,14 +112,14 @@ def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
 
-def hypers(optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[list[AdamHyper]]:
-    """Hyper-parameters as they are now, per weight group (by its step count) and param group."""
+def hypers(optimizer: torch.optim.Optimizer) -> list[AdamHyper]:
+    """Hyper-parameters as they are now, per param group; whoever makes an update says which step it is."""
     # a learning-rate scheduler wants to see that the optimizer stepped before it does
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    return [[_hyper(optimizer, g, step + 1) for g in optimizer.param_groups] for step in steps]
+    return [_hyper(optimizer, group) for group in optimizer.param_groups]
 
 
-def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -> AdamHyper:
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper:
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
     return AdamHyper(
         lr=float(group["lr"]),
@@ -128,7 +127,6 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -
         beta2=float(group["betas"][1]),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        step=step,
         decoupled=bool(decoupled),
         maximize=bool(group.get("maximize", False)),
     )

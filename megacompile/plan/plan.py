@@ -119,17 +119,24 @@ class Mode:
     "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update"
     applies them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of
     the backward: with clipping, with several micro-batches, or where a fault must leave the state
-    whole.
+    whole. ``landed`` are the weight groups that an "update" applies where other kinds of batch have
+    given gradients to more groups than the one that it is lowered for.
     """
 
     kind: Literal["train", "accumulate", "update", "evaluate"]
     micro_batches: int = 1
     deferred: bool = False
+    landed: tuple[int, ...] = ()
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
         return self.deferred or self.kind != "train" or self.micro_batches > 1
+
+
+def updated_groups(work: Workload, mode: Mode) -> tuple[int, ...]:
+    """The weight groups to which a step of this mode gives gradients, or applies those that wait."""
+    return mode.landed or tuple(work.contributions)
 
 
 def norm_bytes(work: Workload, mode: Mode, group: int) -> int:

@@ -14,7 +14,7 @@ from megacompile.runtime.step_io import StepResults
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
-    from megacompile.program import Program
+    from megacompile.session import Session
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Memory:
 class StepOutput:
     """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
 
-    def __init__(self, program: Program, results: StepResults, weights: Sequence[float]) -> None:
-        self._program = program
+    def __init__(self, session: Session, results: StepResults, weights: Sequence[float]) -> None:
+        self._session = session
         self._results = results
         self._weights = tuple(weights)
 
@@ -57,7 +57,7 @@ class StepOutput:
     def loss(self) -> Tensor:
         """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
         losses = self._results.losses
-        self._program.settle()
+        self._session.settle()
         if not losses:
             raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):
@@ -68,7 +68,7 @@ class StepOutput:
     def grad_norm(self) -> Tensor | None:
         """The gradient's 2-norm before clipping; None where updates do not wait for it."""
         if self._results.grad_norm is None and self._results.takes_norm:
-            self._program.wait()
+            self._session.judge()
         return self._results.grad_norm
 
     def __repr__(self) -> str:

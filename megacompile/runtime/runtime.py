@@ -70,6 +70,10 @@ class Runtime:
         """Return when the losses of all steps so far are there."""
         self.device.settle()
 
+    def judge(self) -> None:
+        """Return when the norm of the last gradient that updates waited for is known."""
+        self.device.wait([("clip_scale",)])
+
     def finish(self) -> None:
         """Wait for all transfers and updates that are under way."""
         self.device.drain()
@@ -87,6 +91,11 @@ class Runtime:
     def torn(self) -> bool:
         """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
         return self._held.progress.torn
+
+    @property
+    def landed(self) -> tuple[int, ...]:
+        """The weight groups whose gradients wait for an update."""
+        return tuple(sorted(self._held.landed | self.resident.landed))
 
     @property
     def has_gradients(self) -> bool:

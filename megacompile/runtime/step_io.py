@@ -16,7 +16,7 @@ class StepInputs:
     leaves: list[list[Tensor]]
     seeds: list[int]
     loss_weights: list[float]
-    hypers: list[list[AdamHyper]] = field(default_factory=list)  # by weight group, by param group
+    hypers: list[AdamHyper] = field(default_factory=list)  # by param group
     max_grad_norm: float | None = None
     check_loss: bool = False
 

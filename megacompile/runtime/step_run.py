@@ -230,19 +230,18 @@ class StepRun:
         home = self._held.buffers.gradient(self._bound, group, grad)
         self._held.landed.discard(group)
         progress = self._held.progress.steps[self._device.step]
-        inputs, results, unwritten = self._inputs, self.results, self._held.progress.unwritten
-        self._held.state.steps[group] += 1
+        results, unwritten, state = self.results, self._held.progress.unwritten, self._held.state
         deferred = grad[0] == "hgrad" and "clip_scale" in self._bound.kinds
 
         def update() -> None:
             if deferred and results.skipped:
-                self._held.state.steps[group] -= 1
                 progress.planned -= 1
                 return
             progress.begun += 1
-            scale = self._scale if deferred else 1.0
-            hypers = [_scaled(h, scale) for h in inputs.hypers[group]]
-            self._held.state.update(group, home, hypers, threads=self._device.adam_threads, slot=slot)
+            state.update(
+                group, home, self._hypers(group, deferred), threads=self._device.adam_threads, slot=slot
+            )
+            state.steps[group] += 1
             if slot is None:
                 progress.done += 1
             else:
@@ -258,11 +257,16 @@ class StepRun:
         if deferred and self.results.skipped:
             progress.planned -= 1
         else:
-            self._held.state.steps[group] += 1
             progress.begun += 1
-            hypers = [_scaled(h, self._scale if deferred else 1.0) for h in self._inputs.hypers[group]]
-            self._device.update(self._held.state, group, self._held.resident.gradient(group, grad), hypers)
+            gradient, hypers = self._held.resident.gradient(group, grad), self._hypers(group, deferred)
+            self._device.update(self._held.state, group, gradient, hypers)
+            self._held.state.steps[group] += 1
             progress.done += 1
+
+    def _hypers(self, group: int, deferred: bool) -> list[AdamHyper]:
+        """Hyper-parameters by param group, for the step that the group is about to take."""
+        step, scale = self._held.state.steps[group] + 1, self._scale if deferred else 1.0
+        return [replace(h, step=step, grad_scale=scale) for h in self._inputs.hypers]
 
     def _read_loss(self, micro: int) -> None:
         value = self._bound.part.loss
@@ -284,7 +288,3 @@ class StepRun:
                     f"The loss is {float(loss)}: the step was stopped before its backward, and no "
                     "parameter was changed."
                 )
-
-
-def _scaled(hyper: AdamHyper, scale: float) -> AdamHyper:
-    return hyper if scale == 1.0 else replace(hyper, grad_scale=scale)

@@ -28,14 +28,15 @@ Task = tuple[int, Callable[[], object], tuple[threading.Event, ...], threading.E
 class Workers:
     """Named threads, each with a queue that it works off in order; None ends it.
 
-    The first exception of an operation is kept: other operations of its step, and of later ones, then do
-    nothing, until :meth:`raise_failure` hands it to the caller.
+    The first exception of an operation is kept until :meth:`raise_failure` hands it to the caller. Other
+    operations of its step, and of those begun before the caller knew, do nothing, whenever their turn comes.
     """
 
     def __init__(self, works: Mapping[str, Callable[[str], None]]) -> None:
         self.step = 0  # the number of the step to which operations are submitted
         self.trace: Trace = []  # of that step; its operations add to it even after the next one has begun
         self._failure: tuple[int, BaseException] | None = None
+        self._dead = range(0)  # steps that failed: what they still have in queues is left out
         self._closed = False
         self._queues: dict[str, SimpleQueue[Any]] = {name: SimpleQueue() for name in works}
         self._threads = [
@@ -48,7 +49,7 @@ class Workers:
     def attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
         """What an operation of ``step`` returns; None where it fails, or is left out after a failure."""
         failure = self._failure
-        if failure is not None and step >= failure[0] and not always:
+        if not always and (step in self._dead or (failure is not None and step >= failure[0])):
             return None
         try:
             return run()
@@ -57,9 +58,11 @@ class Workers:
         return None
 
     def raise_failure(self) -> None:
-        """Raise the first exception of an operation, once; later operations run again."""
-        failure, self._failure = self._failure, None
+        """Raise the first exception of an operation, once; the steps after those begun so far run again."""
+        failure = self._failure
         if failure is not None:
+            self._dead = range(failure[0], self.step + 1)  # before the failure is forgotten
+            self._failure = None
             raise failure[1]
 
     def close(self) -> None:
