@@ -415,9 +415,9 @@ def test_all_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: p
 def test_a_second_writer_of_one_folder_is_refused(tmp_path: Path) -> None:
     with replacing(tmp_path / "a") as fresh:
         (fresh / "f").write_text("first")
-        with pytest.raises(megacompile.ProgramError, match="Another process is writing"):
-            with replacing(tmp_path / "a"):
-                pass
+        refused = pytest.raises(megacompile.ProgramError, match="Another process is writing")
+        with refused, replacing(tmp_path / "a"):
+            pass
     assert (tmp_path / "a" / "f").read_text() == "first"
 
 
