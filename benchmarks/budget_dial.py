@@ -2,9 +2,9 @@
 
     python -m benchmarks.budget_dial [--machine h200 --model qwen2.5-3b --tokens 16384] [--picture FILE]
 
-Predicted for a machine at scale, from the budget that holds everything down to the least one with weights
-whole; and measured on this machine's CPU backend with a small model, all budgets in turn in one process.
-There the fastest of the steps counts: what else the machine does only makes a step longer.
+Predicted for a machine at scale, from the budget that holds everything (or all that the card has) down to the
+least one with weights whole; and measured on this machine's CPU backend with a small model, in turn. There
+the fastest of the steps counts: what else the machine does only makes a step longer.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ def budgets_between(least: int, most: int, count: int) -> list[int]:
     return [int(least * (most / least) ** (i / (count - 1))) for i in range(count)]
 
 
-def predicted(model: str, machine: str, tokens: int, sequence: int, count: int) -> list[Row]:
-    """Simulated steps at budgets from the least feasible to one that keeps all state on the device."""
+def predicted(model: str, machine: str, tokens: int, sequence: int, micro: int, count: int) -> list[Row]:
+    """Simulated steps at budgets from the least feasible to what keeps all on the device, or all it has."""
     described, profile = load_model(model), load_machine(machine)
     rates = profile.rates("bf16")
-    compiled, work, _ = Study(described, "bf16", lambda text: None).captured(tokens // sequence, sequence)
-    mode = Mode("train")
-    least = find_least(compiled, work, 1).device_bytes
+    compiled, work, _ = Study(described, "bf16", lambda text: None).captured(
+        tokens // sequence // micro, sequence
+    )
+    mode = Mode("train", micro)
+    least = find_least(compiled, work, micro).device_bytes
 
     def plan(budget: int) -> Planned:
         return reside(search(work, mode, rates, budget), work, mode, rates, budget, None)
 
-    everything = plan(1 << 60)
+    most = min(plan(1 << 60).peak_bytes, profile.device_bytes or 1 << 60)
     rows = []
-    for budget in budgets_between(int(least * 1.001), everything.peak_bytes, count):
+    for budget in budgets_between(int(least * 1.001), most, count):
         found = plan(budget)
         seconds = found.timeline.step_seconds
         kept = sum(work.groups[g].elements for g in found.step.resident)
@@ -104,7 +106,7 @@ def least_of(program: Callable[[str], megacompile.Program]) -> int:
 
 
 def draw(path: Path, panels: list[tuple[str, list[Row]]]) -> None:
-    """Speed over budget, both of that with everything on the device, one panel each."""
+    """Speed over budget, in percent of that at the largest one, one panel each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.4, 4.2), layout="constrained")
@@ -123,7 +125,7 @@ def draw(path: Path, panels: list[tuple[str, list[Row]]]) -> None:
         axes.minorticks_off()
         axes.set_ylim(0, 119)
         axes.set_xlabel("device memory that training may use")
-        axes.set_ylabel("speed, % of everything on the device" if index == 0 else "")
+        axes.set_ylabel("speed, % of that with the most memory" if index == 0 else "")
         axes.set_title(title, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
@@ -153,13 +155,15 @@ def main() -> None:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--points", type=int, default=10)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of the prediction")
+    parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--picture", type=Path, default=Path("docs/images/budget-dial.png"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(machine_line())
-    at_scale = predicted(options.model, options.machine, options.tokens, options.sequence, options.points)
+    at_scale = predicted(options.model, options.machine, options.tokens, options.sequence,
+                         options.micro_batches, options.points)  # fmt: skip
     title = f"{options.model}, {options.tokens} tokens per step, predicted for {options.machine}"
     print(table(title, at_scale))
     small = measured(512, options.points, options.repeats)
