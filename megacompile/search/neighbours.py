@@ -57,7 +57,10 @@ def _leads(plan: Plan) -> Iterator[Plan]:
 
 
 def _leads_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
-    """Earlier fetches where no large group, such as a vocabulary's, fills the slab meanwhile."""
+    """Earlier fetches where no large group, such as a vocabulary's, fills the slab meanwhile.
+
+    Fetches and gradients each hide the other's wait, so gradients are also given longer to leave.
+    """
     sizes = [g.nbytes for g in work.groups]
     usual = sorted(sizes)[len(sizes) // 2]
     uses = [{g for c in b.choices for g in c.forward.groups} for b in work.blocks]
@@ -65,8 +68,10 @@ def _leads_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
     for lead in (1, 2, 3) if large else ():
         near = {b for other in large for b in range(other - lead, other + lead + 1)}
         beside = {g for b, groups in enumerate(uses) if b in near for g in groups}
-        yield _with_leads(plan, [g.lead if i in beside else max(g.lead, lead)
-                                 for i, g in enumerate(plan.groups)])  # fmt: skip
+        ahead = _with_leads(plan, [g.lead if i in beside else max(g.lead, lead)
+                                   for i, g in enumerate(plan.groups)])  # fmt: skip
+        yield replace(ahead, grad_lag=plan.grad_lag + 1)
+        yield ahead
 
 
 def _with_leads(plan: Plan, leads: list[int]) -> Plan:

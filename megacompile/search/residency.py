@@ -3,13 +3,15 @@
 A group on the device takes its weights, masters, moments and, where gradients wait, its gradient: 12 to
 16 bytes per parameter, for which nothing of it crosses the link and the host does not update it. First
 groups in the order of the forward come first: theirs are the updates that end a step last and that the
-next step wants first.
+next step wants first. Frozen groups come before them: they take their weights alone, which a plan that holds
+them through a step has room for anyway.
 
 A model has one state. The groups chosen for its first training program stay for all others that fit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megacompile.host.formats import StateFormat, group_arrays
@@ -46,22 +48,42 @@ def reside(
 ) -> Planned:
     """The plan with the state of as many ``candidates`` on the device as fit, if that is faster.
 
-    ``candidates`` None allows every group whose state the plan keeps in RAM. Modes that do not train
-    take all candidates that fit, so that state need not move.
+    ``candidates`` None allows every group whose state the plan keeps in RAM. Frozen groups, which are all
+    weights, come first, and stay from step to step even where that is as fast and no faster. Modes that do
+    not train take all candidates that fit, so that state need not move.
     """
     if candidates is None:
         candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
+    again = {g for block in work.blocks for c in block.choices
+             for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
+    frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]
+    frozen.sort(key=lambda g: g not in again)  # one that only the forward reads shares its slot with others
+    trained = [g for g in candidates if g not in frozen]
+    for groups, factor in ((frozen, 1 + 1e-9), (trained, 1 - 1e-9)):
+        found = _with_most(best, groups, work, mode, machine, budget_bytes)
+        if mode.kind != "train" or found.seconds <= factor * best.seconds:
+            best = found
+    return best
+
+
+def _with_most(
+    best: Planned,
+    candidates: Sequence[int],
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    budget_bytes: int,
+) -> Planned:
+    """The plan with the state of as many of the first candidates on the device as fit."""
     count = _most(best.plan, candidates, work, mode, budget_bytes)
     if count == 0:
         return best
     plan = resident_plan(best.plan, candidates[:count])
     step = finish(lower_memory(work, plan, mode), work, plan, mode)
-    found = Planned(plan, step, simulate(step, machine), peak_bytes(step), best.evaluations)
-    slower = found.timeline.step_seconds > best.timeline.step_seconds * (1 - 1e-9)
-    return best if slower and mode.kind == "train" else found
+    return Planned(plan, step, simulate(step, machine), peak_bytes(step), best.evaluations)
 
 
-def _most(plan: Plan, candidates: tuple[int, ...], work: Workload, mode: Mode, budget_bytes: int) -> int:
+def _most(plan: Plan, candidates: Sequence[int], work: Workload, mode: Mode, budget_bytes: int) -> int:
     """How many of the first candidates fit, by bisection: one more never needs less memory."""
     low, high = 0, len(candidates)
     while low < high:
@@ -74,7 +96,7 @@ def _most(plan: Plan, candidates: tuple[int, ...], work: Workload, mode: Mode, b
     return low
 
 
-def resident_plan(plan: Plan, groups: tuple[int, ...]) -> Plan:
+def resident_plan(plan: Plan, groups: Sequence[int]) -> Plan:
     """The plan with the state of these groups on the device."""
     chosen = set(groups)
     return replace(
