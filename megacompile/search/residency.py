@@ -57,7 +57,8 @@ def reside(
     again = {g for block in work.blocks for c in block.choices
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
     frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]
-    frozen.sort(key=lambda g: g not in again)  # one that only the forward reads shares its slot with others
+    held = {g for g in again if best.plan.groups[g].keep == "step"}
+    frozen.sort(key=lambda g: g not in held)  # theirs are slots that no other group uses
     trained = [g for g in candidates if g not in frozen]
     for groups, factor in ((frozen, 1 + 1e-9), (trained, 1 - 1e-9)):
         found = _with_most(best, groups, work, mode, machine, budget_bytes)
