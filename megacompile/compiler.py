@@ -140,7 +140,7 @@ class Compiler:
 
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
-        return batch.key in self._fronts
+        return any(key == batch.key for key, _ in self._scheduled)
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -157,6 +157,11 @@ class Compiler:
             found = families(self._front(batch, evaluate).fused)
         for cuts in ladder(found):
             yield self.build(batch, cuts, evaluate=evaluate)
+
+    def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
+        """The graph of one kind of batch; the stages after it use the same."""
+        with _TRACING:
+            return self._front(batch, evaluate).captured
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import Batch, bucketed, check_signature, pad_batch, read_batch
+from megacompile.capture.batch import Batch, check_signature, read_batch
+from megacompile.capture.padding import bucketed, hides_padding, pad_batch
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -74,6 +75,7 @@ class Session:
         self.seed, self.calls = settings.seed, 0
         self.torn = ""
         self._pid = os.getpid()
+        self._pads = True  # until a capture shows that this model would see the padding
         self._bound: dict[int, BoundStep] = {}
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -104,12 +106,19 @@ class Session:
     def _read(self, item: Any, evaluate: bool) -> Batch:
         own_loss = self.compiler.has_loss_fn
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
-        if not (self.compiler.knows(batch) or self.current is None or own_loss):
+        if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
             longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
             if longer is not None:
-                batch = read_batch(longer, self.model, evaluate=evaluate)
+                batch = self._padded(batch, read_batch(longer, self.model, evaluate=evaluate), evaluate)
         check_signature(self.model, batch)
         return batch
+
+    def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:
+        """The longer batch where its padding is hidden; where it is not, this model is not padded again."""
+        if not self.compiler.knows(longer):
+            captured = self.compiler.captured(longer, evaluate=evaluate)
+            self._pads = hides_padding(self.model, captured, longer)
+        return longer if self._pads else batch
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""

@@ -1,4 +1,4 @@
-"""Batches: what one call of a model is given, which program fits it, and padding to few lengths."""
+"""Batches: what one call of a model is given and which program fits it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megacompile.errors import MegacompileError
-
-_PADDING = {"labels": -100, "attention_mask": 0}
 
 
 @dataclass(frozen=True)
@@ -131,17 +129,6 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> li
     return [1.0 if all(counted) else 1.0 / len(micro)] * len(micro)
 
 
-def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) -> Any:
-    """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed."""
-    ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
-    if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
-        return None
-    if labels.shape != ids.shape or ids.dim() != 2:
-        return None
-    length = bucket_length(ids.shape[1], longest=longest)
-    return pad_batch(item, length) if length > ids.shape[1] else None
-
-
 def check_signature(model: nn.Module, batch: Batch) -> None:
     """Name entries that the forward does not take and required ones that are missing."""
     parameters = inspect.signature(model.forward).parameters
@@ -164,25 +151,3 @@ def check_signature(model: nn.Module, batch: Batch) -> None:
         raise MegacompileError(
             f"{type(model).__name__}.forward needs {', '.join(missing)}: add it to the batch."
         )
-
-
-def bucket_length(length: int, *, longest: int | None = None) -> int:
-    """The padded length: at most an eighth longer, so that few programs serve all lengths."""
-    step = max(8, 1 << max(0, length.bit_length() - 3))
-    padded = -(-length // step) * step
-    return padded if longest is None else min(padded, longest)
-
-
-def pad_batch(batch: Any, length: int, pad_token: int = 0) -> Any:
-    """Pad the sequences of a token batch on the right to ``length``, hidden by the attention mask."""
-    ids = batch["input_ids"]
-    short = length - ids.shape[1]
-    if short <= 0:
-        return batch
-    padded = dict(batch.items())
-    padded.setdefault("attention_mask", torch.ones_like(ids))
-    for name, value in padded.items():
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape == ids.shape:
-            fill = _PADDING.get(name, pad_token)
-            padded[name] = nn.functional.pad(value, (0, short), value=fill)
-    return padded
