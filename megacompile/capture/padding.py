@@ -72,7 +72,7 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
 
 def _mixes(node: fx.Node, length: int) -> bool:
     """Whether a node mixes positions of a sequence of this length by other means than attention."""
-    if not (isinstance(node.target, torch._ops.OpOverload) and any(p in node.target.name() for p in _MIXING)):
+    if not any(part in str(node.target) for part in _MIXING):
         return False
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes[:1])]
     return any(
