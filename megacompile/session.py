@@ -26,7 +26,7 @@ from megacompile.host.state import Weights
 from megacompile.plan.plan import Mode
 from megacompile.runtime import ownership
 from megacompile.runtime.device import Device
-from megacompile.runtime.lay_out import lay_out
+from megacompile.runtime.lay_out import check_beside, lay_out
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.runtime.values import ModelValues
@@ -130,8 +130,11 @@ class Session:
         if first:
             self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
         scheduled = self.compiler.schedule(batch, mode)
-        if first:
+        if self.runtime is None:
             self._take_over(scheduled)
+        else:
+            groups, budget = scheduled.compiled.assembly.groups, self.settings.host_budget_bytes
+            check_beside(self.runtime.state, scheduled.planned.step, groups, budget)
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,29 +82,37 @@ def format_bytes(nbytes: float) -> str:
 def host_available() -> int:
     """Bytes this process may still take: free memory, or what its control groups or limits leave if less."""
     free = min([_meminfo("MemAvailable"), *_limits_leave()])
-    for limit, usage in _control_groups():
-        try:
-            text = limit.read_text().strip()
-            if text != "max":
-                free = min(free, int(text) - int(usage.read_text()))
-        except (OSError, ValueError):
-            continue
+    for folder, version in _control_groups("memory"):
+        names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        with contextlib.suppress(OSError, ValueError):  # no limit there, or "max"
+            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
+            free = min(free, limit - usage)
     return max(free, 0)
 
 
-def _control_groups() -> Iterator[tuple[Path, Path]]:
-    """Files of limit and usage of this process's memory control group and of those around it."""
+def usable_cores() -> int:
+    """CPUs that this process may keep busy: by affinity, or by its control groups' quota if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, version in _control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no quota there, or "max"
+            names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if int(quota) > 0:
+                cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of this process's control group and of those around it, with their version, 1 or 2."""
     for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and controller not in controllers.split(","):
             continue
         root = _GROUPS / controllers
-        names = ("memory.max", "memory.current")  # of version 2, and of version 1
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else names
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
-                yield folder / names[0], folder / names[1]
+                yield folder, 1 if controllers else 2
 
 
 def _limits_leave() -> list[int]:

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megacompile.errors import MegacompileError
-from megacompile.units import format_bytes, host_available
+from megacompile.units import format_bytes, host_available, usable_cores
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROBE = 256_000_000
@@ -66,24 +66,20 @@ def _page_locking() -> str:
     if not torch.cuda.is_available():
         return ""
     from megacompile.host.arena import HostArena
-    from megacompile.runtime.cuda_memory import page_lock
+    from megacompile.runtime.cuda_memory import page_lock, page_unlock
     from megacompile.runtime.staging import PIECE_BYTES, PIECES
 
     probe = HostArena(_PROBE).tensor
     start, code = page_lock(probe)
     if code == 0:
-        torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+        page_unlock(start)
         return f"; {format_bytes(_PROBE)} were page-locked in place"
     staged = format_bytes(2 * PIECES * PIECE_BYTES)
     return f"; page-locking in place is refused (CUDA error {code}): copies pass through {staged} of buffers"
 
 
 def _cores() -> str:
-    total = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    quota = (_read(_CGROUP / "cpu.max") or "max").split()
-    limit = f", the cgroup allows {int(quota[0]) / int(quota[1]):g}" if quota[0].isdigit() else ""
-    return f"{usable} of {total} usable{limit}"
+    return f"{usable_cores()} of {os.cpu_count() or 1} usable"
 
 
 def _adam() -> str:

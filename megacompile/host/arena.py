@@ -74,6 +74,42 @@ class HostArena:
         return self.tensor[start:stop].view(dtype).view(*shape)
 
 
+class Room:
+    """The bytes of one flat tensor, given out and taken back; what lies free side by side is one."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self._free: list[tuple[int, int]] = []  # from, to
+        self._set_free(0, whole.nbytes)
+
+    def holds(self, piece: Tensor) -> bool:
+        """Whether a piece came from here."""
+        return 0 <= piece.data_ptr() - self.whole.data_ptr() < self.whole.nbytes
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece out of the smallest gap that has room for it, None where there is none."""
+        need = padded(nbytes)
+        gaps = [(stop - start, start) for start, stop in self._free if stop - start >= need]
+        if not gaps:
+            return None
+        size, start = min(gaps)
+        self._free.remove((start, start + size))
+        self._set_free(start + need, start + size)
+        return self.whole[start : start + nbytes]
+
+    def give(self, piece: Tensor) -> None:
+        """Take a piece back that nobody uses any more."""
+        start = piece.data_ptr() - self.whole.data_ptr()
+        self._set_free(start, start + padded(piece.nbytes))
+
+    def _set_free(self, start: int, stop: int) -> None:
+        for gap in [gap for gap in self._free if gap[1] == start or gap[0] == stop]:
+            self._free.remove(gap)
+            start, stop = min(start, gap[0]), max(stop, gap[1])
+        if start < stop:
+            self._free.append((start, stop))
+
+
 def padded(nbytes: int) -> int:
     """Bytes that a piece takes in an arena."""
     unit = ALIGNMENT if nbytes >= LARGE else mmap.PAGESIZE

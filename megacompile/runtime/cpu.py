@@ -72,6 +72,9 @@ class CpuDevice(Device):
     def host_empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def host_free(self, buffer: Tensor) -> None:
+        pass  # it goes with its last tensor
+
     # ---- copies ----------------------------------------------------------------------------------
 
     def load(self, leaf: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ the host casts and adds.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +32,7 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
+from megacompile.units import usable_cores
 
 _LANDING = 2
 
@@ -51,11 +51,13 @@ class CudaDevice(Device):
         self.torch_device = api.device
         self._allowed = allowed_bytes
         api.limit(allowed_bytes)
-        cores = os.cpu_count() or 1
+        cores, threads = usable_cores(), torch.get_num_threads()
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
         share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
                  "nvme_write": 1}  # fmt: skip
         self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
+        self.streams.drain()  # by now every worker has set its own count
+        torch.set_num_threads(threads)  # also what threads that start later will take
         super().__init__(self.streams)
         self._staging = Staging(api)
         self._slab = torch.empty(0, dtype=torch.uint8)
@@ -128,6 +130,11 @@ class CudaDevice(Device):
             if not self.api.register(tensor):
                 self._staging.add(tensor)
 
+    def host_free(self, buffer: Tensor) -> None:
+        """The system may give its addresses to other memory, which CUDA would take for page-locked."""
+        self.api.unregister(buffer)
+        self._staging.remove(buffer)
+
     def host_bytes(self) -> dict[str, int]:
         return {"staging (host memory is not page-locked)": self._staging.nbytes}
 
@@ -177,8 +184,13 @@ class CudaDevice(Device):
             return self.copy(places, grads)
         landing = self._landing[self._landings % _LANDING]
         self._landings += 1
-        landed = landing.take(grads, self.host_empty)
-        staged = self.copy(landed, grads)
+        landing.take()
+        try:
+            landed = landing.like(grads, self)
+            staged = self.copy(landed, grads)
+        except BaseException:
+            landing.free.set()  # no tail will
+            raise
         indices = [index for index, _ in parts]
 
         def tail() -> None:
@@ -217,14 +229,18 @@ class _Landing:
         self.free.set()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, like: Sequence[Tensor], host_empty: Callable[[int], Tensor]) -> list[Tensor]:
-        """Host tensors like those given, once what was here before has gone on."""
+    def take(self) -> None:
+        """Return when what was here before has gone on."""
         self.free.wait()
         self.free.clear()
+
+    def like(self, like: Sequence[Tensor], device: Device) -> list[Tensor]:
+        """Host tensors like those given, over the whole buffer."""
         forms = [torch.empty_like(t, device="meta") for t in like]
         sizes = [-(-f.untyped_storage().nbytes() // 256) * 256 for f in forms]
         if self._buffer.nbytes < sum(sizes):
-            self._buffer = host_empty(sum(sizes))
+            device.host_free(self._buffer)
+            self._buffer = device.host_empty(sum(sizes))
         pieces = torch.split(self._buffer[: sum(sizes)], sizes)
         return [
             p.view(f.dtype).as_strided(f.shape, f.stride(), p.storage_offset() // f.dtype.itemsize)

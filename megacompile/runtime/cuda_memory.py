@@ -6,7 +6,8 @@ page-locked where it lies.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import mmap
 import sys
 import time
 from typing import Any, Protocol
@@ -43,8 +44,11 @@ class CudaMemory(CudaApi, Protocol):
     def register(self, tensor: Tensor) -> bool:
         """Page-lock the memory of a host tensor where it is; False where the system refuses."""
 
+    def unregister(self, tensor: Tensor) -> None:
+        """Undo :meth:`register` for host memory that goes away; nothing may be under way to or from it."""
+
     def release(self) -> None:
-        """Undo what :meth:`register` did."""
+        """Undo what :meth:`register` and :meth:`limit` did."""
 
     def limit(self, nbytes: int) -> None:
         """Make torch's allocator refuse to hold more."""
@@ -86,7 +90,9 @@ class TorchCuda:
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
         self._refused = False
-        self._registered: list[int] = []
+        self._registered: set[int] = set()  # addresses of first pages
+        self._fraction: float | None = None  # of the device's memory, that the process could take before
+        self._probe = torch.zeros(1, device=device)
 
     def stream(self, name: str) -> Any:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -123,8 +129,9 @@ class TorchCuda:
             return False
         start, code = page_lock(tensor)
         if code == 0:
-            self._registered.append(start)
+            self._registered.add(start)
             return True
+        self._clear_error()
         self._refused = True
         print(
             f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers pass "
@@ -134,16 +141,30 @@ class TorchCuda:
         )
         return False
 
+    def _clear_error(self) -> None:
+        """A refusal stays CUDA's last error until a launch is checked: of this one, not of a block's."""
+        with contextlib.suppress(RuntimeError):
+            self._probe.neg_()
+
+    def unregister(self, tensor: Tensor) -> None:
+        start = first_page(tensor)
+        if start in self._registered:
+            page_unlock(start)
+            self._registered.remove(start)
+
     def release(self) -> None:
-        """Memory that is given back while it is registered could not be registered again."""
         torch.cuda.synchronize(self.device)
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for start in self._registered:
-            runtime.cudaHostUnregister(start)
+            page_unlock(start)
         self._registered.clear()
+        if self._fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction, self.device)
+            self._fraction = None
 
     def limit(self, nbytes: int) -> None:
         torch.cuda.empty_cache()
+        if self._fraction is None:
+            self._fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
@@ -165,11 +186,20 @@ class TorchCuda:
 
 def page_lock(tensor: Tensor) -> tuple[int, int]:
     """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    start = tensor.data_ptr() // page * page
-    stop = -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+    start = first_page(tensor)
+    stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return start, int(runtime.cudaHostRegister(start, stop - start, 1))
+
+
+def page_unlock(start: int) -> None:
+    """Undo :func:`page_lock`, by the address that it gave."""
+    torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+
+
+def first_page(tensor: Tensor) -> int:
+    """Address of the page that a host tensor begins in."""
+    return tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _expand_segments() -> None:

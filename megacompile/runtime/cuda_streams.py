@@ -11,12 +11,17 @@ to the host began (its tail). An operation leaves a :class:`Mark`, and a wait fo
   that may imply each other, and tails are no part of those: so it waits for the tail of every push
   issued before it in program order. Tails run in order; the last one is enough.
 
+On a device errors come late, out of whichever call comes next. All that workers call is therefore
+attempted: what a failed operation leaves is a failure for the caller and a mark that is issued, so that
+whoever waits for it goes on to find the failure.
+
 Nothing here knows torch: streams and events come from an ``api`` (see :class:`CudaApi`), in tests one
 that records every call.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -118,8 +123,11 @@ class CudaStreams(Workers):
 
     def clock(self) -> Any:
         """An event recorded here on the compute stream."""
+        return self._record(self.compute)
+
+    def _record(self, stream: Any) -> Any:
         event = self.api.event()
-        event.record(self.compute)
+        event.record(stream)
         return event
 
     def note(self, event: Event, start: Any) -> None:
@@ -128,15 +136,17 @@ class CudaStreams(Workers):
 
     def drain(self) -> None:
         """Wait until all that was submitted is over, then raise what went wrong, if anything did."""
-        if not self._closed:
-            for queue in self._queues.values():
-                over = Flag()
-                queue.put(over)
-                over.wait()
-            for stream in (self.compute, *self._copies.values()):
-                stream.synchronize()
-            self._read_times()
-        self.raise_failure()
+        try:
+            if not self._closed:
+                for queue in self._queues.values():
+                    over = Flag()
+                    queue.put(over)
+                    over.wait()
+                for stream in (self.compute, *self._copies.values()):
+                    stream.synchronize()
+                self._read_times()
+        finally:
+            self.raise_failure()  # the first one says more than what follows from it
 
     def _read_times(self) -> None:
         """Put what the device has finished into the traces."""
@@ -161,20 +171,23 @@ class CudaStreams(Workers):
                 task.set()
                 continue
             step, run, needed, _, mark, event, trace = task
-            for other in needed:
-                self._follow(stream, other)
-            start = self.api.event()
-            start.record(stream)
-            tail = self.attempt(step, run)
-            mark.event = self.api.event()
-            mark.event.record(stream)
+            start = self.attempt(step, functools.partial(self._start, stream, needed), always=True)
+            tail = self.attempt(step, run) if start is not None else None
+            mark.event = self.attempt(step, functools.partial(self._record, stream), always=True)
             if tail is not None:
                 latest = Flag()
                 self._queues["land"].put((step, tail, mark.event, latest))
             mark.tail = latest
-            self._timed.append((trace, event, start, mark.event))
+            if start is not None and mark.event is not None:
+                self._timed.append((trace, event, start, mark.event))
             del task, run, needed, tail  # drop tensors before anyone is told that they were read
             mark.issued.set()
+
+    def _start(self, stream: Any, needed: Iterable[Mark]) -> Any:
+        """An event recorded once the stream has followed what an operation needs."""
+        for mark in needed:
+            self._follow(stream, mark)
+        return self._record(stream)
 
     def _follow(self, stream: Any, mark: Mark) -> None:
         """Make a device stream wait for an operation."""
@@ -191,16 +204,22 @@ class CudaStreams(Workers):
                 task.set()
                 continue
             step, run, needed, pushed, mark, event, trace = task
-            for other in needed:
-                other.issued.wait()
-                if other.event is not None:
-                    other.event.synchronize()
-            self._await_tails(pushed)
+            ready = self.attempt(step, functools.partial(self._await, needed, pushed), always=True)
             start = time.perf_counter()
-            self.attempt(step, run)
+            if ready:
+                self.attempt(step, run)
             trace.append((event, start, time.perf_counter()))
             del task, run, needed, pushed
             mark.issued.set()
+
+    def _await(self, needed: Iterable[Mark], pushed: Mark | None) -> bool:
+        """True once what a host operation needs is over."""
+        for mark in needed:
+            mark.issued.wait()
+            if mark.event is not None:
+                mark.event.synchronize()
+        self._await_tails(pushed)
+        return True
 
     def _await_tails(self, pushed: Mark | None) -> None:
         """Until the last tail that was submitted before this operation is over, if there is one."""
@@ -218,7 +237,8 @@ class CudaStreams(Workers):
                 task.set()
                 continue
             step, tail, event, over = task
-            event.synchronize()
+            if event is not None:
+                self.attempt(step, event.synchronize, always=True)
             self.attempt(step, tail, always=True)
             del task, tail
             over.set()

@@ -141,6 +141,10 @@ class Device(ABC):
     def host_empty(self, nbytes: int) -> Tensor:
         """Host bytes (uint8) that transfers are fast to and from."""
 
+    @abstractmethod
+    def host_free(self, buffer: Tensor) -> None:
+        """Give back what :meth:`host_empty` gave; nothing may be under way to or from it."""
+
     # ---- copies
     @abstractmethod
     def load(self, leaf: Tensor) -> Tensor:

@@ -1,46 +1,57 @@
 """Host buffers: what steps keep on the host beside the state. Gradients on their way or waiting, and stashes.
 
-They come out of the state's arena while it has room, which is sized so that it has; see
-:func:`~megacompile.search.tiers.host_transient_bytes`.
+They come out of the state's arena while it has room, which is sized for the first program; see
+:func:`~megacompile.search.tiers.host_transient_bytes`. Gradients and the ring grow at rest when a program
+wants more. Stashes are of one program at a time: another one's are laid over the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megacompile.host.arena import HostArena, padded
+from megacompile.host.arena import HostArena, Room, padded
 from megacompile.runtime.device import Device
 from megacompile.step.bind import BoundStep
 from megacompile.step.operations import Step, Token
 
 
 class HostBuffers:
-    """Buffers by use; each is made when it is first needed and stays."""
+    """Buffers by use."""
 
     def __init__(self, arena: HostArena, device: Device) -> None:
         self.gradients: dict[int, Tensor] = {}  # bytes, by weight group
-        self._arena = arena
         self._device = device
+        self._arena = Room(arena.take((arena.free_bytes,), torch.uint8))
+        self._more = Room(torch.empty(0, dtype=torch.uint8))  # for stashes that find no room in the arena
         self._ring: list[Tensor] = []
+        self._step: Step | None = None  # whose stashes are laid out
+        self._homes: dict[Token, Tensor] = {}  # bytes, by stash
         self._stashes: dict[Token, list[Tensor]] = {}
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by kind."""
+        stashes = [h.nbytes for h in self._homes.values() if not self._more.holds(h)]
         return {
             "gradients": sum(g.nbytes for g in self.gradients.values()),
             "ring": sum(r.nbytes for r in self._ring),
-            "stashes": sum(t.nbytes for s in self._stashes.values() for t in s),
+            "stashes": sum(stashes) + self._more.whole.nbytes,
         } | self._device.host_bytes()
 
     def prepare(self, step: Step, finish: Callable[[], None]) -> None:
-        """Make the ring as large as a step wants it, with nothing under way in a buffer that is replaced."""
+        """Make the ring as large as a step wants it and lay out its stashes, with nothing under way in a
+        buffer that is replaced."""
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
                 finish()
-                self._ring[i : i + 1] = [self._empty(nbytes)]
+                self._ring[i : i + 1] = [self._grown(self._ring[i : i + 1], nbytes)]
+        if step is not self._step:
+            finish()
+            self._step = None
+            self._lay_out({op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload"})
+            self._step = step
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
         """Where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept."""
@@ -49,29 +60,67 @@ class HostBuffers:
             return self._ring[home[1]][: layout.nbytes].view(layout.dtype)
         dtype = layout.dtype if bound.kept.get(group) else torch.float32
         nbytes = dtype.itemsize * layout.elements
-        if group not in self.gradients or self.gradients[group].nbytes < nbytes:
-            self.gradients[group] = self._empty(nbytes)
-        return self.gradients[group][:nbytes].view(dtype)
+        known = self.gradients.get(group)
+        if known is None or known.nbytes < nbytes:
+            known = self.gradients[group] = self._grown([] if known is None else [known], nbytes)
+        return known[:nbytes].view(dtype)
 
     def stash(self, home: Token, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Host memory for what a block stashes: tensors of the same shapes, dtypes and, if dense, strides."""
-        kept = self._stashes.get(home)
-        if kept is None or [(t.shape, t.dtype) for t in kept] != [(t.shape, t.dtype) for t in tensors]:
-            self._stashes[home] = kept = [self._like(t) for t in tensors]
-        return kept
+        if home not in self._stashes:
+            likes = [torch.empty_like(t, device="meta") for t in tensors]
+            sizes = [like.untyped_storage().nbytes() for like in likes]
+            if self._homes[home].nbytes < sum(sizes):  # views that share memory, each as a tensor
+                self._homes[home] = self._grown([self._homes[home]], sum(sizes))
+            self._stashes[home] = _views(self._homes[home], likes, sizes)
+        return self._stashes[home]
 
     def stashed(self, home: Token) -> list[Tensor]:
         """What was stashed there."""
         return self._stashes[home]
 
-    def _empty(self, nbytes: int) -> Tensor:
-        if padded(nbytes) <= self._arena.free_bytes:
-            piece = self._arena.take((nbytes,), torch.uint8)
-            self._device.own([piece])
-            return piece
-        return self._device.host_empty(nbytes)
+    def _lay_out(self, needs: Mapping[Token, int]) -> None:
+        """Give each stash its bytes: in the arena, or in one buffer more that grows to what programs want."""
+        self._give_back(self._homes.values())
+        self._homes.clear()
+        self._stashes.clear()
+        left = {home: n for home, n in needs.items() if not self._place(home, self._arena, n)}
+        want = sum(padded(nbytes) for nbytes in left.values())
+        if self._more.whole.nbytes < want:
+            self._device.host_free(self._more.whole)
+            self._more = Room(torch.empty(0, dtype=torch.uint8))
+            self._more = Room(self._device.host_empty(want))
+        for home, nbytes in left.items():
+            self._place(home, self._more, nbytes)
 
-    def _like(self, tensor: Tensor) -> Tensor:
-        like = torch.empty_like(tensor, device="meta")
-        flat = self._empty(like.untyped_storage().nbytes()).view(tensor.dtype)
-        return flat.as_strided(like.shape, like.stride())
+    def _place(self, home: Token, room: Room, nbytes: int) -> bool:
+        piece = room.take(nbytes)
+        if piece is not None:
+            self._homes[home] = piece
+        return piece is not None
+
+    def _grown(self, instead_of: Sequence[Tensor], nbytes: int) -> Tensor:
+        piece = self._arena.take(nbytes)
+        if piece is None:
+            piece = self._device.host_empty(nbytes)
+        self._give_back(instead_of)
+        return piece
+
+    def _give_back(self, pieces: Iterable[Tensor]) -> None:
+        for piece in pieces:
+            room = next((r for r in (self._arena, self._more) if r.holds(piece)), None)
+            if room is None:
+                self._device.host_free(piece)
+            else:
+                room.give(piece)
+
+
+def _views(flat: Tensor, likes: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Tensors like those given, side by side in flat bytes."""
+    views, order = [flat] * len(likes), sorted(range(len(likes)), key=lambda i: -likes[i].dtype.itemsize)
+    start = 0
+    for i in order:  # the widest first: each begins at a multiple of its elements' size
+        part = flat[start : start + sizes[i]].view(likes[i].dtype)
+        views[i] = part.as_strided(likes[i].shape, likes[i].stride())
+        start += sizes[i]
+    return views

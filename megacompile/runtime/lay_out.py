@@ -44,6 +44,19 @@ def lay_out(
         ) from error
 
 
+def check_beside(
+    state: HostState, step: Step, layouts: tuple[GroupLayout, ...], host_budget_bytes: int
+) -> None:
+    """Refuse a further program whose gradients and stashes do not fit beside the state as it lies."""
+    held, transient = sum(state.nbytes().values()), host_transient_bytes(step, layouts)
+    if held + transient > host_budget_bytes:
+        raise BudgetError(
+            f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "
+            f"{format_bytes(held)} of masters and moments its program keeps {format_bytes(transient)} of "
+            "gradients and stashes on the host. Raise host_budget or hbm_budget, or give smaller batches."
+        )
+
+
 def _too_large(
     layouts: tuple[GroupLayout, ...],
     form: StateFormat,

@@ -6,6 +6,8 @@ state and waiting gradients where the next step wants them, and what is left aft
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 
 import torch
@@ -39,6 +41,8 @@ class Runtime:
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)
         self.lost_gradients = False
         self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident))
+        self._end = weakref.finalize(self, _end, self._held)
+        self._end.atexit = False
 
     def run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
         """Run one emitted step; device values never outlive it."""
@@ -80,6 +84,7 @@ class Runtime:
 
     def close(self) -> None:
         """End the backend's threads."""
+        self._end.detach()
         self.device.close()
 
     def forget_faults(self) -> None:
@@ -151,3 +156,11 @@ class Runtime:
                 lost = self.lost_gradients or self.has_gradients
                 self.drop_gradients()
                 self.lost_gradients = lost
+
+
+def _end(held: Held) -> None:
+    """Close the device of a runtime that was dropped, before its memory goes.
+
+    One of the threads that shall end may have dropped it, so another one waits for them.
+    """
+    threading.Thread(target=lambda: held.device.close(), daemon=True).start()

@@ -128,6 +128,12 @@ class Staging:
                 StagingRing(self._link, self._piece_bytes),
             )
 
+    def remove(self, tensor: Tensor) -> None:
+        """Forget host memory that goes away."""
+        start = tensor.data_ptr()
+        self._refused = [span for span in self._refused if span[0] != start]
+        self._coming.pop(start, None)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory was added, and can be copied as flat bytes."""
         start = tensor.data_ptr()

@@ -139,6 +139,9 @@ class FakeCuda:
         self.released = False
         return True
 
+    def unregister(self, tensor: Tensor) -> None:
+        pass
+
     def release(self) -> None:
         self.released = True
 

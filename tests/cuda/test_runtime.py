@@ -6,19 +6,14 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import megacompile
-from megacompile import api as api_module
-from megacompile.compiler import Compiler
 from megacompile.errors import BudgetExceededError
 from megacompile.runtime import cuda as cuda_module
-from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
 from megacompile.runtime.resident import ResidentState
@@ -26,33 +21,11 @@ from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
 from megacompile.step.operations import Step
 from tests.cuda.fake import FakeCuda
+from tests.cuda.programs import program
 from tests.models import batch_for, build
 from tests.numerics.test_inductor import rows, small
 
 BUDGET = 10**9
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """compile(device="cuda") runs on this; plans are those of the CPU backend."""
-    fake = FakeCuda()
-    opened = functools.partial(CudaDevice, fake)
-    backend = Backend(fake.device, None, None, lambda budget: budget, opened)
-
-    def choose(device: Any, dtype: torch.dtype) -> Backend:
-        return backend if device == "cuda" else open_backend(device, dtype)
-
-    monkeypatch.setattr(api_module, "open_backend", choose)
-    with monkeypatch.context() as streaming:
-        streaming.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
-        fake.let_state_reside = streaming.undo  # type: ignore[attr-defined]
-        yield fake
-
-
-def program(model: nn.Module, device: str, budget: str = "3MB", **options: Any) -> megacompile.Program:
-    options.setdefault("compute_dtype", torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return megacompile.compile(model, budget, optimizer=optimizer, device=device, **options)
 
 
 def train(name: str, device: str, batches: list[Any], **options: Any) -> tuple[list[float], Any]:
