@@ -85,6 +85,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Deep(nn.Module):
+    """Blocks of few weights, that stash much where a batch of rows is long."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model in train mode with seeded weights."""
     torch.manual_seed(seed)

@@ -134,3 +134,27 @@ def test_the_limit_of_a_control_group_around_the_process_counts(
     assert units.host_available() > free // 2
     (tmp_path / place / limit).write_text("5000\n")
     assert units.host_available() == 4000
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/jobs/mine", {"jobs/cpu.max": "200000 100000", "jobs/mine/cpu.max": "max 100000"}),
+        (
+            "4:cpu,cpuacct:/mine",
+            {"cpu,cpuacct/mine/cpu.cfs_quota_us": "250000", "cpu,cpuacct/mine/cpu.cfs_period_us": "100000"},
+        ),
+    ],
+)
+def test_cores_are_those_that_the_process_may_use(
+    line: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "_GROUPS", tmp_path)
+    monkeypatch.setattr(units, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    (tmp_path / "own").write_text(f"7:memory:/x\n{line}\n")
+    assert units.usable_cores() == 6
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert units.usable_cores() == 2

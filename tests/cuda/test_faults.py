@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megacompile.runtime.cuda import _LANDING, CudaDevice, _Landing
 from tests.cuda.fake import FakeCuda, FakeEvent, FakeStream
 from tests.cuda.programs import program, within
-from tests.models import batch_for, build
+from tests.models import Deep, batch_for, build
 
 SECONDS = 20.0
 
@@ -126,19 +125,3 @@ def test_page_locked_memory_is_unlocked_before_it_goes(
         if thread.name.startswith("Thread-"):
             thread.join(0.2)
     assert not gone
-
-
-class Deep(nn.Module):
-    """Blocks that stash much: activations of many rows."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
