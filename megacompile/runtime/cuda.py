@@ -162,14 +162,18 @@ class CudaDevice(Device):
             self._read.synchronize()
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
-        tails = []
-        for target, source in zip(targets, sources, strict=True):
-            if self._staging.holds(source):
-                self._staging.upload(target, source)
-            elif self._staging.holds(target):
-                tails.append(self._staging.download(target, source))
-            else:
-                self.api.copy(target, source)
+        tails: list[Tail] = []
+        try:
+            for target, source in zip(targets, sources, strict=True):
+                if self._staging.holds(source):
+                    self._staging.upload(target, source)
+                elif self._staging.holds(target):
+                    tails.append(self._staging.download(target, source))
+                else:
+                    self.api.copy(target, source)
+        except BaseException:
+            _run_all(tails)  # they give buffers back
+            raise
         return functools.partial(_run_all, tails) if tails else None
 
     def push(

@@ -81,18 +81,22 @@ class StagingRing:
 
     def download(self, target: Tensor, source: Tensor) -> Tail:
         """Copy device bytes (uint8, flat) to the host; all are there when the tail is over."""
-        issued = []
-        for part, place in zip(self._cut(source), self._cut(target), strict=True):
-            piece = next(self._pieces)
-            piece.land()
-            self._issue(piece, piece.buffer[: part.numel()], part)
-            piece.holds(place)
-            issued.append((piece, place))
+        issued: list[tuple[_Piece, Tensor]] = []
 
         def tail() -> None:
             for piece, place in issued:
                 piece.land(place)
 
+        try:
+            for part, place in zip(self._cut(source), self._cut(target), strict=True):
+                piece = next(self._pieces)
+                piece.land()
+                self._issue(piece, piece.buffer[: part.numel()], part)
+                piece.holds(place)
+                issued.append((piece, place))
+        except BaseException:
+            tail()  # else a later download would, over what came there in between
+            raise
         return tail
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:

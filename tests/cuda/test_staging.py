@@ -14,6 +14,7 @@ from torch import Tensor
 from megacompile.cli import doctor
 from megacompile.runtime import cuda_memory
 from megacompile.runtime import staging as module
+from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.staging import Staging, StagingRing
 from tests.cuda.fake import FakeCuda, FakeStream
 from tests.cuda.recorded import RecordedApi, Recording, Uses, spread
@@ -71,6 +72,33 @@ def test_an_upload_waits_for_what_is_on_its_way_to_its_source() -> None:
     done.record(fake.current())
     done.synchronize()
     assert torch.equal(target, source)
+
+
+def test_what_a_failed_copy_left_in_a_buffer_is_not_landed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(refuses=True)
+    device = CudaDevice(fake, 10**9)
+    device._staging = Staging(fake, piece_bytes=64)
+    first, second = torch.zeros(32), torch.zeros(32)  # two pieces each
+    device.own([first, second])
+    copy, calls = FakeCuda.copy, [0]
+
+    def broken(self: FakeCuda, target: Tensor, source: Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == 4:  # the second tensor's second piece
+            raise OSError("planted fault")
+        copy(self, target, source)
+
+    monkeypatch.setattr(FakeCuda, "copy", broken)
+    with pytest.raises(OSError, match="planted fault"):
+        device.copy([first, second], [torch.ones(32), torch.ones(32)])
+    for place in (second[:16], first[:16], second[16:], first[16:]):  # over every buffer
+        tail = device.copy([place], [torch.full((16,), 2.0)])
+        assert tail is not None
+        tail()
+        place.fill_(3.0)
+    device.copy([torch.zeros(32)], [first])  # waits for nothing that will not come
+    assert first.eq(3.0).all() and second.eq(3.0).all()
+    device.close()
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, "page-locked in place"), (801, "CUDA error 801")])
