@@ -3,7 +3,8 @@
     python -m benchmarks.fuzz_models --minutes 60
     python -m benchmarks.fuzz_models --seed 1234 --trials 1     # the one that was drawn from seed 1234
 
-Trial i is drawn from seed + i alone. Results are kept in ``build/fuzz``; ``docs/models.md`` counts them.
+Trial i is drawn from seed + i alone and printed on a line of its own. Results are kept in
+``build/fuzz``; ``docs/models.md`` counts them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     while len(results) < options.trials if options.trials else time.monotonic() < end:
         result = try_one(seed)
         results.append(result)
+        print(f"seed {seed}: {result['status']}, {result['name']} {result['reason']}", flush=True)
         if result["status"] in BAD or options.trials == 1:
-            print(f"seed {seed}: {result['status']} {result['reason']}\n  {result['trial']}", flush=True)
+            print(f"  {result['trial']}", flush=True)
         seed += 1
     print(summary(results))
     return 1 if any(r["status"] in BAD for r in results) else 0
@@ -46,7 +48,9 @@ def try_one(seed: int) -> Result:
 
     place = RESULTS / f"{seed}.json"
     place.unlink(missing_ok=True)
-    found = {**judged(_judge, (seed,), place), "seed": seed, "trial": repr(draw(seed))}
+    trial = draw(seed)
+    name = f"{trial.model} {trial.dtype}"
+    found = {**judged(_judge, (seed,), place), "name": name, "seed": seed, "trial": repr(trial)}
     place.write_text(json.dumps(found, indent=1))
     return found
 
@@ -54,10 +58,15 @@ def try_one(seed: int) -> Result:
 def _judge(seed: int) -> Result:
     import torch
 
+    from megacompile.search import tile_choice
+    from megacompile.tile import cuts
     from tests.fuzz import case, draw
     from tests.judge import judge
 
     trial = draw(seed)
+    if trial.piece_bytes:
+        for module in (cuts, tile_choice):
+            module.LEAST_PIECE = trial.piece_bytes
     return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
 
 

@@ -94,14 +94,14 @@ is tried, with a few of each other kind.
 
 *Distance* is to eager PyTorch: "bitwise" means that losses, norms and all weights after three steps are
 equal bit for bit (in bf16, where eager has no FP32 masters, that all gradients of the first step are); a
-number is the largest distance of a gradient, in parts of its tensor's scale, over the three budgets. fp32
-must stay within 1e-5, bf16 no farther from fp32 than plain bf16 eager is, plus 1e-2; with fused kernels
-5e-4 (fp32) and 1e-2 (bf16) more than eager. How far bf16 eager is from fp32 is one draw of rounding errors,
-and a flip where experts are chosen by rounded scores: where that draw does not suffice (marked ~), six runs
-from weights rounded otherwise say it too, by their largest error, or their mean and four standard
-deviations. *Peak* says whether measured bytes equal predicted ones at all budgets. *Kernels* counts what
-`kernels=True` places. Results are kept from run to run, and so may be older than the code: `--again` makes
-all of them anew.
+number is the largest distance of a gradient, in parts of its tensor's scale, over the three budgets.
+fp32 must stay within 1e-5 (or be no farther from fp64 than fp32 eager is, plus 1e-5), bf16 no farther
+from fp32 than plain bf16 eager is, plus 1e-2; with fused kernels 5e-4 (fp32) and 1e-2 (bf16) more than
+eager. How far bf16 eager is from fp32 is one draw of rounding errors, and a flip where experts are
+chosen by rounded scores: where that draw does not suffice (marked ~), six runs from weights rounded
+otherwise say it too, by their largest error, or their mean and four standard deviations. *Peak* says
+whether measured bytes equal predicted ones at all budgets. *Kernels* counts what `kernels=True` places.
+Results are kept from run to run, and so may be older than the code: `--again` makes all of them anew.
 """
 
 

@@ -41,7 +41,7 @@ from megacompile.search.tiers import Tiers, choose_tiers, with_states
 from megacompile.search.tile_choice import choose, ladder
 from megacompile.step.emit import emit_step
 from megacompile.step.verify import Proof, verify
-from megacompile.tile.cuts import families
+from megacompile.tile.cuts import families, tables
 from megacompile.tile.rewrite import Cuts, Tiled, tile
 from megacompile.units import format_bytes
 
@@ -153,15 +153,28 @@ class Compiler:
 
     def rungs(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
         """One kind of batch with nothing cut, then with ever smaller pieces; each made when asked for."""
+        whole = self.tables(batch, evaluate=evaluate)
         with _TRACING:
-            found = families(self._front(batch, evaluate).fused)
-        for cuts in ladder(found):
+            found = families(self._front(batch, evaluate).fused, gather=bool(whole))
+        for cuts in ladder(found, whole):
             yield self.build(batch, cuts, evaluate=evaluate)
 
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
         with _TRACING:
             return self._front(batch, evaluate).captured
+
+    def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
+        """Tables of which the host may gather the rows that this batch looks up."""
+        if not self._gathers:
+            return {}
+        with _TRACING:
+            return tables(self._front(batch, evaluate).fused)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether all weights are sure to be in RAM, where the host can look them up."""
+        return self.tiers is None or not self.tiers.stored
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
@@ -189,7 +202,7 @@ class Compiler:
             return self._compiled[key]
         front = self._front(batch, evaluate)
         try:
-            tiled = tile(front.fused, cuts)
+            tiled = tile(front.fused, cuts, gather=self._gathers)
             part = partition(tiled.captured)
             templates = tuple(self._differentiate(t, front.fused.fake_mode) for t in part.templates)
         except MegacompileError:
@@ -264,7 +277,8 @@ class Compiler:
             compiled = self.compile(batch, evaluate=evaluate)
             return compiled, plan(compiled)
         rungs = self.rungs(batch, evaluate=evaluate)
-        compiled, planned = choose(rungs, mode, self.budget_bytes, plan)
+        gathers = bool(self.tables(batch, evaluate=evaluate))
+        compiled, planned = choose(rungs, mode, self.budget_bytes, plan, gathers=gathers)
         self.cuts = compiled.tiled.cuts
         return compiled, planned
 
@@ -309,7 +323,8 @@ class Compiler:
         return named | captured.constants
 
     def _check_places(self, assembly: Assembly, part: Partition) -> None:
-        unknown = {w for b in part.blocks for w in b.weights} - set(assembly.places)
+        looked_up = {p for rows in part.rows.values() for p in rows.pieces}
+        unknown = looked_up.union(*(b.weights for b in part.blocks)) - set(assembly.places)
         if unknown:
             raise MegacompileError(
                 f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "

@@ -55,7 +55,10 @@ class _Order:
         for v, value in enumerate(self.work.values):
             if value.batch:
                 token = self._take(("x", v, m), value.nbytes)
-                self.ops.append(Op("load", "compute", micro=m, writes=(token,), nbytes=value.nbytes))
+                table = tuple(("master", g) for g in value.rows)
+                self.ops.append(
+                    Op("load", "compute", micro=m, reads=table, writes=(token,), nbytes=value.nbytes)
+                )
 
     def forward(self, b: int, m: int) -> None:
         block, choice = self.work.blocks[b], self._choice(b)

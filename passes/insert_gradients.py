@@ -51,7 +51,7 @@ class _Inserter:
             if op.kind == "prefetch":
                 self.fetched[op.group] = index
             elif op.kind == "backward":
-                last.update({g: index for g, _ in work.blocks[op.block].grad_groups})
+                last.update(dict.fromkeys(work.given(op.block), index))
         self.resident = set(step.resident)
         self.waiting = gradients_that_wait(step.ops, work, mode) & self.resident
         self.kept: set[int] = set()  # groups whose adam waits for the end of the backward
@@ -78,21 +78,27 @@ class _Inserter:
             self.ops.append(self._adam(op.group, ("hgrad", op.group)))
 
     def _push(self, op: Op, group: int, nbytes: int) -> None:
-        home = self._home(group)
-        self.pushes += home[0] == "ring"
+        """Push one gradient: of a group, or of gathered rows, which lands in all groups of their table."""
+        table = self.work.gathered.get(op.block)
+        homes: tuple[Token, ...] = tuple(("hgrad", g) for g in table) if table else (self._home(group),)
+        self.pushes += homes[0][0] == "ring"
         token: Token = ("wg", group, op.block, op.micro)
         self.ops.append(
             Op("push_grad", "d2h", block=op.block, group=group, micro=op.micro,
-               reads=(token,), writes=(home,), nbytes=nbytes)
+               choice="rows" if table else "", reads=(token,), writes=homes, nbytes=nbytes)
         )  # fmt: skip
         free = Op("evict", "compute", frees=(token,))
         if self.plan.grad_lag:
             self.frees.append((self.plan.grad_lag, free))
         else:
             self.due.append(free)
-        self.left[group] -= 1
-        if self.left[group]:
-            return
+        for landed, home in zip(table or (group,), homes, strict=True):
+            self.left[landed] -= 1
+            if not self.left[landed]:
+                self._use(landed, home)
+
+    def _use(self, group: int, home: Token) -> None:
+        """What follows the last contribution to a gradient on the host."""
         if self.mode.kind == "train" and self.mode.keeps_gradients:
             self.ops.append(self._norm(group))
         elif not self.mode.keeps_gradients and group not in self.late | self.kept:

@@ -61,7 +61,11 @@ BATCHES = ("plain", "plain", "ones", "right", "left", "ragged", "packed", "ignor
 
 @dataclass(frozen=True)
 class Trial:
-    """One drawn set-up, as plain values; ``model`` is a model type of causal models, or a class's name."""
+    """One drawn set-up, as plain values; ``model`` is a model type of causal models, or a class's name.
+
+    ``lora``: only adapters of PEFT are trained. ``piece_bytes``: how small pieces of weights may get, 0: as
+    small as they ever do, which is larger than these models.
+    """
 
     seed: int
     model: str
@@ -74,6 +78,10 @@ class Trial:
     frozen: str
     share: float
     kernels: bool
+    lora: bool = False
+    evaluates: bool = False
+    piece_bytes: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
     habits: Habits = field(default_factory=Habits)
 
 
@@ -100,7 +108,20 @@ def draw(seed: int) -> Trial:
         share=round(rng.uniform(0.1, 1.0), 2),
         kernels=rng.random() < 0.5,
         habits=Habits(rng.choice((1.0, 1.0, None, 0.01)), rates),
+        lora=rng.random() < 0.1,
+        evaluates=rng.random() < 0.3,
+        piece_bytes=rng.choice((0, 0, 1 << 9, 1 << 11, 1 << 13)),
+        options=_options(rng),
     )
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        found["optimizer_state"] = rng.choice(("int8", "int4"))
+    if rng.random() < 0.3:
+        found["on_nonfinite"] = rng.choice(("skip", "raise"))
+    return found
 
 
 def _sizes(rng: random.Random) -> dict[str, int]:
@@ -183,11 +204,12 @@ def case(trial: Trial) -> Case:
             config.is_decoder = True
         model: nn.Module = model_class(config)
         _freeze(model, trial)
-        return model
+        return _adapted(model) if trial.lora else model
 
     return Case(
         f"seed {trial.seed}: {trial.model}", trial.batch, make, lambda seed: _batch(trial, seed),
         micro=len(trial.lengths), habits=trial.habits, share=trial.share, kernels=trial.kernels,
+        options=trial.options, evaluates=trial.evaluates,
     )  # fmt: skip
 
 
@@ -198,6 +220,15 @@ def _freeze(model: nn.Module, trial: Trial) -> None:
         first = ".0." in name
         frozen = {"nothing": False, "embeddings": table, "first layer": first, "half": rng.random() < 0.5}
         parameter.requires_grad_(not frozen[trial.frozen])
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    """The model with adapters at its linear layers, which alone are trained; some are not zero at first."""
+    import peft
+
+    given = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False)
+    adapted: nn.Module = peft.get_peft_model(model, given)
+    return adapted
 
 
 def _batch(trial: Trial, seed: int) -> Batch:
@@ -228,5 +259,5 @@ def _mask(kind: str, ids: Tensor, source: torch.Generator) -> Tensor:
         mask[-1, slice(length - length // 3, length) if kind == "right" else slice(0, length // 3)] = 0
     elif kind == "ragged":
         for row in mask:
-            row[int(torch.randint(1, length + 1, (), generator=source)) :] = 0
+            row[int(torch.randint(2, length + 1, (), generator=source)) :] = 0  # a label at least
     return mask

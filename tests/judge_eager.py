@@ -147,6 +147,23 @@ class EagerRuns:
             return []
         return [self._eager(self.dtype, self.floats, seed=seed) for seed in range(NEIGHBOURS)]
 
+    @functools.cached_property
+    def double(self) -> dict[str, Tensor]:
+        """The first step's gradients in fp64, beside which eager's own rounding in fp32 shows; {} in bf16, or
+        where the model does not run so.
+        """
+        if self.dtype != torch.float32:
+            return {}
+        model = copy.deepcopy(self.model).double()
+        trainer = self.case.habits.trainer(model)
+        try:
+            trainer.backward(
+                _cast(self.steps[0], torch.float64), trainer.weights(self.steps[0]), by_hand=True
+            )
+        except RuntimeError:
+            return {}
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
     @property
     def together(self) -> bool:
         """Whether ``train_step`` takes several micro-batches in one program, as it does if they are alike."""

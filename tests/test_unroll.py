@@ -14,7 +14,7 @@ from megacompile.cli.unroll import Repeated
 from megacompile.compiler import Compiler
 
 transformers = pytest.importorskip("transformers")
-_RUNGS = 2  # whole, and cut down to the layers
+_RUNGS = 3  # whole, and cut down to the layers
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -6,7 +6,7 @@ language models (enumerated, so that new ones are tried as they appear) and a fe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Case:
     """One model to try: how it is made, its batch number ``seed``, and how it is trained.
 
     ``share``: of the bytes at which everything fits, what a budget between that and the least gives.
+    ``options`` are given to ``compile`` too. ``evaluates``: the loss is taken in eval mode between steps.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Case:
     habits: Habits = field(default_factory=Habits)
     share: float = 0.4
     kernels: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
 
     def build(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)

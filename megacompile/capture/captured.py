@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,12 +12,29 @@ _WRAPPED = "model"  # the attribute under which capture wraps the user's module
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A value that the host gathers: of one table, the row of each id of a batch.
+
+    ``pieces`` name the table's parameters, whose rows end at ``stops``. ``find`` computes the ids, int64 of
+    the value's shape without its last dimension, from the batch's tensor leaves on the host; ``source``
+    says how. The row ``padding`` gets no gradient; -1: each does.
+    """
+
+    pieces: tuple[str, ...]
+    stops: tuple[int, ...]
+    padding: int
+    source: str
+    find: Callable[[Sequence[Tensor]], Tensor] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Captured:
     """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
     index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
-    ``trainable`` holds the names of the parameters that require a gradient.
+    ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
+    values that the host makes of a batch and of parameters.
     """
 
     graph: fx.Graph
@@ -28,6 +45,7 @@ class Captured:
     rng: str
     trainable: frozenset[str]
     fake_mode: FakeTensorMode
+    rows: Mapping[str, Rows] = field(default_factory=dict)
 
     def placeholder(self, name: str) -> fx.Node:
         node: fx.Node

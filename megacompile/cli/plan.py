@@ -64,6 +64,11 @@ class Question:
         return self.batch * self.seq * self.micro_batches
 
     @property
+    def stored(self) -> bool:
+        """Whether state may go to NVMe."""
+        return self.nvme_budget is not None
+
+    @property
     def machine(self) -> Machine:
         return self.profile.rates(self.dtype)
 
@@ -142,33 +147,39 @@ class Study:
         self.progress = progress
         self._dtype = dtype
         self._winners: dict[tuple[object, ...], list[Plan]] = {}  # so that sweeps never get slower
-        self._repeated: dict[tuple[int, int], Repeated] = {}
+        self._repeated: dict[tuple[int, int, bool], Repeated] = {}
 
-    def captured(self, batch: int, seq: int) -> tuple[Compiled, Workload, float]:
+    def captured(self, batch: int, seq: int, *, stored: bool = False) -> tuple[Compiled, Workload, float]:
         """The batch with no weight cut, its workload, and the share of model FLOPs that its graph misses."""
-        compiled, missed = next(self._completed(batch, seq))
+        compiled, missed = next(self._completed(batch, seq, stored))
         return compiled, compiled.assembly.work, missed
 
-    def rungs(self, batch: int, seq: int) -> Iterator[Compiled]:
+    def rungs(self, question: Question) -> Iterator[Compiled]:
         """The batch with no weight cut, then with ever smaller pieces; its work has all FLOPs."""
-        return (compiled for compiled, _ in self._completed(batch, seq))
+        completed = self._completed(question.batch, question.seq, question.stored)
+        return (compiled for compiled, _ in completed)
 
-    def _completed(self, batch: int, seq: int) -> Iterator[tuple[Compiled, float]]:
-        if (batch, seq) not in self._repeated:
+    def _completed(self, batch: int, seq: int, stored: bool) -> Iterator[tuple[Compiled, float]]:
+        flops = self.model.step_flops(batch, seq)
+        for compiled in self._repeat(batch, seq, stored).rungs():
+            work, missed = complete_flops(compiled.assembly.work, flops)
+            yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+
+    def _repeat(self, batch: int, seq: int, stored: bool) -> Repeated:
+        """The batch's captures, made once; ``stored``: the state may go to NVMe."""
+        if (batch, seq, stored) not in self._repeated:
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
             kind = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
-            self._repeated[batch, seq] = Repeated(self.model, kind, _DTYPES[self._dtype])
-        flops = self.model.step_flops(batch, seq)
-        for compiled in self._repeated[batch, seq].rungs():
-            work, missed = complete_flops(compiled.assembly.work, flops)
-            yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+            repeated = Repeated(self.model, kind, _DTYPES[self._dtype], stored=stored)
+            self._repeated[batch, seq, stored] = repeated
+        return self._repeated[batch, seq, stored]
 
     def least(self, question: Question) -> tuple[Least, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
         best: tuple[int, Compiled] | None = None
         mode = Mode("train", question.micro_batches, deferred=True)
-        for rung, need in tried(self.rungs(question.batch, question.seq), mode):
+        for rung, need in tried(self.rungs(question), mode):
             if best is None or need < best[0]:
                 best = need, rung
             if need <= question.hbm_budget:
@@ -184,7 +195,7 @@ class Study:
 
         What ``known``, an answer to the same question, has planned is not planned again.
         """
-        missed = self.captured(question.batch, question.seq)[2]
+        missed = self.captured(question.batch, question.seq, stored=question.stored)[2]
         least, compiled = (known.least, known.compiled) if known else self.least(question)
         predictions = {c: known.prediction(c) if known else None for c in (True, False)}
         if least.device_bytes <= question.hbm_budget:
@@ -196,11 +207,12 @@ class Study:
 
     def _predict(self, question: Question, clip: bool) -> Prediction | None:
         mode = Mode("train", question.micro_batches, deferred=clip)
-        rungs = self.rungs(question.batch, question.seq)
+        repeated = self._repeat(question.batch, question.seq, question.stored)
         try:
             compiled, planned = choose(
-                rungs, mode, question.hbm_budget, lambda c: self._plan(question, c, mode)
-            )
+                self.rungs(question), mode, question.hbm_budget, lambda c: self._plan(question, c, mode),
+                gathers=repeated.gathers,
+            )  # fmt: skip
         except BudgetError:
             return None
         work, machine = compiled.assembly.work, question.machine

@@ -24,6 +24,7 @@ from megacompile.compiler import Compiled, Compiler
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.assemble import assemble, cut_parameters
 from megacompile.search.residency import with_state
+from megacompile.search.tiers import Tiers
 from megacompile.tile.rewrite import Cuts
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
@@ -32,12 +33,15 @@ _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a 
 class Repeated:
     """One kind of batch of a whole model, cut in any way, at the cost of a few layers of each kind."""
 
-    def __init__(self, model: Model, batch: Batch, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, batch: Batch, compute_dtype: torch.dtype, *, stored: bool = False
+    ) -> None:
         self._model, self._batch = model, batch
-        self._whole = _compiler(model.module, compute_dtype)
+        self._whole = _compiler(model.module, compute_dtype, stored)
         self._layers = _layers(model)
         self._short = _shorten(model, self._layers) if self._layers is not None else None
-        self._few = self._whole if self._short is None else _compiler(self._short.module, compute_dtype)
+        short = self._short
+        self._few = self._whole if short is None else _compiler(short.module, compute_dtype, stored)
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
 
     def rungs(self) -> Iterator[Compiled]:
@@ -50,6 +54,11 @@ class Repeated:
             if key not in self._made:
                 self._made[key] = self._repeat(compiled)
             yield self._made[key]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the host may gather rows of some table."""
+        return bool(self._few.tables(self._batch, evaluate=False))
 
     def _repeat(self, compiled: Compiled) -> Compiled:
         if self._layers is None or self._short is None:
@@ -67,8 +76,10 @@ class Repeated:
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 
-def _compiler(module: nn.Module, dtype: torch.dtype) -> Compiler:
-    return Compiler(module, optimizer=None, compute_dtype=dtype, budget_bytes=1)
+def _compiler(module: nn.Module, dtype: torch.dtype, stored: bool) -> Compiler:
+    """``stored``: state may go to NVMe."""
+    tiers = Tiers("fp32", 1, stored=True) if stored else None
+    return Compiler(module, optimizer=None, compute_dtype=dtype, budget_bytes=1, tiers=tiers)
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:
     """The partition of the whole model from that of its first ``few`` layers; None where it differs."""
     where = re.compile(rf"^{re.escape(layers.path)}\.(\d+)(\D|$)")
     segments = _segments(part, where, few)
-    if segments is None:
+    if segments is None or any(p.startswith(f"{layers.path}.") for r in part.rows.values() for p in r.pieces):
         return None
     builder = _Unroller(part, layers.path, segments)
     try:

@@ -173,6 +173,10 @@ class HostState:
         assert self.offload is not None
         return self.offload.weights(group, slot)
 
+    def weight(self, group: int, slot: int) -> Tensor:
+        """One parameter's weight in RAM as it is streamed, a view."""
+        return slot_view(self.arrays[group]["weights"], self.groups[group].slots[slot])
+
     def plain_runs(
         self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:

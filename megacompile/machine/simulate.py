@@ -72,7 +72,7 @@ def duration(op: Op, machine: Machine) -> float:
     """Seconds that an operation takes alone on its stream."""
     if op.kind in ("forward", "recompute", "backward"):
         return call_seconds(op, machine)
-    if op.kind in ("prefetch", "reload"):
+    if op.kind in ("prefetch", "reload") or (op.kind == "load" and op.reads):
         return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
     if op.kind == "accumulate" or (op.kind in ("adam", "norm") and op.stream == "compute"):
         return op.nbytes / machine.memory_bandwidth

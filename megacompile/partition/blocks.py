@@ -13,13 +13,13 @@ import hashlib
 import itertools
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
-from megacompile.capture.captured import Captured
+from megacompile.capture.captured import Captured, Rows
 from megacompile.capture.cut import SHARE, cut
 from megacompile.capture.views import is_view, storage_nbytes, view_base
 
@@ -29,7 +29,7 @@ _RANDOM = {"dropout": (1, 2), "attention": (5, 11)}  # our operators: positions 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that crosses blocks; ``producer`` is -1 for a leaf of the batch."""
+    """A tensor that crosses blocks; ``producer`` is -1 for what the host gives: leaves, gathered rows."""
 
     id: int
     name: str
@@ -94,6 +94,7 @@ class Partition:
     loss: int
     batch_values: dict[int, int]  # value id -> index of the batch's leaf
     constants: dict[str, Tensor]
+    rows: dict[int, Rows] = field(default_factory=dict)  # by value id
 
     def consumers(self, value: int) -> tuple[int, ...]:
         return tuple(b.index for b in self.blocks if any(i.value == value for i in b.inputs))
@@ -141,6 +142,10 @@ class _Builder:
         for name, leaf in self.captured.inputs.items():
             value = self._value(self.captured.placeholder(name), -1, False)
             batch_values[value.id] = leaf
+        rows = {}
+        for name, given in self.captured.rows.items():
+            trained = given.pieces[0] in self.captured.trainable
+            rows[self._value(self.captured.placeholder(name), -1, trained).id] = given
         names = _unique([name or "model" for name, _ in self.cuts])
         blocks = [self._block(i, names[i], nodes) for i, (_, nodes) in enumerate(self.cuts)]
         return Partition(
@@ -150,6 +155,7 @@ class _Builder:
             loss=self.values[self._loss_node()].id,
             batch_values=batch_values,
             constants=self.captured.constants,
+            rows=rows,
         )
 
     def _value(self, node: fx.Node, producer: int, requires_grad: bool) -> Value:

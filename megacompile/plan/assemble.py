@@ -18,7 +18,7 @@ import torch
 
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.options import DifferentiatedTemplate
-from megacompile.partition.blocks import Block, Partition
+from megacompile.partition.blocks import Block, Input, Partition
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
@@ -125,7 +125,15 @@ def assemble(
     blocks = tuple(_block_work(b, templates[b.template], part, owner) for b in part.blocks)
     work = Workload(
         blocks=blocks,
-        values=tuple(ValueWork(v.nbytes, v.requires_grad, v.id in part.batch_values) for v in part.values),
+        values=tuple(
+            ValueWork(
+                v.nbytes,
+                v.requires_grad,
+                v.producer < 0,
+                tuple(owner[p] for p in part.rows[v.id].pieces) if v.id in part.rows else (),
+            )
+            for v in part.values
+        ),
         groups=tuple(
             GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable) for g in groups
         ),
@@ -143,12 +151,13 @@ def _group(
     users: dict[str, list[int]] = defaultdict(list)
     givers: dict[str, list[int]] = defaultdict(list)
     for block in part.blocks:
-        for weight in block.weights:
-            users[weight].append(block.index)
+        for item in block.inputs:
+            for weight in _weights(item, part):
+                users[weight].append(block.index)
         backward = templates[block.template].options["none"].backward
         for kind, i in backward.outputs if backward else ():
-            if kind == "grad" and block.inputs[i].kind == "weight":
-                givers[block.inputs[i].name].append(block.index)
+            for weight in _weights(block.inputs[i], part) if kind == "grad" else ():
+                givers[weight].append(block.index)
     keyed: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     for name, blocks in users.items():
         key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype)
@@ -157,6 +166,13 @@ def _group(
         _layout(i, part, key[0], members, bool(key[1]))  # type: ignore[arg-type]
         for i, (key, members) in enumerate(keyed.items())
     )
+
+
+def _weights(item: Input, part: Partition) -> tuple[str, ...]:
+    """The parameters that a block reads by one of its inputs: itself, or as rows that the host gathers."""
+    if item.kind == "weight":
+        return (item.name,)
+    return part.rows[item.value].pieces if item.value in part.rows else ()
 
 
 def _layout(
@@ -188,8 +204,8 @@ def _block_work(
         backward.outputs if backward else (), backward.result_bytes if backward else (), strict=True
     ):
         assert kind == "grad"
-        if block.inputs[i].kind == "weight":
-            grad_groups[owner[block.inputs[i].name]] += nbytes
+        if weights := _weights(block.inputs[i], part):
+            grad_groups[owner[weights[0]]] += nbytes
         else:
             grad_values.append(block.inputs[i].value)
     tangents = [block.outputs[k] for kind, k in (backward.inputs if backward else ()) if kind == "grad"]

@@ -31,6 +31,7 @@ _KEEPS = {
     "step": "weights stay on the device",
 }
 _PIECE = re.compile(r"\[(\d+:\d+)\]")  # of a weight, as the tile stage names it
+_ROWS = "[ids]"  # ends the name of a block of gathered rows
 _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all": "weights and state on NVMe"}
 
 
@@ -93,13 +94,18 @@ def plan_lines(
 
 
 def cut_text(blocks: Sequence[str]) -> str:
-    """Which weights were cut into how many pieces, from the names of blocks; "" where none was."""
+    """Which weights were cut into how many pieces, and of which tables the host gathers rows, from the names
+    of blocks; "" where nothing was.
+    """
     pieces: dict[str, set[str]] = {}
     for name in blocks:
         if match := _PIECE.search(name):
             pieces.setdefault(name[: match.start()], set()).add(match[1])
     rows = folded((name, f"into {len(found)}") for name, found in pieces.items())
-    return f"cut: {'; '.join(f'{row.title} {row.text}' for row in rows)}" if rows else ""
+    cut = f"cut: {'; '.join(f'{row.title} {row.text}' for row in rows)}" if rows else ""
+    looked_up = dict.fromkeys(name.removesuffix(_ROWS) for name in blocks if name.endswith(_ROWS))
+    tables = ", ".join(row.title for row in folded((name, "") for name in looked_up))
+    return "; ".join(part for part in (cut, tables and f"rows of {tables} gathered on the host") if part)
 
 
 def plan_table(plan: Plan, work: Workload) -> str:

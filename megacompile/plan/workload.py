@@ -51,7 +51,8 @@ class BlockWork:
     """A block's dataflow and choices.
 
     ``tangents`` are the outputs whose gradient the backward reads, ``grad_values`` the inputs whose
-    gradient it writes, ``grad_groups`` pairs of (weight group, bytes of its gradient).
+    gradient it writes, ``grad_groups`` pairs of (weight group, bytes of its gradient); a gradient of
+    gathered rows is counted to the first group of their table.
     """
 
     name: str
@@ -70,11 +71,14 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True)
 class ValueWork:
-    """A tensor between blocks; ``batch`` marks a leaf of the batch."""
+    """A tensor between blocks; ``batch`` marks what a step is given: a leaf of the batch, or rows of the
+    weight groups ``rows`` that the host gathers for it.
+    """
 
     nbytes: int
     requires_grad: bool
     batch: bool = False
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +121,25 @@ class Workload:
     def contributions(self) -> dict[int, tuple[int, ...]]:
         """Per trainable group, the blocks whose backward contributes to its gradient."""
         found: dict[int, list[int]] = {}
-        for index, block in enumerate(self.blocks):
-            for group, _ in block.grad_groups:
+        for index in range(len(self.blocks)):
+            for group in self.given(index):
                 found.setdefault(group, []).append(index)
         return {group: tuple(blocks) for group, blocks in found.items()}
+
+    @cached_property
+    def gathered(self) -> dict[int, tuple[int, ...]]:
+        """Per block that reads gathered rows, the weight groups that they are rows of."""
+        return {
+            index: self.values[v].rows
+            for index, block in enumerate(self.blocks)
+            for v in block.choices[0].forward.reads
+            if self.values[v].rows
+        }
+
+    def given(self, block: int) -> tuple[int, ...]:
+        """The weight groups to whose gradient a block's backward contributes."""
+        groups = tuple(group for group, _ in self.blocks[block].grad_groups)
+        return self.gathered.get(block, groups) if groups else ()
 
     @cached_property
     def parameters(self) -> int:

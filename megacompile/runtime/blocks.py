@@ -159,8 +159,9 @@ class Blocks:
         for _, i in call.function.outputs:
             grad = results.pop()
             item = call.block.inputs[i]
-            if item.kind == "weight":
-                group, slot = self._bound.assembly.places[item.name]
+            rows = self._bound.part.rows.get(item.value)
+            if item.kind == "weight" or rows is not None:
+                group, slot = self._bound.assembly.places[rows.pieces[0] if rows else item.name]
                 key: Token = ("wg", group, call.block.index, micro)
                 self.values.setdefault(key, []).append((slot, grad))
                 continue

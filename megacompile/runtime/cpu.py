@@ -7,7 +7,7 @@ refuses to exceed the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -97,6 +97,9 @@ class CpuDevice(Device):
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             _copy(target, source)
+
+    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> None:
+        use(list(tensors))
 
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool

@@ -186,22 +186,29 @@ class CudaDevice(Device):
         )
         if fresh and alike and len(parts) == len(slots):
             return self.copy(places, grads)
+        indices = [index for index, _ in parts]
+
+        def use(landed: list[Tensor]) -> None:
+            add_gradients(home, slots, list(zip(indices, landed, strict=True)), fresh)
+
+        return self.land(grads, use)
+
+    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> Tail | None:
         landing = self._landing[self._landings % _LANDING]
         self._landings += 1
         landing.take()
         try:
-            landed = landing.like(grads, self)
-            staged = self.copy(landed, grads)
+            landed = landing.like(tensors, self)
+            staged = self.copy(landed, tensors)
         except BaseException:
             landing.free.set()  # no tail will
             raise
-        indices = [index for index, _ in parts]
 
         def tail() -> None:
             try:
                 if staged is not None:
                     staged()
-                add_gradients(home, slots, list(zip(indices, landed, strict=True)), fresh)
+                use(landed)
             finally:
                 landing.free.set()
 

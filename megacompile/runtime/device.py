@@ -175,6 +175,10 @@ class Device(ABC):
         """One Adam step of a group whose state is on the device, on the compute stream."""
 
     @abstractmethod
+    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> Tail | None:
+        """Hand device tensors to ``use`` on the host, inside an operation's ``run``."""
+
+    @abstractmethod
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
     ) -> Tail | None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from megacompile.errors import StorageError
+from megacompile.errors import ProgramError, StorageError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.offload import Offload
+from megacompile.host.rows import add_rows, gather_rows
 from megacompile.host.state import HostState, add_gradients, slot_view
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device, Tail
@@ -76,10 +77,23 @@ class StepRun:
         self._device.note(event, start)
 
     def load(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
-        leaf = self._inputs.leaves[micro][self._bound.part.batch_values[value]]
         self._device.wait(after)
-        self._blocks.values["x", value, micro] = self._device.load(leaf)
+        self._load(value, micro, self._inputs.leaves[micro][self._bound.part.batch_values[value]])
         self._blocks.free(free)
+
+    def gather(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
+        self._device.wait(after)
+        table, places = self._bound.part.rows[value], self._bound.assembly.places
+        pieces = [self._held.state.weight(*places[piece]) for piece in table.pieces]
+        try:
+            rows = gather_rows(pieces, table.stops, table.find(self._inputs.leaves[micro]))
+        except IndexError as error:
+            raise ProgramError(f"The lookup in {table.pieces[0]} failed on this batch: {error}.") from error
+        self._load(value, micro, rows)
+        self._blocks.free(free)
+
+    def _load(self, value: int, micro: int, host: torch.Tensor) -> None:
+        self._blocks.values["x", value, micro] = self._device.load(host)
         self._device.reached(("load", value, micro))
 
     def prefetch(
@@ -149,6 +163,29 @@ class StepRun:
             return self._device.push(home, slots, parts, fresh)
 
         self._device.submit("d2h", ("push_grad", group, block, micro), after, push)
+
+    def push_rows(
+        self, *, group: int, block: int, micro: int, to: Sequence[Token], after: Sequence[Event] = ()
+    ) -> None:
+        """Push the gradient of the rows that a block was given into those of the groups of their table."""
+        part, assembly = self._bound.part, self._bound.assembly
+        ((_, grad),) = self._blocks.values["wg", group, block, micro]
+        (value,) = (i.value for i in part.blocks[block].inputs if i.value in part.rows)
+        table, leaves = part.rows[value], self._inputs.leaves[micro]
+        pieces, fresh = [], []
+        for name, home in zip(table.pieces, to, strict=True):
+            owner, slot = assembly.places[name]
+            flat = self._held.buffers.gradient(self._bound, owner, home)
+            pieces.append(slot_view(flat, assembly.groups[owner].slots[slot]))
+            fresh.append(owner not in self._held.landed)
+            self._held.landed.add(owner)
+        self.pushed = True
+
+        def use(landed: list[torch.Tensor]) -> None:
+            add_rows(pieces, fresh, table.stops, table.find(leaves), landed[0], table.padding)
+
+        device = self._device
+        device.submit("d2h", ("push_grad", group, block, micro), after, lambda: device.land([grad], use))
 
     def accumulate(
         self, *, group: int, block: int, micro: int, to: Token, free: Any, after: Sequence[Event] = ()

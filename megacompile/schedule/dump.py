@@ -53,7 +53,14 @@ def _fusions(scheduled: Scheduled) -> str:
 
 def _tiles(scheduled: Scheduled) -> str:
     tiled = scheduled.compiled.tiled
-    lines = [f"{name}: {len(rows) - 1} pieces of up to {rows[1]} rows" for name, rows in tiled.cuts.items()]
+    lines = [
+        f"{name}: {len(rows) - 1} pieces of up to {rows[1]} rows"
+        for name, rows in tiled.cuts.items()
+        if len(rows) > 2
+    ]
+    lines += [
+        f"{name}: rows gathered on the host, by\n{rows.source}" for name, rows in tiled.captured.rows.items()
+    ]
     lines += [f"{miss.where}: its logits stay whole: {miss.reason}" for miss in tiled.left]
     return "\n".join(lines or ["no weight is cut"]) + "\n"
 

@@ -75,8 +75,9 @@ class Floor:
         last = max(self.work.contributions)
         users = (b for b, block in enumerate(self.work.blocks)
                  if all(last in c.forward.groups for c in block.choices))  # fmt: skip
-        seconds = sum(self._adam(g) for g in self.work.contributions) + self._fetch(last)
-        return next(users, len(self.work.blocks)), seconds
+        seconds = sum(self._adam(g) for g in self.work.contributions)
+        use = next(users, None)  # none, where rows of the group are gathered as the step begins
+        return (0, seconds) if use is None else (use, seconds + self._fetch(last))
 
     def _push(self, nbytes: int) -> float:
         return duration(Op("push_grad", "d2h", nbytes=nbytes), self.machine)

@@ -150,7 +150,7 @@ class _Search:
         self.lowered = 0  # operations so far
         self.evaluations = 0
         self._seen: set[Plan] = set()
-        self._misfits: dict[Plan, int] = {}  # and their peaks
+        self._misfits: dict[Plan, tuple[int, int]] = {}  # their peaks, and host bytes above the budget
 
     def run(self, also: Sequence[Plan]) -> None:
         for plan in also:
@@ -176,11 +176,10 @@ class _Search:
         step = lower_memory(self.work, plan, self.mode)
         self.lowered += len(step.ops) // 2
         peak = peak_bytes(step)
-        fits = peak <= self.budget_bytes and (
-            self.host_budget is None or host_bytes(step, self.work) <= self.host_budget
-        )
+        over = 0 if self.host_budget is None else max(0, host_bytes(step, self.work) - self.host_budget)
+        fits = peak <= self.budget_bytes and not over
         if not fits:
-            self._misfits[plan] = peak
+            self._misfits[plan] = peak, over
         return step, peak, fits
 
     def score(self, plan: Plan) -> bool:
@@ -229,9 +228,8 @@ class _Search:
             plan = arrange(self.work, shape, mixture, arrangement)
             if not self.mode.keeps_gradients:
                 plan = with_late(plan, self.work, mixture.late)
-            if host_room is None and plan in self._misfits:
-                peak, fits = self._misfits[plan], False
-            else:
+            fits = False
+            if plan not in self._misfits:
                 step, peak, fits = self.measure(plan)
             if fits:
                 same, fits_at = fitting is not None and fitting[0] == plan, room
@@ -240,8 +238,9 @@ class _Search:
                     break
             else:
                 fails_at = room
+                peak, over = self._misfits[plan]
                 if host_room is not None:
-                    host_room -= max(0, host_bytes(step, self.work) - (self.host_budget or 0))
+                    host_room -= over
             room += 0.98 * (self.budget_bytes - peak)
             if not fits_at < room < fails_at:
                 room = (fits_at + min(fails_at, self.budget_bytes)) / 2

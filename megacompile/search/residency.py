@@ -54,6 +54,8 @@ def reside(
     """
     if candidates is None:
         candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
+    gathered = {g for groups in work.gathered.values() for g in groups}  # of their masters, on the host
+    candidates = tuple(g for g in candidates if g not in gathered)
     again = {g for block in work.blocks for c in block.choices
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
     frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]

@@ -32,14 +32,19 @@ class _Rung(Protocol):
 R = TypeVar("R", bound=_Rung)
 
 
-def ladder(found: Sequence[Family]) -> Iterator[Cuts]:
-    """Nothing cut, then pieces of a half, a quarter, ... of the largest family."""
+def ladder(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
+    """Nothing cut; rows of ``tables`` gathered, if there are any; then, beside that, pieces of a half, a
+    quarter, ... of the largest family.
+    """
     last: Cuts = {}
     yield last
+    if tables:
+        last = tables
+        yield last
     piece = found[0].nbytes if found else 0
     while piece > LEAST_PIECE:
         piece //= 2
-        cuts = choose_cuts(found, piece)
+        cuts = {**(tables or {}), **choose_cuts(found, piece)}
         if cuts != last:
             yield cuts
         last = cuts
@@ -61,18 +66,22 @@ def tried(rungs: Iterable[R], mode: Mode) -> Iterator[tuple[R, int]]:
 
 
 def choose(
-    rungs: Iterable[R], mode: Mode, budget_bytes: int, plan: Callable[[R], Planned]
+    rungs: Iterable[R], mode: Mode, budget_bytes: int, plan: Callable[[R], Planned], *, gathers: bool = False
 ) -> tuple[R, Planned]:
     """The faster of the first rung that fits and the one after it; rungs come coarsest first.
 
-    Where the first needs no more than half of the budget, it is taken as it is. Raises what ``plan``
-    does for the rung of the least budget where none fits.
+    Where the first needs no more than half of the budget, it is taken as it is. ``gathers`` says that the
+    second rung gathers rows of tables: it moves fewer bytes, so it is the first, unless all state has room
+    on the device, where tables are best. Raises what ``plan`` does for the rung of the least budget where
+    none fits.
     """
     best: tuple[R, Planned] | None = None
     tightest: tuple[int, R] | None = None
-    for rung, need in tried(rungs, mode):
+    for number, (rung, need) in enumerate(tried(rungs, mode)):
         if tightest is None or need < tightest[0]:
             tightest = need, rung
+        if gathers and not number:
+            need += sum(g.nbytes + g.state_bytes for g in rung.assembly.work.groups)
         if need > budget_bytes:
             continue
         planned = plan(rung)

@@ -186,7 +186,9 @@ def statement(
     ``window`` (number of the read whose buffer is used, buffers).
     """
     arguments: list[str] = []
+    call: str = op.kind
     if op.kind == "load":
+        call = "gather" if op.reads else "load"
         arguments += [f"value={op.writes[0][1]}", f"micro={op.micro}"]
     elif op.kind == "prefetch":
         arguments += [f"group={op.group}", f"offset=OFFSETS[{prefetch}]"]
@@ -200,8 +202,9 @@ def statement(
         tokens = op.reads if op.kind == "offload" else op.writes
         arguments += [f"block={op.block}", f"micro={op.micro}", f"stash={_tokens(tokens)}"]
     elif op.kind == "push_grad":
-        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
-                      f"to={_home(op.writes[0], ring)}"]  # fmt: skip
+        call = "push_rows" if op.choice == "rows" else call
+        home = _tokens(op.writes) if op.choice == "rows" else _home(op.writes[0], ring)
+        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}", f"to={home}"]
     elif op.kind == "accumulate":
         arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
                       f"to={_token(op.writes[0])}"]  # fmt: skip
@@ -220,7 +223,7 @@ def statement(
         arguments.append(f"free={_tokens(op.frees)}")
     elif op.frees:
         return f"rt.free({', '.join([_tokens(op.frees), *arguments])})"
-    return f"rt.{op.kind}({', '.join(arguments)})"
+    return f"rt.{call}({', '.join(arguments)})"
 
 
 def _home(token: Token, ring: tuple[int, int] | None) -> str:

@@ -20,7 +20,7 @@ Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
 
 Kind = Literal[
-    "load",  # a leaf of the batch to the device
+    "load",  # a leaf of the batch to the device, or rows of masters that the host gathers for it
     "prefetch",  # a weight group: host master -> slot
     "evict",  # end of a weight group's stay, or of a token that another stream read
     "forward",
@@ -58,8 +58,8 @@ class Op(NamedTuple):
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.plan.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
-    ``seconds`` is measured, 0 where it was not. ``choice`` is what a block keeps, or whether a read is of
-    "weights" or "state".
+    ``seconds`` is measured, 0 where it was not. ``choice`` is what a block keeps, whether a read is of
+    "weights" or "state", or that a push is of gathered "rows".
     """
 
     kind: Kind
@@ -140,9 +140,8 @@ def kept_gradients(step: Step) -> dict[int, bool]:
     """
     pushes = [op for op in step.ops if op.kind == "push_grad"]
     updated = {op.group for op in step.ops if op.kind == "adam"}
-    count = Counter(op.group for op in pushes)
-    kept = {t[1] for op in pushes for t in op.writes if t[0] == "hgrad"}
-    return {group: count[group] == 1 and group in updated for group in sorted(kept)}
+    count = Counter(t[1] for op in pushes for t in op.writes if t[0] == "hgrad")
+    return {group: count[group] == 1 and group in updated for group in sorted(count)}
 
 
 def memory_curve(step: Step) -> list[tuple[int, int]]:

@@ -198,22 +198,25 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
     idle = sorted(set(expected) - adams)
     if adams and idle:
         raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
-    held: dict[Token, list[Op]] = defaultdict(list)  # pushes into a host buffer that adam awaits
+    # (push into a host buffer that adam awaits, group whose gradient it holds there)
+    held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
     updated: set[int] = set()
     for index, access in enumerate(accesses):
         op = access.op
         if index % len(step.ops) == 0:
             updated = set()
         if op.kind in ("push_grad", "accumulate"):
-            landed = held[op.writes[0]]
-            if landed and (op.writes[0][0] in ("ring", "dring") or landed[0].group != op.group):
-                raise ScheduleError(f"{name(op)} overwrites what {name(landed[0])} left for adam.")
-            landed.append(op)
+            for token in op.writes:
+                group = token[1] if token[0] in ("hgrad", "dgrad") else op.group
+                landed = held[token]
+                if landed and (token[0] in ("ring", "dring") or landed[0][1] != group):
+                    raise ScheduleError(f"{name(op)} overwrites what {name(landed[0][0])} left for adam.")
+                landed.append((op, group))
         elif op.kind in ("norm", "adam"):
-            landed = [p for p in held[op.reads[0]] if p.group == op.group]
-            if len(landed) != expected.get(op.group, 0):
+            count = sum(group == op.group for _, group in held[op.reads[0]])
+            if count != expected.get(op.group, 0):
                 raise ScheduleError(
-                    f"{name(op)} comes after {len(landed)} of {expected.get(op.group, 0)} "
+                    f"{name(op)} comes after {count} of {expected.get(op.group, 0)} "
                     "contributions to its gradient."
                 )
             if op.kind == "adam":
@@ -221,8 +224,12 @@ def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
                 updated.add(op.group)
         elif any(t[0] == "resident" and t[1] in updated for t in op.reads):
             raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
-        elif op.kind == "prefetch" and op.group in updated:
-            raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
+        elif op.kind in ("prefetch", "load"):
+            masters = {t[1] for t in op.reads if t[0] == "master"}
+            if masters & updated:
+                raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
+            if masters & set(step.resident):
+                raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
 
 
 def _check_window(step: Step) -> None:

@@ -18,6 +18,7 @@ from megacompile.fuse.match import aten, is_call, operands, value
 from megacompile.tile.experts import Bank, banks
 from megacompile.tile.head import FUSED
 from megacompile.tile.rewrite import Cuts
+from megacompile.tile.rows import gathers
 
 LEAST_PIECE = 1 << 20
 """Bytes below which a piece's own transfer and launches would cost more than they save."""
@@ -34,9 +35,11 @@ class Family:
     nbytes: int
 
 
-def families(captured: Captured) -> tuple[Family, ...]:
-    """What can be cut, largest first."""
+def families(captured: Captured, *, gather: bool = False) -> tuple[Family, ...]:
+    """What can be cut, largest first; with ``gather``, without tables of which only rows would travel."""
     nodes = {n: captured.parameters[n.name] for n in captured.graph.nodes if n.name in captured.parameters}
+    if gather:
+        nodes = {n: p for n, p in nodes.items() if not all(gathers(u, captured) for u in n.users)}
     found = banks(captured.graph)
     joined = _joined(nodes, found)
     whole = {root for node, root in joined.items() if not _can_be_cut(node, found)}
@@ -52,6 +55,16 @@ def families(captured: Captured) -> tuple[Family, ...]:
         if len({n.meta["val"].shape[0] for n in group}) == 1
     ]
     return tuple(sorted(made, key=lambda f: -f.nbytes))
+
+
+def tables(captured: Captured) -> Cuts:
+    """Tables of which the host can gather the rows that a batch looks up, as whole ones."""
+    found = {operands(n)[0] for n in captured.graph.nodes if gathers(n, captured)}
+    return {
+        captured.parameters[n.name]: (0, value(n).shape[0])
+        for n in sorted(found)
+        if value(n).nbytes >= LEAST_PIECE and value(n).is_contiguous()
+    }
 
 
 def _joined(nodes: dict[fx.Node, str], found: list[Bank]) -> dict[fx.Node, fx.Node]:

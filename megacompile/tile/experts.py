@@ -168,7 +168,7 @@ def tile_bank(graph: TileGraph, bank: Bank) -> None:
     total: fx.Node | None = None
     for i, piece in enumerate(pieces[0]):
         own = {w: p[i].node for w, p in zip(bank.weights, pieces, strict=True)}
-        with emit.tile(piece):
+        with emit.tile(piece.label):
             result = _tile(emit, bank, own, ranges[i], piece.rows / experts)
             total = result if total is None else emit.call(aten.add.Tensor, total, result)
     assert total is not None

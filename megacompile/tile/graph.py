@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from megacompile.capture.captured import Captured, module_path
+from megacompile.capture.captured import Captured, Rows, module_path
 from megacompile.capture.cut import TILE
 from megacompile.fuse.match import Emitter, aten, value
 from megacompile.fuse.placement import copy_graph
@@ -42,6 +42,7 @@ class TileGraph:
         self.graph = copy_graph(captured.graph)
         self.pieces: dict[fx.Node, tuple[Piece, ...]] = {}
         self._names: dict[str, str] = {}
+        self._rows: dict[str, Rows] = {}
         self._sites = 0
         for node in list(self.graph.nodes):
             name = captured.parameters.get(node.name) if node.op == "placeholder" else None
@@ -61,6 +62,23 @@ class TileGraph:
             pieces.append(Piece(start, stop, piece))
         return tuple(pieces)
 
+    def cuts(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter of several pieces."""
+        return len(self.pieces.get(node, ())) > 1
+
+    def name_of(self, piece: Piece) -> str:
+        """The name of a piece as a parameter."""
+        return self._names[piece.node.name]
+
+    def add_rows(self, table: fx.Node, like: Tensor, rows: Rows) -> fx.Node:
+        """A new input of the graph: rows of a table in the shape of ``like``."""
+        with self.graph.inserting_before(table):
+            node = self.graph.placeholder(f"{table.name}_rows")
+        with self.captured.fake_mode:
+            node.meta["val"] = torch.empty(like.shape, dtype=like.dtype)
+        self._rows[node.name] = rows
+        return node
+
     def site(self, node: fx.Node) -> TileEmitter:
         """An emitter of the tiles that take the place of what ``node`` computes, right before it."""
         self._sites += 1
@@ -71,10 +89,7 @@ class TileGraph:
         self.graph.eliminate_dead_code()
         for whole, pieces in self.pieces.items():
             for user in list(whole.users):
-                with self.graph.inserting_before(user):
-                    emit = Emitter(self.graph, user, self.fake)
-                    joined = emit.call(aten.cat.default, [p.node for p in pieces], 0)
-                user.replace_input_with(whole, joined)
+                user.replace_input_with(whole, self._joined(pieces, user))
         self.graph.eliminate_dead_code()
         for node in list(self.graph.nodes):
             if (
@@ -91,7 +106,15 @@ class TileGraph:
             graph=self.graph,
             parameters={n: p for n, p in parameters.items() if n in left},
             trainable=self.captured.trainable | self._trainable_pieces(),
+            rows=self._rows,
         )
+
+    def _joined(self, pieces: tuple[Piece, ...], user: fx.Node) -> fx.Node:
+        if len(pieces) == 1:
+            return pieces[0].node
+        with self.graph.inserting_before(user):
+            emit = Emitter(self.graph, user, self.fake)
+            return emit.call(aten.cat.default, [p.node for p in pieces], 0)
 
     def _trainable_pieces(self) -> set[str]:
         tables = self.captured.parameters, self.captured.trainable
@@ -117,8 +140,8 @@ class TileEmitter(Emitter):
         self._tile: tuple[int, str] | None = None
 
     @contextlib.contextmanager
-    def tile(self, piece: Piece) -> Iterator[None]:
-        self._tile = self._site, f"{module_path(self.like) or 'model'}{piece.label}"
+    def tile(self, label: str) -> Iterator[None]:
+        self._tile = self._site, f"{module_path(self.like) or 'model'}{label}"
         try:
             yield
         finally:

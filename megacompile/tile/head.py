@@ -32,7 +32,7 @@ def tile_head(graph: TileGraph, node: fx.Node) -> None:
     columns = _COLUMNS * value(labels).shape[0] * value(hidden).element_size()
     parts, local = [], labels
     for i, piece in enumerate(pieces):
-        with emit.tile(piece):
+        with emit.tile(piece.label):
             chunk = min(_WORKSPACE, max(columns, value(piece.node).nbytes // 4))
             own = biases[i].node if biases else bias
             if own is bias and bias is not None:

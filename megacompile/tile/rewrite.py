@@ -3,9 +3,10 @@
 In: :class:`~megacompile.capture.captured.Captured` and the rows at which parameters are cut. Out: the same
 with a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``,
 and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
-piece by piece, a linear layer computes some of its outputs, a head adds to the loss what one range of the
-vocabulary does (``tile_head``), a bank computes some of its experts (``tile_experts``). Anything else that
-reads a cut parameter is given the pieces put together, which is right for every operator and saves nothing.
+piece by piece, or leaves that to the host (``rows``), a linear layer computes some of its outputs, a head
+adds to the loss what one range of the vocabulary does (``head``), a bank computes some of its experts
+(``experts``). Anything else that reads a cut parameter is given the pieces put together, which is right for
+every operator and saves nothing.
 Invariant: no tile reads more than one piece of a parameter.
 """
 
@@ -23,9 +24,11 @@ from megacompile.fuse.report import NearMiss
 from megacompile.tile.experts import banks, tile_bank
 from megacompile.tile.graph import TileGraph
 from megacompile.tile.head import FUSED, tile_head
+from megacompile.tile.rows import gather_rows, gathers
 
 Cuts = Mapping[str, tuple[int, ...]]
-"""By parameter's name, the rows at which it is cut: 0, ..., its number of rows."""
+"""By parameter's name, the rows at which it is cut: 0, ..., its number of rows. What is cut at these two
+alone stays whole, as a parameter whose rows the host may gather."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,28 @@ class Tiled:
     left: tuple[NearMiss, ...] = ()
 
 
-def tile(captured: Captured, cuts: Cuts) -> Tiled:
-    """Replace the cut parameters by their pieces; ``captured`` itself is left as it is."""
-    cut = {p for p, name in captured.parameters.items() if name in cuts}
-    if not cut:
+def tile(captured: Captured, cuts: Cuts, *, gather: bool = False) -> Tiled:
+    """Replace the cut parameters by their pieces; ``captured`` itself is left as it is.
+
+    ``gather`` allows the host to gather rows of cut tables.
+    """
+    if not set(cuts) & set(captured.parameters.values()):
         return Tiled(captured, {})
+    cut = {p for p, name in captured.parameters.items() if len(cuts.get(name, ())) > 2}
     headed, left = _with_fused_heads(captured, cut)
     graph = TileGraph(headed, cuts)
+    for node in list(graph.graph.nodes):
+        if gather and gathers(node, headed) and operands(node)[0] in graph.pieces:
+            gather_rows(graph, node)
     for bank in banks(graph.graph):
-        if all(w in graph.pieces for w in bank.weights):
+        if all(graph.cuts(w) for w in bank.weights):
             tile_bank(graph, bank)
     for node in list(graph.graph.nodes):
-        if is_call(node, FUSED) and operands(node)[1] in graph.pieces:
+        if is_call(node, FUSED) and graph.cuts(operands(node)[1]):
             tile_head(graph, node)
-        elif is_call(node, aten.embedding.default) and operands(node)[0] in graph.pieces:
+        elif is_call(node, aten.embedding.default) and graph.cuts(operands(node)[0]):
             _tile_embedding(graph, node)
-        elif is_call(node, aten.linear.default) and operands(node)[1] in graph.pieces:
+        elif is_call(node, aten.linear.default) and graph.cuts(operands(node)[1]):
             _tile_linear(graph, node)
     return Tiled(graph.finish(), cuts, left)
 
@@ -78,7 +87,7 @@ def _tile_embedding(graph: TileGraph, node: fx.Node) -> None:
     pieces = graph.pieces[table]
     found: fx.Node | None = None
     for i, piece in enumerate(pieces):
-        with emit.tile(piece):
+        with emit.tile(piece.label):
             last = i + 1 == len(pieces)
             outside = emit.call(aten.lt.Scalar, ids, 0) if i else emit.call(aten.ge.Scalar, ids, piece.rows)
             if i and not last:
@@ -105,7 +114,7 @@ def _tile_linear(graph: TileGraph, node: fx.Node) -> None:
     emit = graph.site(node)
     outputs = []
     for i, piece in enumerate(graph.pieces[weight]):
-        with emit.tile(piece):
+        with emit.tile(piece.label):
             own = biases[i].node if biases else bias
             if own is bias and bias is not None:
                 own = emit.call(aten.slice.Tensor, bias, 0, piece.start, piece.stop)

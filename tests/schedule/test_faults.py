@@ -364,3 +364,82 @@ def test_budget_counts_a_gradient_that_leaves_later() -> None:
 def test_nothing_is_said_about_an_operation_that_is_alone() -> None:
     only = Step((Op("adam", "host", group=0, reads=(("hgrad", 0),)),), {}, 1)
     assert verify(only, WORK).ordered_pairs == 0
+
+
+# ---- rows that the host gathers -------------------------------------------------------------------
+
+
+def looked_up() -> Workload:
+    """A chain whose first block is given rows of two pieces of a table, which its last block reads too."""
+    chained = chain(4)
+    values = (ValueWork(64, True, True, rows=(0, 3)), *chained.values[1:])
+    first, *rest = chained.blocks
+    back = Call((), (), 64 - 100 + 50, 64 - 100, 0, 10)
+    copies = Choice("all", Call((0,), (), 150, 100, 0, 10), None, back, 0)
+    first = replace(
+        first, tangents=(1,), grad_groups=((0, 64),), choices=(copies, replace(copies, name="none"))
+    )
+
+    def reads_both(call: Call) -> Call:
+        return replace(call, groups=(0, 3))
+
+    last = rest[-1]
+    choices = tuple(
+        replace(
+            c, forward=reads_both(c.forward), recompute=c.recompute and reads_both(c.recompute),
+            backward=c.backward and reads_both(c.backward),
+        )
+        for c in last.choices
+    )  # fmt: skip
+    given = ((0, 500), (3, 500))
+    blocks = (first, *rest[:-1], replace(last, grad_groups=given, choices=choices))
+    return replace(chained, blocks=blocks, values=values)
+
+
+ROWS_WORK = looked_up()
+ROWS = {
+    deferred: lower(ROWS_WORK, uniform(ROWS_WORK), Mode("train", 1, deferred)) for deferred in (False, True)
+}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("order", ["depth", "breadth"])
+def test_rows_are_gathered_per_micro_batch_and_their_gradient_lands_in_each_piece(
+    deferred: bool, micro: int, order: str
+) -> None:
+    assert ROWS_WORK.contributions == {0: (0, 3), 3: (0, 3), 1: (1,), 2: (2,)}
+    step = lower(ROWS_WORK, uniform(ROWS_WORK, order=order), Mode("train", micro, deferred))
+    verify(step, ROWS_WORK)
+    loads = [op for op in step.ops if op.kind == "load"]
+    assert [op.reads for op in loads] == [(("master", 0), ("master", 3))] * micro
+    pushes = [op for op in step.ops if op.choice == "rows"]
+    assert [op.writes for op in pushes] == [(("hgrad", 0), ("hgrad", 3))] * micro
+    assert sum(op.kind == "adam" for op in step.ops) == 4
+
+
+def test_rows_gathered_while_their_table_is_updated() -> None:
+    index = find(ROWS[False], "load")
+    waits = ROWS[False].ops[index].waits
+    assert waits
+    refuse(with_op(ROWS[False], index, ROWS[False].ops[index].with_(waits=())), ROWS_WORK, "load (compute)")
+
+
+def test_rows_gathered_after_the_update_of_their_table() -> None:
+    step, (index, update) = ROWS[False], (find(ROWS[False], "load"), find(ROWS[False], "adam", group=0))
+    op = step.ops[index]
+    late = op.with_(writes=(("x", 9, 0),), frees=(("x", 9, 0),))
+    bad = step.with_(ops=(*step.ops[: update + 1], late, *step.ops[update + 1 :]))
+    refuse(waiting_again(bad), ROWS_WORK, "load (compute)", "updated already")
+
+
+def test_a_gradient_of_rows_that_misses_a_piece() -> None:
+    index = find(ROWS[True], "push_grad", choice="rows")
+    op = ROWS[True].ops[index]
+    bad = with_op(ROWS[True], index, op.with_(writes=op.writes[:1]))
+    refuse(bad, ROWS_WORK, "norm of group 3", "1 of 2 contributions")
+
+
+def test_rows_of_a_table_whose_state_is_on_the_device() -> None:
+    bad = ROWS[True].with_(resident=(3,))
+    refuse(bad, ROWS_WORK, "load (compute)", "state is on the device")
