@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -248,7 +249,8 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
 def test_on_the_cuda_device_rows_travel_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # Adam of another kind
     fake = FakeCuda()
-    backend = Backend(None, None, lambda budget: budget, lambda budget: CudaDevice(fake, budget))
+    opened = functools.partial(CudaDevice, fake)
+    backend = Backend(fake.device, None, None, lambda budget: budget, opened)
     torch.manual_seed(0)
     model = Reader("twice")
     expected = trained(copy.deepcopy(model), "1MB", HABITS[0], steps(2))
