@@ -129,9 +129,15 @@ class Program:
         return self._session.values.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set the masters; names and shapes must be those of :meth:`state_dict`."""
+        """Set the masters; names and shapes must be those of :meth:`state_dict`.
+
+        Moments and step counts stay as they are, except after a step that stopped in the middle: those of
+        some groups are of that step, so all start from zero.
+        """
         self.wait()
         self._session.values.load(state)
+        if self._session.runtime is not None and self._session.torn and not self._closed:
+            self._session.runtime.state.reset_moments()
         self._session.forget_faults(self._session.torn if self._closed else "")
 
     def save(self, folder: str | os.PathLike[str]) -> None:

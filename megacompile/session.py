@@ -281,7 +281,8 @@ class Session:
             if self.runtime is not None and self.runtime.torn:
                 self.torn = (
                     f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
-                    "updated and before others: load a saved state with load_state_dict."
+                    "updated and before others: load a checkpoint with program.load, or weights with "
+                    "program.load_state_dict, which then sets Adam's moments to zero."
                 )
             raise
 

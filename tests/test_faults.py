@@ -228,3 +228,37 @@ except megacompile.BudgetError as error:
     assert done.stdout.startswith("BudgetError"), done.stdout
     assert "host" in done.stdout
     assert done.stdout.endswith("True\n")
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_weights_loaded_after_a_torn_step_start_without_its_moments(
+    monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    """The run that goes on is, bit for bit, one that starts from these weights."""
+    start, batch = build("plain").state_dict(), batch_for("plain")
+    program, fresh = (compiled(build("plain"), optimizer_state=form) for _ in range(2))
+    program.train_step(batch)
+    program.wait()
+    state = program._session.runtime.state  # type: ignore[union-attr]
+    update, done = type(state).update, []
+
+    def once(*args: Any, **options: Any) -> Any:
+        if done:
+            raise OSError("planted fault")
+        done.append(True)
+        return update(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="planted"):
+        patch.setattr(type(state), "update", once)
+        program.train_step(batch)
+        program.wait()
+    with pytest.raises(megacompile.ProgramError, match="moments to zero"):
+        program.train_step(batch)
+    program.load_state_dict(start)
+    for _ in range(2):
+        program.train_step(batch)
+        fresh.train_step(batch)
+    expected = fresh.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in program.state_dict().items())
+    program.close()
+    fresh.close()

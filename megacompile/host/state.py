@@ -149,6 +149,14 @@ class HostState:
             return self.arrays[group]
         return self.arrays[group] | self.offload.open(group, change=change)
 
+    def reset_moments(self) -> None:
+        """Adam's moments and step counts as at the start."""
+        for group in range(len(self.groups)):
+            arrays = self.open(group, change=True)
+            for name in {*moment_names(False), *moment_names(True)} & set(arrays):
+                arrays[name].zero_()
+        self.steps[:] = [0] * len(self.groups)
+
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
 
