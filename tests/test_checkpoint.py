@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -358,7 +359,8 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> No
 def test_every_step_of_replacing_a_folder_can_be_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Die before each rename in turn: what was there before is there again, or the new is."""
+    """Where two renames are needed, die before each in turn: what was there before is there again."""
+    monkeypatch.setattr("megacompile.storage.durable._exchange", lambda one, other: False)
 
     class Killed(BaseException):
         pass
@@ -419,6 +421,40 @@ def test_a_second_writer_of_one_folder_is_refused(tmp_path: Path) -> None:
         with refused, replacing(tmp_path / "a"):
             pass
     assert (tmp_path / "a" / "f").read_text() == "first"
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_readers_do_not_disturb_a_writer(
+    swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that looks all the time for what a killed writer left; where names swap it misses none."""
+    folder, done, missed = tmp_path / "a", threading.Event(), []
+    rename = Path.rename
+
+    def slow(self: Path, target: Path) -> Path:
+        time.sleep(0.002)  # the reader's turn
+        return rename(self, target)
+
+    def read() -> None:
+        while not done.is_set():
+            recover(folder)
+            if not folder.exists():
+                missed.append(1)
+
+    monkeypatch.setattr(Path, "rename", slow)
+    if not swaps:
+        monkeypatch.setattr("megacompile.storage.durable._exchange", lambda one, other: False)
+    reader = threading.Thread(target=read)
+    for index in range(12):
+        with replacing(folder) as fresh:
+            (fresh / "f").write_text(str(index))
+        if index == 0:
+            reader.start()
+        assert (folder / "f").read_text() == str(index)
+    done.set()
+    reader.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert not (swaps and missed)
 
 
 # ---- Memory ----

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -13,13 +15,16 @@ from torch import Tensor
 
 from megacompile.errors import ProgramError
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder beside ``folder`` that takes its place when the block ends without an error.
 
-    Everything in it is on disk before it is renamed. What ``folder`` was before stays until then, as
-    ``.NAME.previous`` for the moment between two renames, from where :func:`recover` brings it back.
+    Everything in it is on disk before it is renamed. Where the system can, the two swap their names in one
+    step; elsewhere what ``folder`` was before is ``.NAME.previous`` for the moment between two renames, from
+    where :func:`recover` brings it back.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover(folder)
@@ -30,11 +35,14 @@ def replacing(folder: Path) -> Iterator[Path]:
             for file in fresh.iterdir():
                 _sync(file)
             _sync(fresh)
-            if folder.exists():
-                _remove(previous)
-                folder.rename(previous)
-            fresh.rename(folder)
-            _sync(folder.parent)
+            with _renaming_in(folder.parent):
+                if not (folder.exists() and _exchange(fresh, folder)):
+                    if folder.exists():
+                        _remove(previous)
+                        folder.rename(previous)
+                    fresh.rename(folder)
+                _sync(folder.parent)
+            _remove(fresh)  # the folder that was swapped out
             _remove(previous)
         except BaseException:
             _remove(fresh)
@@ -45,8 +53,11 @@ def replacing(folder: Path) -> Iterator[Path]:
 def recover(folder: Path) -> None:
     """Put back what a writer that was killed had moved aside and not yet replaced."""
     previous = _beside(folder, "previous")
-    if previous.exists() and not folder.exists():
-        previous.rename(folder)
+    if not previous.exists():
+        return
+    with _renaming_in(folder.parent):  # a writer that is alive may stand between its renames
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
 
 
 def save_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -79,6 +90,30 @@ def _locked(fresh: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def _renaming_in(parent: Path) -> Iterator[None]:
+    """One at a time, over all processes, renames folders in here."""
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap their names in one step; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
 
 
 def _sync(path: Path) -> None:
