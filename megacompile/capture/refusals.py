@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
 from megacompile.capture.captured import module_path
+from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
 _AS_TORCH_WOULD = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
@@ -20,7 +21,7 @@ _AS_TORCH_WOULD = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 
 @contextlib.contextmanager
 def no_own_gradients() -> Iterator[None]:
-    """Refuse gradients that a forward defines itself: a captured graph knows torch's rules alone."""
+    """Refuse gradients that a forward in this thread defines itself: a graph knows torch's rules alone."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +46,10 @@ def no_own_gradients() -> Iterator[None]:
         )
 
     with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
-        mock.patch.object(Tensor, "register_hook", refuse_hook),
+        mock.patch.object(
+            torch.autograd.Function, "apply", classmethod(in_this_thread(refuse_function, apply))
+        ),
+        mock.patch.object(Tensor, "register_hook", in_this_thread(refuse_hook, Tensor.register_hook)),
     ):
         yield
 

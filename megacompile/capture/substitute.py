@@ -8,7 +8,6 @@ registered attention function; any other module is covered by torch's functional
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 import threading
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.capture import operators as ops
 from megacompile.capture import recurrent
+from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
 _EAGER = "eager"
@@ -84,22 +84,12 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
                     (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
                     (torch._VF, "rnn_relu", recurrent.rnn(torch.relu)),
                 ):
-                    ours = _in_this_thread(replacement, getattr(owner, name))
+                    ours = in_this_thread(replacement, getattr(owner, name))
                     stack.enter_context(mock.patch.object(owner, name, ours))
                 stack.enter_context(_attention_implementation(model, positions_given))
                 yield
         finally:
             _current.pop()
-
-
-def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    thread = threading.get_ident()
-
-    @functools.wraps(theirs, assigned=("__name__", "__doc__"))
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if threading.get_ident() == thread else theirs)(*args, **kwargs)
-
-    return call
 
 
 @contextlib.contextmanager

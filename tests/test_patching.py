@@ -1,0 +1,56 @@
+"""Functions that are replaced for a capture or a load stay torch's own for other threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile.capture.refusals import no_own_gradients
+from megacompile.errors import CaptureError
+from megacompile.pretrained import parameters_on_meta
+
+T = TypeVar("T")
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+def elsewhere(call: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result()
+
+
+def gradient() -> Tensor:
+    x = torch.ones(2, requires_grad=True)
+    y = Double.apply(x)
+    y.register_hook(lambda grad: 3 * grad)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_gradients_of_ones_own_are_refused_to_the_thread_that_captures() -> None:
+    with no_own_gradients():
+        with pytest.raises(CaptureError, match="Double"):
+            gradient()
+        assert elsewhere(gradient).tolist() == [6, 6]
+    assert gradient().tolist() == [6, 6]
+
+
+def test_modules_that_another_thread_builds_have_values() -> None:
+    with parameters_on_meta():
+        assert nn.Linear(2, 2).weight.is_meta
+        assert not elsewhere(lambda: nn.Linear(2, 2)).weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
