@@ -141,7 +141,7 @@ class CudaDevice(Device):
     # ---- copies ----------------------------------------------------------------------------------
 
     def load(self, leaf: Tensor) -> Tensor:
-        return self.send(leaf) if leaf.device.type == "cpu" else leaf.clone()
+        return self.send(leaf)
 
     def hold(self, tensor: Tensor) -> None:
         pass  # torch's allocator counts all

@@ -148,7 +148,7 @@ class Device(ABC):
     # ---- copies
     @abstractmethod
     def load(self, leaf: Tensor) -> Tensor:
-        """A leaf of the batch on the device, contiguous, issued on the compute stream."""
+        """A leaf of the batch (on the host) on the device, contiguous, issued on the compute stream."""
 
     @abstractmethod
     def hold(self, tensor: Tensor) -> None:

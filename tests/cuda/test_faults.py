@@ -113,7 +113,7 @@ def test_page_locked_memory_is_unlocked_before_it_goes(
     taken = []
     for rows in (256, 512, 256, 512, 1024, 1024, 512):
         trained.train_step(torch.ones(rows, 64))
-        trained.train_step([torch.ones(rows, 64)] * 2)  # sums on the host
+        trained.train_step([(torch.ones(rows, 64),)] * 2)  # sums on the host
         trained.wait()
         taken.append(len(locked))
     assert not gone
