@@ -101,9 +101,10 @@ def test_accumulated_gradients_and_loaded_state(tmp_path: Path) -> None:
     results = []
     for folder in (None, tmp_path):
         program = compiled("100MB" if folder is None else "7MB", folder)
-        program.prepare(batch())
+        micro = [(batch(0),), (batch(1),)]
+        program.prepare(micro)  # leaves room for the gradients of all later calls
         program.load_state_dict({n: 0.5 * v for n, v in program.state_dict().items()})
-        program.train_step([(batch(0),), (batch(1),)])
+        program.train_step(micro)
         program.forward_backward(batch(2))
         program.optimizer_step()
         results.append(program.state_dict())

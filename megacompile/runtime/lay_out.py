@@ -53,7 +53,8 @@ def check_beside(
         raise BudgetError(
             f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "
             f"{format_bytes(held)} of masters and moments its program keeps {format_bytes(transient)} of "
-            "gradients and stashes on the host. Raise host_budget or hbm_budget, or give smaller batches."
+            "gradients and stashes on the host. Compile with the batch, or list of them, that needs the most "
+            "as example_batch, so that room is left for it; or raise host_budget, or give smaller batches."
         )
 
 
