@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.padding import bucketed, hides_padding, pad_batch
+from megacompile.capture.snapshot import Frozen
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -68,6 +69,7 @@ class Session:
         weights: Weights | None = None,
     ) -> None:
         self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
+        self._frozen = Frozen(model, optimizer)
         self.values = ModelValues(model, optimizer, weights)
         self.runtime: Runtime | None = None
         self.current: Scheduled | None = None
@@ -101,6 +103,8 @@ class Session:
                 "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
                 "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
             )
+        if not evaluate:
+            self._frozen.check()
         return [self._read(item, evaluate) for item in items]
 
     def _read(self, item: Any, evaluate: bool) -> Batch:
@@ -126,7 +130,10 @@ class Session:
         known = self.compiler.knows(batch)
         if not first and not known and mode.kind != "evaluate":
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
-            warnings.warn(f"Compiling another program, for a batch of {shapes}.", stacklevel=4)
+            last = self._last_batch
+            changed = last is not None and last.settings != batch.settings
+            why = ", as modes or attributes of the model's modules changed" if changed else ""
+            warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=4)
         if first:
             self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
         scheduled = self.compiler.schedule(batch, mode)

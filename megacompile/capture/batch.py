@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.snapshot import settings_of
 from megacompile.errors import MegacompileError
 
 
@@ -18,7 +19,7 @@ from megacompile.errors import MegacompileError
 class Batch:
     """One micro-batch: the call's arguments, all their leaves, and the key of its program.
 
-    Two batches have equal keys only if one program is right for both.
+    Two batches have equal keys only if one program is right for both; what the model is set to is in it.
     """
 
     args: tuple[Any, ...]
@@ -34,6 +35,12 @@ class Batch:
             return int(mask.sum())
         first = self.kwargs.get("input_ids", self.tensors[0])
         return int(first.numel()) if first.dim() <= 2 else int(first.shape[0])
+
+    @property
+    def settings(self) -> bytes:
+        """What the model was set to; see :func:`settings_of`."""
+        settings: bytes = self.key[2]
+        return settings
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,8 +77,8 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mas
     if not any(isinstance(leaf, Tensor) for leaf in flat):
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
     shapes = tuple(_described(leaf) for leaf in flat)
-    modes = (False,) if evaluate else tuple(m.training for m in model.modules())
-    return Batch(args, kwargs, flat, (str(spec), shapes, modes, evaluate))
+    settings = settings_of(model, evaluate=evaluate)
+    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate))
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
