@@ -12,14 +12,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.bench.calibrate import calibrated
 from megacompile.capture.batch import Batch, micro_weights
-from megacompile.errors import ProgramError
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.fuse.report import Fusions
 from megacompile.host.arena import resident_peak_bytes
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
@@ -56,7 +56,9 @@ class Program:
         self._ready()
         session = self._session
         if session.runtime is not None and session.runtime.has_gradients:
-            raise ProgramError("Gradients of forward_backward are waiting: call optimizer_step() first.")
+            raise ProgramError(
+                "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
+            )
         micro = session.micro_batches(batch)
         weights = micro_weights(micro, weights)
         if len({m.key for m in micro}) > 1:
@@ -92,13 +94,20 @@ class Program:
             raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
         return StepOutput(self._session, self._session.update(), ())
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients that :meth:`forward_backward` has gathered."""
+        self._session.finish()
+        self._session.drop_gradients()
+
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
         self._ready()
+        micro = self._session.micro_batches(batch, evaluate=True)
+        if len(micro) > 1:
+            raise MegacompileError(f"evaluate takes one batch, not a list of {len(micro)}: call it for each.")
         if self._session.runtime is None:
             self.prepare(batch)  # the state is laid out for training
-        (micro,) = self._session.micro_batches(batch, evaluate=True)
-        results = self._session.run([micro], Mode("evaluate"), [1.0])
+        results = self._session.run(micro, Mode("evaluate"), [1.0])
         self.settle()
         return results.losses[0]
 
@@ -120,6 +129,16 @@ class Program:
         self._closed = True
         session.torn = session.torn or "The program was closed: compile the model again to train on."
         session.report_skipped()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # otherwise what went wrong first is what to tell
+                raise
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -289,5 +308,7 @@ class Program:
         if runtime is None:
             raise ProgramError(f"Nothing is laid out yet: compile with example_batch, then {what}.")
         if runtime.has_gradients:
-            raise ProgramError(f"Gradients are waiting: call optimizer_step(), then {what}.")
+            raise ProgramError(
+                f"Gradients are waiting: call optimizer_step() or drop_gradients(), then {what}."
+            )
         return runtime.state

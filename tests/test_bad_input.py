@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
 from megacompile.capture.batch import check_signature, read_batch
+from megacompile.runtime import backends
 from megacompile.units import parse_bytes
 from tests.models import Plain, batch_for, build
 
@@ -306,3 +308,24 @@ def test_a_list_of_tensors_is_no_list_of_micro_batches() -> None:
     assert torch.isfinite(program.train_step(tuple(pairs)).loss)
     assert torch.isfinite(program.train_step([tuple(pairs), tuple(pairs)]).loss)
     program.close()
+
+
+def test_evaluate_takes_one_batch() -> None:
+    program, batch = compile_plain(), batch_for("plain")
+    with pytest.raises(megacompile.MegacompileError, match="one batch, not a list of 2"):
+        program.evaluate([batch, batch])
+    assert program.evaluate([batch]) == program.evaluate(batch)
+    program.close()
+
+
+def test_taking_a_gpu_says_once_that_none_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "_cuda", lambda device, dtype: device)
+    backends._say_untried.cache_clear()
+    with pytest.warns(UserWarning, match="has not run on a GPU yet"):
+        taken: Any = backends.open_backend(None, torch.float32)
+    assert taken.type == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends.open_backend("cuda", torch.float32)
+        backends.open_backend("cpu", torch.float32)

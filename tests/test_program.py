@@ -174,6 +174,26 @@ def test_varying_lengths_compile_few_programs() -> None:
     program.close()
 
 
+def test_gathered_gradients_can_be_dropped() -> None:
+    batch, other = batch_for("plain"), batch_for("plain", 1)
+    with (
+        compiled(build("plain"), max_grad_norm=0.5) as program,
+        compiled(build("plain"), max_grad_norm=0.5) as fresh,
+    ):
+        program.forward_backward(other)
+        program.drop_gradients()
+        with pytest.raises(megacompile.ProgramError, match="No gradient is waiting"):
+            program.optimizer_step()
+        program.train_step(batch)
+        fresh.train_step(batch)
+        expected = fresh.state_dict()
+        assert all(torch.equal(v, expected[n]) for n, v in program.state_dict().items())
+    with pytest.raises(megacompile.ProgramError, match="closed"):
+        program.train_step(batch)
+    with pytest.raises(KeyError, match="first"), compiled(build("plain")) as program:
+        raise KeyError("first")
+
+
 def test_state_round_trip_and_sync() -> None:
     model, batch = build("qwen3"), batch_for("qwen3")
     program = compiled(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +41,18 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
         raise MegacompileError(f"device={str(device)!r} is not supported: use 'cuda' or 'cpu'.")
     if not torch.cuda.is_available():
         raise MegacompileError("device='cuda' was asked for, and torch finds no GPU: check the driver.")
+    _say_untried()
     return _cuda(torch.device("cuda", target.index or 0), compute_dtype)
+
+
+@functools.cache
+def _say_untried() -> None:
+    """Say once per process what nobody has seen yet."""
+    warnings.warn(
+        "megacompile's CUDA backend has not run on a GPU yet: compare its first losses with plain PyTorch's, "
+        "or give device='cpu', which emulates a GPU.",
+        stacklevel=4,
+    )
 
 
 def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
