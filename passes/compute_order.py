@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Call, Choice, Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.plan.workload import Choice, Workload
+from megacompile.step.operations import Op, Step, Token, compute_op
 
 
 def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -66,7 +66,7 @@ class _Order:
         keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
             outputs.append(self._take(("saved", b, m), choice.saved_bytes))
-        op = _op("forward", b, m, choice, choice.forward, donates=(), writes=tuple(outputs))
+        op = compute_op("forward", b, m, choice, choice.forward, donates=(), writes=tuple(outputs))
         seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
@@ -88,36 +88,5 @@ class _Order:
             + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
         self.ops.append(
-            _op("backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing)
+            compute_op("backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing)
         )
-
-
-def _op(
-    kind: str,
-    b: int,
-    m: int,
-    choice: Choice,
-    call: Call,
-    *,
-    donates: tuple[Token, ...],
-    writes: tuple[Token, ...],
-    extra: int = 0,
-) -> Op:
-    """The operation of a block's function; ``extra`` bytes are its own beside those that were counted."""
-    given: tuple[Token, ...] = tuple(("x", v, m) for v in call.reads)
-    weights: tuple[Token, ...] = tuple(("w", g) for g in call.groups)
-    return Op(
-        kind=kind,  # type: ignore[arg-type]
-        stream="compute",
-        block=b,
-        micro=m,
-        choice=choice.name,
-        reads=given + weights + donates,
-        writes=writes,
-        donates=donates,
-        peak_bytes=call.peak_bytes + extra,
-        end_bytes=call.end_bytes + extra,
-        flops=call.flops,
-        moved_bytes=call.moved_bytes,
-        seconds=call.seconds,
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.passes.weave import weave
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, Token
@@ -41,7 +42,7 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
         before[max(back - 1, start + 1)].append(
             Op("reload", "h2d", reads=(home,), writes=stash, **place)  # type: ignore[arg-type]
         )
-    return step.with_(ops=_weave(step.ops, before, after))
+    return step.with_(ops=weave(step.ops, before, after))
 
 
 def _stash(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
@@ -55,10 +56,3 @@ def _stash(step: Step, index: int, readers: dict[Token, list[int]], work: Worklo
         if moves and later and mine and token[-1] == op.micro:
             own.append(token)
     return tuple(own)
-
-
-def _weave(ops: tuple[Op, ...], before: dict[int, list[Op]], after: dict[int, list[Op]]) -> tuple[Op, ...]:
-    woven: list[Op] = []
-    for index, op in enumerate(ops):
-        woven += [*before.get(index, ()), op, *after.get(index, ())]
-    return tuple(woven)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.passes.insert_offload import _weave
+from megacompile.passes.weave import weave
 from megacompile.plan.plan import GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
@@ -39,7 +39,7 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
         after[compute[last]].append(
             Op("evict", "compute", group=group, writes=(("w", group),), nbytes=nbytes)
         )
-    return step.with_(ops=_weave(step.ops, before, after))
+    return step.with_(ops=weave(step.ops, before, after))
 
 
 def _stays(positions: list[int], plan: GroupPlan, micro: list[int]) -> list[list[int]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megacompile.passes.compute_order import _op
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step
+from megacompile.step.operations import Op, Step, compute_op
 
 
 def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -19,7 +18,7 @@ def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
                 saved = ("saved", op.block, op.micro)
                 token_bytes[saved] = choice.saved_bytes
                 ops.append(
-                    _op("recompute", op.block, op.micro, choice, choice.recompute,
+                    compute_op("recompute", op.block, op.micro, choice, choice.recompute,
                         donates=(), writes=(saved,))
                 )  # fmt: skip
         ops.append(op)

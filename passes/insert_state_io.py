@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megacompile.passes.insert_offload import _weave
+from megacompile.passes.weave import weave
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, Token
@@ -26,7 +26,7 @@ def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     ops = list(step.ops)
     _stage_weights(ops, states, work, plan.window, before, after)
     _pass_state(ops, states, work, plan.window, before, after)
-    return step.with_(ops=_weave(tuple(ops), before, after), window=plan.window)
+    return step.with_(ops=weave(ops, before, after), window=plan.window)
 
 
 def _stage_weights(

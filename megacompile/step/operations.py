@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from megacompile.plan.workload import Workload
+from megacompile.plan.workload import Call, Choice, Workload
 
 Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
@@ -99,6 +99,37 @@ class Op(NamedTuple):
 
     def with_(self, **changes: object) -> Op:
         return self._replace(**changes)  # type: ignore[arg-type]
+
+
+def compute_op(
+    kind: Kind,
+    b: int,
+    m: int,
+    choice: Choice,
+    call: Call,
+    *,
+    donates: tuple[Token, ...],
+    writes: tuple[Token, ...],
+    extra: int = 0,
+) -> Op:
+    """The operation of a block's function; ``extra`` bytes are its own beside those that were counted."""
+    given: tuple[Token, ...] = tuple(("x", v, m) for v in call.reads)
+    weights: tuple[Token, ...] = tuple(("w", g) for g in call.groups)
+    return Op(
+        kind=kind,
+        stream="compute",
+        block=b,
+        micro=m,
+        choice=choice.name,
+        reads=given + weights + donates,
+        writes=writes,
+        donates=donates,
+        peak_bytes=call.peak_bytes + extra,
+        end_bytes=call.end_bytes + extra,
+        flops=call.flops,
+        moved_bytes=call.moved_bytes,
+        seconds=call.seconds,
+    )
 
 
 @dataclass(frozen=True)
