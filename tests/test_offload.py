@@ -163,7 +163,7 @@ def fails_with_a_torn_program(program: Program, words: str) -> None:
     with pytest.raises(StorageError, match=words):
         program.train_step(batch(1))
         program.wait()
-    with pytest.raises(ProgramError, match="load a saved state"):
+    with pytest.raises(ProgramError, match="load a checkpoint"):
         program.train_step(batch(1))
 
 
