@@ -84,11 +84,43 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or width <= 1 else rows.contiguous()
 
 
+def as_tiles(*tensors: Tensor) -> list[Tensor]:
+    """[rows, columns] each; a single row where all are contiguous, so that no tile is ragged."""
+    if all(x.is_contiguous() for x in tensors):
+        return [x.view(1, -1) for x in tensors]
+    return [as_rows(x) for x in tensors]
+
+
+def pointer(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """``x`` for a kernel that reads it densely; where there is none, what the kernel never follows."""
+    return stand_in if x is None else x.contiguous()
+
+
+def row_vector(x: Tensor | None, rows: Tensor) -> Tensor:
+    """``pointer`` to one element per column of ``rows``; a kernel would read past a shorter one."""
+    if x is not None and x.shape != rows.shape[1:]:
+        raise ValueError(f"rows of {rows.shape[1]} columns take a weight of that shape, not {list(x.shape)}")
+    return pointer(x, rows)
+
+
+@triton.jit
+def tile_at(columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, first column) of this program in a flat grid of rows x tiles of BLOCK columns, as int64.
+
+    A flat grid, since CUDA ends at 65535 in its other dimensions; no cdiv, which adds before it
+    divides and so wraps where ``columns`` is just below 2**31.
+    """
+    tiles = (columns - 1) // BLOCK + 1
+    program = tl.program_id(0).to(tl.int64)
+    return program // tiles, program % tiles * BLOCK
+
+
 @dataclass(frozen=True)
 class Launch:
     """A launch that was recorded instead of done: what the ahead-of-time gate compiles."""
 
     kernel: Any
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
@@ -140,7 +172,7 @@ def launch(
 ) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
     if _recording is not None:
-        _recording.launches.append(Launch(kernel, args, constants, num_warps, num_stages))
+        _recording.launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
         return
     if 0 in grid:
         return
@@ -156,6 +188,11 @@ class RowTile:
     block_m: int
     block_n: int
     num_warps: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Keywords of ``launch``."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "num_warps": self.num_warps}
 
 
 MAX_ROW = 32768

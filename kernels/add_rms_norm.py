@@ -11,21 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import (
-    MAX_ROW,
-    ROW_WIDTHS,
-    AotCase,
-    aot_cases,
-    runs_triton,
-    wide,
-)
-from megacompile.kernels.rms_norm import (
-    backward_triton,
-    empty_output,
-    forward_triton,
-    rms_norm_backward_reference,
-    rms_norm_reference,
-)
+from megacompile.kernels._triton import MAX_ROW, ROW_WIDTHS, AotCase, aot_cases, runs_triton, wide
+from megacompile.kernels.norm_reference import empty_output, rms_norm_backward_reference, rms_norm_reference
+from megacompile.kernels.rms_norm import backward_triton, forward_triton
 
 MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
 

@@ -36,21 +36,17 @@ from megacompile.kernels._triton import (
     ceil_div,
     launch,
     next_power_of_2,
+    pointer,
     runs_triton,
     wide,
 )
-from megacompile.kernels.attention_kernels import (
+from megacompile.kernels.attention_backward_kernels import (
     attention_backward_kv_kernel,
     attention_backward_q_kernel,
     attention_delta_kernel,
-    attention_forward_kernel,
 )
-from megacompile.kernels.attention_reference import (
-    Rule,
-    backward_reference,
-    forward_reference,
-    sink_gradient,
-)
+from megacompile.kernels.attention_kernels import attention_forward_kernel
+from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference, sink_gradient
 
 MAX_DIM = 256
 
@@ -118,6 +114,14 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _bounds(bounds: Tensor | None, q: Tensor, stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    """(first, last), dense [B, S] each; one row of documents may stand for all of the batch."""
+    if bounds is None:
+        return stand_in, stand_in
+    first, last = bounds.expand(2, q.shape[0], q.shape[2]).contiguous()
+    return first, last
+
+
 def _sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
     heads = q.shape[1]
     return (
@@ -135,11 +139,11 @@ def forward_triton(
     lse = q.new_empty(batch, heads, queries, dtype=wide(q.dtype))
     q, k, v = _dense(q), _dense(k), _dense(v)
     tile = tile_for("forward", q, v)
-    first, last = (lse, lse) if bounds is None else bounds
+    first, last = _bounds(bounds, q, lse)
     launch(
         attention_forward_kernel,
-        (ceil_div(queries, tile.block_m), batch * heads),
-        *(q, k, v, lse if sinks is None else sinks, first, last, out, lse),
+        (ceil_div(queries, tile.block_m) * batch * heads,),
+        *(q, k, v, pointer(sinks, lse), first, last, out, lse),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -159,7 +163,7 @@ def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
     block_m = max(16, 4096 // block)
     launch(
         attention_delta_kernel,
-        (ceil_div(queries, block_m), batch * heads),
+        (ceil_div(queries, block_m) * batch * heads,),
         *(out, grad, delta),
         *out.stride()[:3],
         *grad.stride()[:3],
@@ -187,14 +191,14 @@ def backward_triton(
     grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
     lse = lse.contiguous()
     delta = _delta(out, grad, lse)
-    first, last = (lse, lse) if bounds is None else bounds
+    first, last = _bounds(bounds, q, lse)
     inputs = q, k, v, grad, lse, delta, first, last
     strides = [s for x in inputs[:4] for s in x.stride()[:3]]
     sizes = _sizes(q, k, v, rule)
     tile = tile_for("kv", q, v)
     launch(
         attention_backward_kv_kernel,
-        (ceil_div(k.shape[2], tile.block_n), k.shape[0] * k.shape[1]),
+        (ceil_div(k.shape[2], tile.block_n) * k.shape[0] * k.shape[1],),
         *inputs,
         *(dk, dv),
         *strides,
@@ -204,7 +208,7 @@ def backward_triton(
     tile = tile_for("q", q, v)
     launch(
         attention_backward_q_kernel,
-        (ceil_div(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
+        (ceil_div(q.shape[2], tile.block_m) * q.shape[0] * q.shape[1],),
         *inputs,
         dq,
         *strides,
@@ -222,6 +226,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
 
 
+def _rule(q: Tensor, k: Tensor, scale: float, causal: bool, window: int, softcap: float) -> Rule:
+    """A window that reaches every key is none: models write 2**31 - 1, which would wrap."""
+    return Rule(scale, causal, window if window < max(q.shape[2], k.shape[2]) else 0, softcap)
+
+
 def flash_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -235,7 +244,7 @@ def flash_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); see the module's docstring."""
     run = forward_triton if runs_triton(q) and supports(q, k, v) else forward_reference
-    return run(q, k, v, Rule(scale, causal, window, softcap), sinks, bounds)
+    return run(q, k, v, _rule(q, k, scale, causal, window, softcap), sinks, bounds)
 
 
 def flash_attention_backward(
@@ -254,7 +263,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks), contiguous; dsinks is empty where there are no sinks."""
     run = backward_triton if runs_triton(q) and supports(q, k, v) else backward_reference
-    rule = Rule(scale, causal, window, softcap)
+    rule = _rule(q, k, scale, causal, window, softcap)
     return run(grad, q, k, v, out, lse, rule, sinks, bounds)
 
 

@@ -1,8 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The Triton kernels of ``attention.py``: forward, delta, dq, dk and dv.
+"""The Triton kernel of attention's forward, and what it shares with those of the backward.
 
 Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous.
 ``first`` and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2.
+Products take 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are flat, heads
+times blocks, since CUDA ends at 65535 in its other dimensions; head and row are int64 where they meet
+a stride: a head's offset passes 2**31 in long sequences. Traffic: q once; k and v once per block of
+queries that sees them.
 """
 
 from megacompile.kernels._triton import tl, triton
@@ -53,6 +57,29 @@ def key_range(
 
 
 @triton.jit
+def place(heads, rows, BLOCK: tl.constexpr):
+    """(batch, head, both as one index, block of rows) of this program; int64 but for the block."""
+    blocks = tl.cdiv(rows, BLOCK)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
+    return line // heads, line % heads, line, tl.program_id(0) % blocks
+
+
+@triton.jit
+def load_rows(ptr, row, stride, rows, col, columns):
+    """[row, col] of a matrix whose rows lie ``stride`` apart, zero outside of it."""
+    inside = (row < rows)[:, None] & (col < columns)[None, :]
+    return tl.load(ptr + row[:, None].to(tl.int64) * stride + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, row, stride, rows, col, columns, value):
+    """The counterpart of ``load_rows``, in the type of ``ptr``."""
+    inside = (row < rows)[:, None] & (col < columns)[None, :]
+    at = ptr + row[:, None].to(tl.int64) * stride + col[None, :]
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, first_ptr, last_ptr, out_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -64,14 +91,12 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; long rows (late queries) start first."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch, head, line, block = place(heads, queries, BLOCK_M)
+    start = (tl.cdiv(queries, BLOCK_M) - 1 - block) * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     v_col = tl.arange(0, BLOCK_V)
-    q_at = q_ptr + batch * q_batch + head * q_head + row[:, None].to(tl.int64) * q_row
-    q = tl.load(q_at + col[None, :], mask=(row < queries)[:, None] & (col < dim)[None, :], other=0.0)
+    q = load_rows(q_ptr + batch * q_batch + head * q_head, row, q_row, queries, col, dim)
     k_ptr += batch * k_batch + (head // group) * k_head
     v_ptr += batch * v_batch + (head // group) * v_head
     first_ptr += batch * queries
@@ -99,8 +124,7 @@ def attention_forward_kernel(
         base = tl.where(above == float("-inf"), 0.0, above)
         shrink = tl.exp2(top - base)
         p = tl.exp2(s - base[:, None])
-        v_at = v_ptr + key[:, None].to(tl.int64) * v_row + v_col[None, :]
-        v = tl.load(v_at, mask=(key < keys)[:, None] & (v_col < v_dim)[None, :], other=0.0)
+        v = load_rows(v_ptr, key, v_row, keys, v_col, v_dim)
         total = total * shrink + tl.sum(p, axis=1)
         update = tl.dot(p.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
         out = out * shrink[:, None] + update
@@ -114,175 +138,6 @@ def attention_forward_kernel(
         top = above
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
     lse = (top + tl.log2(total)) / LOG2E
-    tl.store(lse_ptr + tl.program_id(1) * queries + row, lse, mask=row < queries)
-    out_at = out_ptr + batch * out_batch + head * out_head + row[:, None].to(tl.int64) * out_row
-    inside = (row < queries)[:, None] & (v_col < v_dim)[None, :]
-    tl.store(out_at + v_col[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def attention_delta_kernel(
-    out_ptr, grad_ptr, delta_ptr,
-    out_batch, out_head, out_row, grad_batch, grad_head, grad_row, heads, queries, v_dim,
-    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """delta[i] = sum(out[i] * grad[i]), which is also the softmax's sum of p * dp."""
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_V)[None, :]
-    inside = (row < queries)[:, None] & (col < v_dim)
-    far = row[:, None].to(tl.int64)
-    out_at = out_ptr + batch * out_batch + head * out_head + far * out_row + col
-    grad_at = grad_ptr + batch * grad_batch + head * grad_head + far * grad_row + col
-    out = tl.load(out_at, mask=inside, other=0.0).to(ACC)
-    grad = tl.load(grad_at, mask=inside, other=0.0).to(ACC)
-    at = delta_ptr + tl.program_id(1) * queries + row
-    tl.store(at, tl.sum(out * grad, axis=1), mask=row < queries)
-
-
-@triton.jit
-def slope(s, seen, lse, dp, delta, softcap, CAPPED: tl.constexpr):
-    """(p, ds) from scaled scores, before the scale; the arguments broadcast."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    s = capped(s, softcap, CAPPED)
-    p = tl.where(seen, tl.exp2((s - lse) * LOG2E), 0.0)
-    ds = p * (dp - delta)
-    if CAPPED:
-        ds = ds * (1.0 - (s / softcap) * (s / softcap))
-    return p, ds
-
-
-@triton.jit
-def attention_backward_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, last_ptr, dq_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    grad_batch, grad_head, grad_row,
-    heads, group, queries, keys, dim, v_dim, scale, window, softcap,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One program: dq of BLOCK_M queries of one head; dq is contiguous."""
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = tl.program_id(1) % heads
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    row = start + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_D)
-    v_col = tl.arange(0, BLOCK_V)
-    far = row[:, None].to(tl.int64)
-    q_inside = (row < queries)[:, None] & (col < dim)[None, :]
-    q_at = q_ptr + batch * q_batch + head * q_head + far * q_row + col[None, :]
-    q = tl.load(q_at, mask=q_inside, other=0.0)
-    grad_at = grad_ptr + batch * grad_batch + head * grad_head + far * grad_row + v_col[None, :]
-    grad = tl.load(grad_at, mask=(row < queries)[:, None] & (v_col < v_dim)[None, :], other=0.0)
-    line = tl.program_id(1) * queries + row
-    lse = tl.load(lse_ptr + line, mask=row < queries, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    delta = tl.load(delta_ptr + line, mask=row < queries, other=0.0)
-    k_ptr += batch * k_batch + (head // group) * k_head
-    v_ptr += batch * v_batch + (head // group) * v_head
-    first_ptr += batch * queries
-    last_ptr += batch * queries
-    offset = keys - queries
-    low, high, first, last = key_range(
-        start, row, first_ptr, last_ptr, offset, keys, window, queries,
-        CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
-    for begin in range(low, high, BLOCK_N):
-        key = begin + tl.arange(0, BLOCK_N)
-        far_key = key[:, None].to(tl.int64)
-        k_at = k_ptr + far_key * k_row + col[None, :]
-        k = tl.load(k_at, mask=(key < keys)[:, None] & (col < dim)[None, :], other=0.0)
-        v_at = v_ptr + far_key * v_row + v_col[None, :]
-        v = tl.load(v_at, mask=(key < keys)[:, None] & (v_col < v_dim)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
-        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
-        seen = visible(
-            row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
-            CAUSAL, WINDOW, BOUNDED,
-        )  # fmt: skip
-        _, ds = slope(s, seen, lse[:, None], dp, delta[:, None], softcap, CAPPED)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION, out_dtype=ACC)
-    dq_at = dq_ptr + line[:, None].to(tl.int64) * dim + col[None, :]
-    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_inside)
-
-
-@triton.jit
-def attention_backward_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, last_ptr, dk_ptr, dv_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    grad_batch, grad_head, grad_row,
-    heads, group, queries, keys, dim, v_dim, scale, window, softcap,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one key head, over all query heads of its group."""
-    groups = heads // group
-    batch = (tl.program_id(1) // groups).to(tl.int64)
-    kv_head = tl.program_id(1) % groups
-    start = tl.program_id(0) * BLOCK_N
-    key = start + tl.arange(0, BLOCK_N)
-    col = tl.arange(0, BLOCK_D)
-    v_col = tl.arange(0, BLOCK_V)
-    far_key = key[:, None].to(tl.int64)
-    k_inside = (key < keys)[:, None] & (col < dim)[None, :]
-    v_inside = (key < keys)[:, None] & (v_col < v_dim)[None, :]
-    k_at = k_ptr + batch * k_batch + kv_head * k_head + far_key * k_row + col[None, :]
-    k = tl.load(k_at, mask=k_inside, other=0.0)
-    v_at = v_ptr + batch * v_batch + kv_head * v_head + far_key * v_row + v_col[None, :]
-    v = tl.load(v_at, mask=v_inside, other=0.0)
-    first_ptr += batch * queries
-    last_ptr += batch * queries
-    offset = keys - queries
-    low = 0
-    high = queries
-    if CAUSAL:
-        low = tl.maximum(low, start - offset)
-    if WINDOW:
-        high = tl.minimum(high, start + BLOCK_N - 1 + window - offset)
-        if not CAUSAL:
-            low = tl.maximum(low, start - window + 1 - offset)
-    if BOUNDED:
-        # A document's queries are its keys, so its bounds are those of what sees this key.
-        low = tl.maximum(low, tl.min(tl.load(first_ptr + key, mask=key < keys, other=keys), axis=0))
-        high = tl.minimum(high, tl.max(tl.load(last_ptr + key, mask=key < keys, other=0), axis=0))
-    low = low // BLOCK_M * BLOCK_M
-    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
-    dv = tl.zeros((BLOCK_N, BLOCK_V), dtype=ACC)
-    for member in range(group):
-        head = kv_head * group + member
-        q_base = q_ptr + batch * q_batch + head * q_head
-        grad_base = grad_ptr + batch * grad_batch + head * grad_head
-        line = (batch * heads + head) * queries
-        for begin in range(low, high, BLOCK_M):
-            row = begin + tl.arange(0, BLOCK_M)
-            far = row[:, None].to(tl.int64)
-            q_inside = (row < queries)[:, None] & (col < dim)[None, :]
-            q = tl.load(q_base + far * q_row + col[None, :], mask=q_inside, other=0.0)
-            g_inside = (row < queries)[:, None] & (v_col < v_dim)[None, :]
-            grad_at = grad_base + far * grad_row + v_col[None, :]
-            grad = tl.load(grad_at, mask=g_inside, other=0.0)
-            lse = tl.load(lse_ptr + line + row, mask=row < queries, other=float("inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse)
-            delta = tl.load(delta_ptr + line + row, mask=row < queries, other=0.0)
-            first = row
-            last = row
-            if BOUNDED:
-                first = tl.load(first_ptr + row, mask=row < queries, other=keys)
-                last = tl.load(last_ptr + row, mask=row < queries, other=0)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC) * scale
-            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION, out_dtype=ACC)
-            seen = visible(
-                row[None, :] + offset, key[:, None], keys, first[None, :], last[None, :], window,
-                CAUSAL, WINDOW, BOUNDED,
-            )  # fmt: skip
-            p, ds = slope(s, seen, lse[None, :], dp, delta[None, :], softcap, CAPPED)
-            dv += tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION, out_dtype=ACC)
-            dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION, out_dtype=ACC)
-    out_line = (tl.program_id(1) * keys + key)[:, None].to(tl.int64)
-    dk_at, dv_at = dk_ptr + out_line * dim + col[None, :], dv_ptr + out_line * v_dim + v_col[None, :]
-    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=k_inside)
-    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=v_inside)
+    tl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
+    out_ptr += batch * out_batch + head * out_head
+    store_rows(out_ptr, row, out_row, queries, v_col, v_dim, out)

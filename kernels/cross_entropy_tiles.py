@@ -4,10 +4,12 @@
 ``accumulate`` folds a tile of logits [T, columns] into a running state [4, T] (maximum, sum of
 exponentials, z at the label, sum of z; Milakov and Gimelshein 2018, arXiv:1805.02867), ``finish`` turns
 the state into losses and stats [2, T], ``gradient_`` overwrites a tile of logits with its gradient. State
-and stats are float32 (float64 for float64 logits).
+and stats are float32 (float64 for float64 logits), and so is all arithmetic. Offsets of rows are int64:
+tokens times vocabulary pass 2**31. Traffic per logit: one read in ``accumulate`` (and the state once per
+tile), one read and one write in ``gradient_``.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -22,6 +24,7 @@ from megacompile.kernels._triton import (
     launch,
     next_power_of_2,
     runs_triton,
+    tile_at,
     tl,
     triton,
     wide,
@@ -51,20 +54,10 @@ def capped(x, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def accumulate_kernel(
-    logits_ptr,
-    labels_ptr,
-    state_ptr,
-    stride,
-    rows,
-    columns,
-    start,
-    softcap,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program per token: the columns [start, start + columns) of its row."""
+    logits_ptr, labels_ptr, state_ptr, stride, rows, columns, start, softcap,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per token: the columns [start, start + columns) of its row, in blocks."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(state_ptr + row)
     total = tl.load(state_ptr + rows + row)
@@ -94,29 +87,17 @@ def accumulate_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr,
-    out_ptr,
-    labels_ptr,
-    stats_ptr,
-    grad_ptr,
-    stride,
-    out_stride,
-    rows,
-    columns,
-    start,
-    vocabulary,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    CAPPED: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: BLOCK columns of one token; ``out`` may be ``logits``."""
-    tiles = tl.cdiv(columns, BLOCK)
-    row = tl.program_id(0).to(tl.int64) // tiles
-    col = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr, out_ptr, labels_ptr, stats_ptr, grad_ptr,
+    stride, out_stride, rows, columns, start, vocabulary,
+    ignore_index, label_smoothing, z_loss, softcap,
+    CAPPED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK columns of one token; ``out`` may be ``logits``. With p = exp(z - lse):
+
+    grad * (p * (1 + 2 * z_loss * lse) - s / V - (1 - s) * [column == label]) * (1 - (z / softcap)**2)
+    """
+    row, first = tile_at(columns, BLOCK)
+    col = first + tl.arange(0, BLOCK)
     inside = col < columns
     label = tl.load(labels_ptr + row)
     top = tl.load(stats_ptr + row)
@@ -154,13 +135,7 @@ def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int,
     launch(
         accumulate_kernel,
         (logits.shape[0],),
-        logits,
-        labels,
-        state,
-        logits.stride(0),
-        *logits.shape,
-        start,
-        terms.softcap,
+        *(logits, labels, state, logits.stride(0), *logits.shape, start, terms.softcap),
         CAPPED=terms.softcap > 0,
         SMOOTHED=terms.label_smoothing > 0,
         ACC=accumulator(logits.dtype),
@@ -215,37 +190,18 @@ def gradient_(
 
 
 def gradient_triton(
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    grad: Tensor,
-    start: int,
-    terms: Terms,
-    out: Tensor,
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms, out: Tensor
 ) -> Tensor:
     """``gradient_`` by the kernel; logits and out must have unit column stride."""
     block = min(BLOCK // 2, next_power_of_2(logits.shape[1]))
     launch(
         gradient_kernel,
         (logits.shape[0] * ceil_div(logits.shape[1], block),),
-        logits,
-        out,
-        labels,
-        stats,
-        grad,
-        logits.stride(0),
-        out.stride(0),
-        *logits.shape,
-        start,
-        terms.vocabulary,
-        terms.ignore_index,
-        terms.label_smoothing,
-        terms.z_loss,
-        terms.softcap,
+        *(logits, out, labels, stats, grad, logits.stride(0), out.stride(0), *logits.shape, start),
+        *astuple(terms),
         CAPPED=terms.softcap > 0,
         ACC=accumulator(logits.dtype),
         BLOCK=block,
-        num_warps=4,
     )
     return out
 

@@ -13,6 +13,9 @@ nullprogram.com/blog/2018/07/31, with the constants of his later two-round searc
 
 Two keys make 64 bits: with one, two of some ten thousand (step, site) pairs would already share a
 mask. Both multipliers of ``mix`` stay below 2**31, so int64 tensors compute it without overflow.
+
+The kernel computes in float32 (float64 for float64), 1024 elements to a program; it reads and writes
+each element once.
 """
 
 import math
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import (
     AotCase,
+    accumulator,
     aot_cases,
     ceil_div,
     launch,
@@ -151,17 +155,8 @@ def random_bits(rng_ptr, site, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dropout_kernel(
-    x_ptr,
-    rng_ptr,
-    y_ptr,
-    site,
-    count,
-    least,
-    scale,
-    ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def dropout_kernel(x_ptr, rng_ptr, y_ptr, site, count, least, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """y = x * scale where the hash reaches ``least``, else 0."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     keep = (random_bits(rng_ptr, site, start, BLOCK) >> 8).to(tl.int32) >= least
@@ -172,20 +167,14 @@ def dropout_kernel(
 
 def dropout_triton(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
     """``dropout`` by the kernel."""
-    source, out = x.contiguous(), x.new_empty(x.shape)
+    out = x.new_empty(x.shape)
     launch(
         dropout_kernel,
         (ceil_div(x.numel(), BLOCK),),
-        source,
-        rng,
-        out,
-        site,
-        x.numel(),
-        threshold(p),
-        1.0 / (1.0 - p) if p < 1.0 else 0.0,
-        ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        *(x.contiguous(), rng.contiguous(), out, site, x.numel()),
+        *(threshold(p), 1.0 / (1.0 - p) if p < 1.0 else 0.0),
+        ACC=accumulator(x.dtype),
         BLOCK=BLOCK,
-        num_warps=4,
     )
     return out
 

@@ -6,8 +6,10 @@
 The returned sum of squares is that of ``value`` in float32, so that the last micro-batch gives the
 gradient's norm; it is summed in a fixed order, and it is not finite where a value is not.
 
-bucket: flat, float32 or bfloat16. grad: any shape and float type, n elements in row-major order.
-scale: float32 with one element, on the device, or None for 1.
+bucket: flat and contiguous, float32 or bfloat16. grad: any shape and float type, n elements in
+row-major order. scale: float32 with one element, on the device, or None for 1. Computed in float32,
+4096 elements to a program. Traffic per element: the gradient read, the bucket written (and read, where
+``add``).
 """
 
 from functools import partial
@@ -15,30 +17,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import (
-    AotCase,
-    aot_cases,
-    ceil_div,
-    launch,
-    runs_triton,
-    tl,
-    triton,
-)
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
 
 BLOCK = 4096
 
 
 @triton.jit
 def accumulate_gradient_kernel(
-    grad_ptr,
-    bucket_ptr,
-    scale_ptr,
-    squares_ptr,
-    count,
-    SCALED: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_ptr, bucket_ptr, scale_ptr, squares_ptr, count,
+    SCALED: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The bucket's part, and for each program the sum of squares of what it wrote."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -57,11 +46,7 @@ def accumulate_triton(bucket: Tensor, grad: Tensor, scale: Tensor | None, add: b
     launch(
         accumulate_gradient_kernel,
         (programs,),
-        grad.contiguous(),
-        bucket,
-        bucket if scale is None else scale,
-        squares,
-        grad.numel(),
+        *(grad.contiguous(), bucket, pointer(scale, bucket), squares, grad.numel()),
         SCALED=scale is not None,
         ADD=add,
         BLOCK=BLOCK,
@@ -90,6 +75,8 @@ def accumulate_gradient(
         raise ValueError(
             f"a gradient of {grad.numel()} elements at {start} does not fit a bucket of {bucket.numel()}"
         )
+    if not bucket.is_contiguous():
+        raise ValueError("accumulate_gradient writes to contiguous buckets alone")
     part = bucket[start : start + grad.numel()]
     run = accumulate_triton if runs_triton(grad) else accumulate_reference
     return run(part, grad, scale, add)

@@ -8,7 +8,12 @@ Two variants differ in where the low precision begins. ``cast_early=True`` (Llam
 ``offset=1``; OLMo 2 and ``torch.nn.RMSNorm`` with ``offset=0``): the product is cast.
 
 x: [..., N], any float type, any strides. weight: [N] or None. y: [..., N] of x's type (promoted
-with the weight's under ``cast_early``). rstd: [...] float32 (float64 for float64 x).
+with the weight's under ``cast_early``). rstd: [...] float32 (float64 for float64 x), the type that
+everything is computed in.
+
+Both kernels hold whole rows: 2048 elements of short rows to a program, or one row. They also serve
+``add_rms_norm.py``, with a residual. Traffic per element of x: 2 elements forward (4 with a residual),
+3 backward (4).
 """
 
 from functools import partial
@@ -17,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     MAX_ROW,
     ROW_WIDTHS,
@@ -29,36 +33,25 @@ from megacompile.kernels._triton import (
     launch,
     processors,
     row_tile,
+    row_vector,
     runs_triton,
     tl,
     triton,
     wide,
 )
+from megacompile.kernels.norm_reference import empty_output, rms_norm_backward_reference, rms_norm_reference
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    sum_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    rows,
-    columns,
-    eps,
-    offset,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CAST_EARLY: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr,
+    x_stride, residual_stride, rows, columns, eps, offset,
+    HAS_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CAST_EARLY: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y and rstd of BLOCK_M rows; with a residual, of the rounded sum, which is written too."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     inside = (row < rows)[:, None] & (col < columns)[None, :]
@@ -83,29 +76,17 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    grad_ptr,
-    grad_sum_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dw_ptr,
-    grad_stride,
-    grad_sum_stride,
-    x_stride,
-    rows,
-    columns,
-    offset,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CAST_EARLY: tl.constexpr,
-    WIDE: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Persistent: each program walks over tiles and keeps its share of dw in registers.
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr,
+    grad_stride, grad_sum_stride, x_stride, rows, columns, offset,
+    HAS_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CAST_EARLY: tl.constexpr, WIDE: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """With n = x * rstd and g = grad * (weight + offset):
 
+        dx = (g - n * mean(g * n)) * rstd (+ grad_sum)        dw = sum over rows of grad * n
+
+    Persistent, one program per processor, walking over tiles of BLOCK_M rows; its share of dw stays in
+    registers and is written once, dw is the sum of the shares.
     WIDE: rows so long that registers would spill; weight and x are then read twice.
     """
     program = tl.program_id(0)
@@ -145,12 +126,7 @@ def rms_norm_backward_kernel(
 
 
 def forward_triton(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    cast_early: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, x + residual or an empty tensor, rstd)."""
     y = empty_output(x, weight, cast_early)
@@ -162,24 +138,13 @@ def forward_triton(
     launch(
         rms_norm_forward_kernel,
         (ceil_div(rows.shape[0], tile.block_m),),
-        rows,
-        others,
-        rows if weight is None else weight.contiguous(),
-        y,
-        total,
-        rstd,
-        rows.stride(0),
-        others.stride(0),
-        *rows.shape,
-        eps,
-        offset,
+        *(rows, others, row_vector(weight, rows), y, total, rstd),
+        *(rows.stride(0), others.stride(0), *rows.shape, eps, offset),
         HAS_WEIGHT=weight is not None,
         HAS_RESIDUAL=residual is not None,
         CAST_EARLY=cast_early,
         ACC=accumulator(x.dtype),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
+        **tile.options,
     )
     return y, total, rstd
 
@@ -199,88 +164,20 @@ def backward_triton(
     sums = grads if grad_sum is None else as_rows(grad_sum)
     tile = row_tile(rows.shape[1])
     programs = max(1, min(processors(x.device), ceil_div(rows.shape[0], tile.block_m)))
-    partial = x.new_empty((programs, rows.shape[1]), dtype=rstd.dtype)
+    shares = x.new_empty((programs, rows.shape[1]), dtype=rstd.dtype)
     launch(
         rms_norm_backward_kernel,
         (programs,),
-        grads,
-        sums,
-        rows,
-        rows if weight is None else weight.contiguous(),
-        rstd.contiguous(),
-        dx,
-        partial,
-        grads.stride(0),
-        sums.stride(0),
-        rows.stride(0),
-        *rows.shape,
-        offset,
+        *(grads, sums, rows, row_vector(weight, rows), rstd.contiguous(), dx, shares),
+        *(grads.stride(0), sums.stride(0), rows.stride(0), *rows.shape, offset),
         HAS_WEIGHT=weight is not None,
         HAS_RESIDUAL=grad_sum is not None,
         CAST_EARLY=cast_early,
         WIDE=tile.block_n > 8192,
         ACC=accumulator(x.dtype),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
+        **tile.options,
     )
-    return dx, x.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
-
-
-def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
-    """A contiguous tensor of y's shape and type."""
-    if weight is None or not cast_early:
-        return x.new_empty(x.shape)
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-
-
-def rms_norm_reference(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
-) -> tuple[Tensor, Tensor]:
-    """(y, rstd) in plain torch."""
-    y = empty_output(x, weight, cast_early)
-    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
-
-    def rows(x: Tensor) -> tuple[Tensor, Tensor]:
-        values = x.to(rstd.dtype)
-        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-        y = values * scale
-        if weight is None:
-            return y, scale
-        if cast_early:
-            return y.to(x.dtype) * (weight + offset if offset else weight), scale
-        return y * (weight.to(y.dtype) + offset), scale
-
-    by_rows(rows, (flat(x),), (flat(y), rstd.view(-1, 1)))
-    return y, rstd
-
-
-def rms_norm_backward_reference(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    cast_early: bool,
-) -> tuple[Tensor, Tensor]:
-    """(dx, dw) in plain torch; dw is empty where there is no weight."""
-    dx, dtype = x.new_empty(x.shape), rstd.dtype
-    dw = x.new_zeros(0 if weight is None else weight.shape[0], dtype=dtype)
-
-    def rows(x: Tensor, rstd: Tensor, grad: Tensor, *grad_sum: Tensor) -> tuple[Tensor, ...]:
-        normal, grad = x.to(dtype) * rstd, grad.to(dtype)
-        sums: tuple[Tensor, ...] = ()
-        if weight is not None:
-            sums = ((grad * (normal.to(x.dtype).to(dtype) if cast_early else normal)).sum(0),)
-            grad = grad * (weight.to(dtype) + offset)
-        dx = (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd
-        return (sum(grad_sum, start=dx), *sums)
-
-    given = [flat(x), rstd.reshape(-1, 1), flat(grad)]
-    given += [] if grad_sum is None else [flat(grad_sum)]
-    by_rows(rows, given, (flat(dx),), () if weight is None else (dw,))
-    return dx, dw.to(x.dtype if weight is None else weight.dtype)
+    return dx, x.new_empty(0) if weight is None else shares.sum(0).to(weight.dtype)
 
 
 @torch.library.custom_op("megacompile::rms_norm", mutates_args=())
@@ -333,11 +230,7 @@ rms_norm_op.register_autograd(_backward, setup_context=_setup)
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast_early: bool = True,
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, cast_early: bool = True
 ) -> Tensor:
     """y alone, differentiable in x and weight."""
     y: Tensor = rms_norm_op(x, weight, eps, offset, cast_early)[0]

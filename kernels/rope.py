@@ -10,6 +10,10 @@ Pairs are (i, i + R/2) where ``interleaved=False`` (GPT-NeoX, Llama) and (2i, 2i
 dimensions, any strides. cos, sin: [..., R], broadcastable to x's leading dimensions, R even, R <= D
 (for x [batch, heads, tokens, D], [batch or 1, 1, tokens, R]). They get no gradient. Saves cos and
 sin alone: the backward is the transposed rotation of the gradient.
+
+One kernel does both, in float32 (float64 for float64). A program rotates about 4096 elements: BLOCK_H
+indices of a dimension along which cos and sin do not vary (heads, mostly), so that their row is read
+once. Traffic per element: a read and a write; in place, columns from R on are not touched.
 """
 
 from functools import partial
@@ -43,38 +47,17 @@ def rotate(a, b, cos_a, sin_a, cos_b, sin_b, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def rope_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    x_stride_0,
-    x_stride_1,
-    x_stride_2,
-    y_stride_0,
-    y_stride_1,
-    y_stride_2,
-    cos_stride_0,
-    cos_stride_1,
-    cos_stride_2,
-    sin_stride_0,
-    sin_stride_1,
-    sin_stride_2,
-    size_1,
-    heads,
-    rotary,
-    width,
-    SHARED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PASS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    x_stride_0, x_stride_1, x_stride_2, y_stride_0, y_stride_1, y_stride_2,
+    cos_stride_0, cos_stride_1, cos_stride_2, sin_stride_0, sin_stride_1, sin_stride_2,
+    size_1, heads, rotary, width,
+    SHARED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, PASS: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_H heads of one token; SHARED: they use one row of cos and sin."""
     token = tl.program_id(0).to(tl.int64)
     first, second = token // size_1, token % size_1
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)
     x_row = x_ptr + first * x_stride_0 + second * x_stride_1 + head * x_stride_2
     y_row = y_ptr + first * y_stride_0 + second * y_stride_1 + head * y_stride_2
     cos_row = cos_ptr + first * cos_stride_0 + second * cos_stride_1
@@ -151,17 +134,9 @@ def rope_triton(
     launch(
         rope_kernel,
         (source.shape[0] * source.shape[1], ceil_div(heads, block_h)),
-        source,
-        *tables,
-        target,
-        *source.stride()[:3],
-        *target.stride()[:3],
-        *tables[0].stride()[:3],
-        *tables[1].stride()[:3],
-        source.shape[1],
-        heads,
-        rotary,
-        width,
+        *(source, *tables, target),
+        *(s for t in (source, target, *tables) for s in t.stride()[:3]),
+        *(source.shape[1], heads, rotary, width),
         SHARED=shared,
         INTERLEAVED=interleaved,
         TRANSPOSED=transposed,
@@ -240,18 +215,9 @@ def rope_inplace_op(
 
 
 @rope_op.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    return torch.empty_like(x)
-
-
 @rope_backward_op.register_fake
-def _(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return torch.empty_like(grad)
-
-
-@rope_inplace_op.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, transposed: bool = False) -> None:
-    return None
+def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megacompile import kernels
 from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile
 from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults, read_table
 
-attention, layer_norm, rms_norm = (
-    importlib.import_module(f"megacompile.kernels.{name}") for name in ("attention", "layer_norm", "rms_norm")
+attention, layer_norm, rms_norm, rope = (
+    importlib.import_module(f"megacompile.kernels.{name}")
+    for name in ("attention", "layer_norm", "rms_norm", "rope")
 )
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's compiler")
@@ -75,6 +77,20 @@ def test_every_tile_is_compiled(arch: int) -> None:
             if columns <= most:
                 wanted.add((kernel, tile.block_m, tile.block_n, tile.num_warps, 3))
     assert not wanted - launched
+
+
+def test_grids_of_many_heads_and_tokens_fit() -> None:
+    """CUDA's grids end at 65535 in their second and third dimension."""
+    q = torch.empty((4096, 32, 16, 64), dtype=torch.bfloat16, device="meta")
+    table = torch.empty((4096, 32, 1, 64), dtype=torch.bfloat16, device="meta")
+    rule = attention.Rule(0.1)
+    with recording(90) as launches:
+        out, lse = attention.forward_triton(q, q, q, rule, None, None)
+        attention.backward_triton(out, q, q, q, out, lse, rule, None, None)
+        rope.rope_triton(q, table, table, False, False, q)
+    assert len(launches) == 5
+    for launch in launches:
+        assert launch.grid[0] < 1 << 31 and max(launch.grid[1:], default=1) < 1 << 16
 
 
 def row(**changed: object) -> Resources:

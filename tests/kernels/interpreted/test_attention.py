@@ -118,6 +118,23 @@ def test_packed_documents(causal, dtype):
     assert not out[:, :, 140:].any() and (lse[:, :, 140:] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_everything_is_none(causal):
+    check((1, 1, 1, 33, 70, 16, 16), torch.float32, causal=causal, window=2**31 - 1)
+
+
+def test_one_row_of_documents_for_a_batch():
+    """Bounds are broadcast over the batch, and may be views; so may sink logits."""
+    bounds = document_bounds(torch.tensor([0, 5, 40]), 40)
+    check((2, 2, 2, 40, 40, 16, 16), torch.float32, bounds=bounds)
+    q, k, v = torch.randn(3, 2, 2, 40, 16)
+    sinks = torch.randn(4)
+    sparse = bounds.expand(2, 2, 40).mT.contiguous().mT
+    ours = flash_attention_forward(q, k, v, 0.2, sinks=sinks[::2], bounds=sparse)
+    dense = flash_attention_forward(q, k, v, 0.2, sinks=sinks[::2].clone(), bounds=sparse.contiguous())
+    torch.testing.assert_close(ours, dense, rtol=0, atol=0)
+
+
 def test_layouts_and_determinism():
     """Heads inside tokens, strided columns; the same bits from every run."""
     q, k, v = torch.randn(3, 2, 70, 2, 24)

@@ -4,6 +4,7 @@ from harness import DTYPES, SHAPES, compare, gradcheck, randn, spread, strided
 from torch.nn.functional import layer_norm as plain
 
 from megacompile.kernels.layer_norm import layer_norm
+from megacompile.kernels.rms_norm import rms_norm
 
 
 def eager(x, weight, bias):
@@ -56,3 +57,13 @@ def test_wide_rows():
     """Past 8192 columns torch takes over the backward, past 32768 the forward too."""
     compare(layer_norm, eager, (randn(6, 9001), randn(9001), randn(9001)), torch.bfloat16)
     compare(layer_norm, eager, (randn(2, 33000), randn(33000), randn(33000)), torch.float16)
+
+
+@pytest.mark.parametrize("columns", [40, 1])
+def test_a_weight_of_another_length_is_refused(columns):
+    x, good, bad = torch.randn(3, 41), torch.ones(41), torch.ones(columns)
+    for weight, bias in ((bad, good), (good, bad)):
+        with pytest.raises(ValueError, match="41 columns"):
+            layer_norm(x, weight, bias)
+    with pytest.raises(ValueError, match="41 columns"):
+        rms_norm(x, bad)

@@ -151,3 +151,23 @@ def test_adamw_is_the_reference():
     torch.testing.assert_close(state[0], other[0], rtol=1e-6, atol=1e-7)
     with pytest.raises(ValueError, match="low halves"):
         adamw_(state[0].bfloat16(), *other[1:], grad, 1e-2, 0.9, 0.95, 1e-8, 0.0, 3)
+
+
+def test_views_are_read_as_what_they_are():
+    """A kernel that walks over memory gets dense copies of what is strided."""
+    x, seeds = torch.randn(300), torch.tensor([[1, 2], [3, 4]])
+    rng = seeds[:, 0]
+    assert torch.equal(stochastic_round(x, rng, 1), stochastic_round_reference(x, rng, 1))
+    codes, scales = (torch.stack((t, t), 1)[:, 0] for t in quantize(x, "dynamic8", 64))
+    again = dequantize(codes, scales, [300], x.dtype, "dynamic8", 64)
+    assert torch.equal(again, dequantize(codes.contiguous(), scales.contiguous(), [300], x.dtype, size=64))
+
+
+def test_writes_beyond_the_arguments_are_refused():
+    state = [torch.zeros(6) for _ in range(3)]
+    rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, 3)
+    for weight, grad in ((torch.zeros(12)[::2], torch.zeros(6)), (torch.zeros(6), torch.zeros(7))):
+        with pytest.raises(ValueError, match="contiguous tensors with as many elements"):
+            adamw_(weight, None, state[1], state[2], grad, *rest)
+    with pytest.raises(ValueError, match="contiguous buckets"):
+        accumulate_gradient(torch.zeros(12)[::2], torch.zeros(6))

@@ -1,0 +1,157 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The Triton kernels of attention's backward: delta, then dq over keys, then dk and dv over queries.
+
+Conventions are those of ``attention_kernels.py``. Traffic: dq reads q and grad once, k and v once per
+block of queries; dk and dv read k and v once, q and grad once per block of keys and member of the group.
+"""
+
+from megacompile.kernels._triton import tl, triton
+from megacompile.kernels.attention_kernels import key_range, load_rows, place, store_rows, visible
+from megacompile.kernels.cross_entropy_tiles import capped
+
+
+@triton.jit
+def attention_delta_kernel(
+    out_ptr, grad_ptr, delta_ptr,
+    out_batch, out_head, out_row, grad_batch, grad_head, grad_row, heads, queries, v_dim,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """delta[i] = sum(out[i] * grad[i]), which is also the softmax's sum of p * dp; reads both once."""
+    batch, head, line, block = place(heads, queries, BLOCK_M)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_V)
+    out_ptr += batch * out_batch + head * out_head
+    grad_ptr += batch * grad_batch + head * grad_head
+    out = load_rows(out_ptr, row, out_row, queries, col, v_dim).to(ACC)
+    grad = load_rows(grad_ptr, row, grad_row, queries, col, v_dim).to(ACC)
+    tl.store(delta_ptr + line * queries + row, tl.sum(out * grad, axis=1), mask=row < queries)
+
+
+@triton.jit
+def statistics(lse_ptr, delta_ptr, row, rows):
+    """(lse, delta) of queries; an infinite lse, and so no probability, for those that see no key."""
+    lse = tl.load(lse_ptr + row, mask=row < rows, other=float("inf"))
+    delta = tl.load(delta_ptr + row, mask=row < rows, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse), delta
+
+
+@triton.jit
+def slope(s, seen, lse, dp, delta, softcap, CAPPED: tl.constexpr):
+    """(p, ds) from scaled scores, before the scale; the arguments broadcast."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    s = capped(s, softcap, CAPPED)
+    p = tl.where(seen, tl.exp2((s - lse) * LOG2E), 0.0)
+    ds = p * (dp - delta)
+    if CAPPED:
+        ds = ds * (1.0 - (s / softcap) * (s / softcap))
+    return p, ds
+
+
+@triton.jit
+def attention_backward_q_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, last_ptr, dq_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    grad_batch, grad_head, grad_row,
+    heads, group, queries, keys, dim, v_dim, scale, window, softcap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: dq of BLOCK_M queries of one head; dq is contiguous."""
+    batch, head, line, block = place(heads, queries, BLOCK_M)
+    start = (tl.cdiv(queries, BLOCK_M) - 1 - block) * BLOCK_M
+    row = start + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    v_col = tl.arange(0, BLOCK_V)
+    q = load_rows(q_ptr + batch * q_batch + head * q_head, row, q_row, queries, col, dim)
+    grad_ptr += batch * grad_batch + head * grad_head
+    grad = load_rows(grad_ptr, row, grad_row, queries, v_col, v_dim)
+    lse, delta = statistics(lse_ptr + line * queries, delta_ptr + line * queries, row, queries)
+    k_ptr += batch * k_batch + (head // group) * k_head
+    v_ptr += batch * v_batch + (head // group) * v_head
+    first_ptr += batch * queries
+    last_ptr += batch * queries
+    offset = keys - queries
+    low, high, first, last = key_range(
+        start, row, first_ptr, last_ptr, offset, keys, window, queries,
+        CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    for begin in range(low, high, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, key, k_row, keys, col, dim)
+        v = load_rows(v_ptr, key, v_row, keys, v_col, v_dim)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
+        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
+        seen = visible(
+            row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
+            CAUSAL, WINDOW, BOUNDED,
+        )  # fmt: skip
+        _, ds = slope(s, seen, lse[:, None], dp, delta[:, None], softcap, CAPPED)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION, out_dtype=ACC)
+    store_rows(dq_ptr + line * queries * dim, row, dim, queries, col, dim, dq * scale)
+
+
+@triton.jit
+def attention_backward_kv_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, last_ptr, dk_ptr, dv_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    grad_batch, grad_head, grad_row,
+    heads, group, queries, keys, dim, v_dim, scale, window, softcap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of BLOCK_N keys of one key head, over all query heads of its group."""
+    groups = heads // group
+    batch, kv_head, kv_line, block = place(groups, keys, BLOCK_N)
+    start = block * BLOCK_N
+    key = start + tl.arange(0, BLOCK_N)
+    col = tl.arange(0, BLOCK_D)
+    v_col = tl.arange(0, BLOCK_V)
+    k = load_rows(k_ptr + batch * k_batch + kv_head * k_head, key, k_row, keys, col, dim)
+    v = load_rows(v_ptr + batch * v_batch + kv_head * v_head, key, v_row, keys, v_col, v_dim)
+    first_ptr += batch * queries
+    last_ptr += batch * queries
+    offset = keys - queries
+    low = 0
+    high = queries
+    if CAUSAL:
+        low = tl.maximum(low, start - offset)
+    if WINDOW:
+        high = tl.minimum(high, start + BLOCK_N - 1 + window - offset)
+        if not CAUSAL:
+            low = tl.maximum(low, start - window + 1 - offset)
+    if BOUNDED:
+        # A document's queries are its keys, so its bounds are those of what sees this key.
+        low = tl.maximum(low, tl.min(tl.load(first_ptr + key, mask=key < keys, other=keys), axis=0))
+        high = tl.minimum(high, tl.max(tl.load(last_ptr + key, mask=key < keys, other=0), axis=0))
+    low = low // BLOCK_M * BLOCK_M
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
+    dv = tl.zeros((BLOCK_N, BLOCK_V), dtype=ACC)
+    for member in range(group):
+        head = kv_head * group + member
+        q_base = q_ptr + batch * q_batch + head * q_head
+        grad_base = grad_ptr + batch * grad_batch + head * grad_head
+        line = (batch * heads + head) * queries
+        for begin in range(low, high, BLOCK_M):
+            row = begin + tl.arange(0, BLOCK_M)
+            q = load_rows(q_base, row, q_row, queries, col, dim)
+            grad = load_rows(grad_base, row, grad_row, queries, v_col, v_dim)
+            lse, delta = statistics(lse_ptr + line, delta_ptr + line, row, queries)
+            first = row
+            last = row
+            if BOUNDED:
+                first = tl.load(first_ptr + row, mask=row < queries, other=keys)
+                last = tl.load(last_ptr + row, mask=row < queries, other=0)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC) * scale
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION, out_dtype=ACC)
+            seen = visible(
+                row[None, :] + offset, key[:, None], keys, first[None, :], last[None, :], window,
+                CAUSAL, WINDOW, BOUNDED,
+            )  # fmt: skip
+            p, ds = slope(s, seen, lse[None, :], dp, delta[None, :], softcap, CAPPED)
+            dv += tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION, out_dtype=ACC)
+            dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION, out_dtype=ACC)
+    store_rows(dk_ptr + kv_line * keys * dim, key, dim, keys, col, dim, dk * scale)
+    store_rows(dv_ptr + kv_line * keys * v_dim, key, v_dim, keys, v_col, v_dim, dv)

@@ -1,0 +1,115 @@
+"""``rms_norm.py``, ``add_rms_norm.py`` and ``layer_norm.py`` in plain torch, a few rows at a time.
+
+Shapes, types and formulas are those of the operators; sums over rows are kept in the type of rstd.
+"""
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._rows import by_rows, flat
+from megacompile.kernels._triton import wide
+
+
+def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
+    """A contiguous tensor of y's shape and type."""
+    if weight is None or not cast_early:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd) in plain torch."""
+    y = empty_output(x, weight, cast_early)
+    rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+    def rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.to(rstd.dtype)
+        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        y = values * scale
+        if weight is None:
+            return y, scale
+        if cast_early:
+            return y.to(x.dtype) * (weight + offset if offset else weight), scale
+        return y * (weight.to(y.dtype) + offset), scale
+
+    by_rows(rows, (flat(x),), (flat(y), rstd.view(-1, 1)))
+    return y, rstd
+
+
+def rms_norm_backward_reference(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    cast_early: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw) in plain torch; dw is empty where there is no weight."""
+    dx, dtype = x.new_empty(x.shape), rstd.dtype
+    dw = x.new_zeros(0 if weight is None else weight.shape[0], dtype=dtype)
+
+    def rows(x: Tensor, rstd: Tensor, grad: Tensor, *grad_sum: Tensor) -> tuple[Tensor, ...]:
+        normal, grad = x.to(dtype) * rstd, grad.to(dtype)
+        sums: tuple[Tensor, ...] = ()
+        if weight is not None:
+            sums = ((grad * (normal.to(x.dtype).to(dtype) if cast_early else normal)).sum(0),)
+            grad = grad * (weight.to(dtype) + offset)
+        dx = (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd
+        return (sum(grad_sum, start=dx), *sums)
+
+    given = [flat(x), rstd.reshape(-1, 1), flat(grad)]
+    given += [] if grad_sum is None else [flat(grad_sum)]
+    by_rows(rows, given, (flat(dx),), () if weight is None else (dw,))
+    return dx, dw.to(x.dtype if weight is None else weight.dtype)
+
+
+def empty_outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd), contiguous."""
+    mean = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) in plain torch."""
+    y, mean, rstd = empty_outputs(x)
+
+    def rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = x.to(mean.dtype)
+        middle = values.mean(-1, keepdim=True)
+        centred = values - middle
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        y = centred * scale
+        if weight is not None:
+            y = y * weight.to(y.dtype)
+        return y if bias is None else y + bias.to(y.dtype), middle, scale
+
+    by_rows(rows, (flat(x),), (flat(y), mean.view(-1, 1), rstd.view(-1, 1)))
+    return y, mean, rstd
+
+
+def layer_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, has_bias: bool, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db) in plain torch."""
+    dx, dtype = x.new_empty(x.shape), rstd.dtype
+    present = weight is not None, has_bias
+    dw, db = (x.new_zeros(x.shape[-1] if there else 0, dtype=dtype) for there in present)
+
+    def rows(x: Tensor, mean: Tensor, rstd: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        normal, grad = (x.to(dtype) - mean) * rstd, grad.to(dtype)
+        sums = [(grad * normal).sum(0)] if weight is not None else []
+        sums += [grad.sum(0)] if has_bias else []
+        if weight is not None:
+            grad = grad * weight.to(dtype)
+        along = (grad * normal).mean(-1, keepdim=True)
+        return (grad - grad.mean(-1, keepdim=True) - normal * along) * rstd, *sums
+
+    given = flat(x), mean.reshape(-1, 1), rstd.reshape(-1, 1), flat(grad)
+    by_rows(rows, given, (flat(dx),), [s for s, there in zip((dw, db), present, strict=True) if there])
+    result = x.dtype if weight is None else weight.dtype
+    return dx, dw.to(result), db.to(result)
