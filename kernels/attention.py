@@ -199,8 +199,7 @@ def backward_triton(
     launch(
         attention_backward_kv_kernel,
         (ceil_div(k.shape[2], tile.block_n) * k.shape[0] * k.shape[1],),
-        *inputs,
-        *(dk, dv),
+        *(*inputs, dk, dv),
         *strides,
         *sizes,
         **_constants(q, v, rule, bounds, tile),
@@ -209,8 +208,7 @@ def backward_triton(
     launch(
         attention_backward_q_kernel,
         (ceil_div(q.shape[2], tile.block_m) * q.shape[0] * q.shape[1],),
-        *inputs,
-        dq,
+        *(*inputs, dq),
         *strides,
         *sizes,
         **_constants(q, v, rule, bounds, tile),
