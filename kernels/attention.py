@@ -49,6 +49,7 @@ from megacompile.kernels.attention_kernels import attention_forward_kernel
 from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference, sink_gradient
 
 MAX_DIM = 256
+MAX_GRID = 65535  # CUDA's, beyond the first dimension
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def forward_triton(
     first, last = _bounds(bounds, q, lse)
     launch(
         attention_forward_kernel,
-        (ceil_div(queries, tile.block_m) * batch * heads,),
+        (ceil_div(queries, tile.block_m), heads, batch),
         *(q, k, v, pointer(sinks, lse), first, last, out, lse),
         *q.stride()[:3],
         *k.stride()[:3],
@@ -163,7 +164,7 @@ def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
     block_m = max(16, 4096 // block)
     launch(
         attention_delta_kernel,
-        (ceil_div(queries, block_m) * batch * heads,),
+        (ceil_div(queries, block_m), heads, batch),
         *(out, grad, delta),
         *out.stride()[:3],
         *grad.stride()[:3],
@@ -198,7 +199,7 @@ def backward_triton(
     tile = tile_for("kv", q, v)
     launch(
         attention_backward_kv_kernel,
-        (ceil_div(k.shape[2], tile.block_n) * k.shape[0] * k.shape[1],),
+        (ceil_div(k.shape[2], tile.block_n), k.shape[1], k.shape[0]),
         *(*inputs, dk, dv),
         *strides,
         *sizes,
@@ -207,7 +208,7 @@ def backward_triton(
     tile = tile_for("q", q, v)
     launch(
         attention_backward_q_kernel,
-        (ceil_div(q.shape[2], tile.block_m) * q.shape[0] * q.shape[1],),
+        (ceil_div(q.shape[2], tile.block_m), q.shape[1], q.shape[0]),
         *(*inputs, dq),
         *strides,
         *sizes,
@@ -217,11 +218,13 @@ def backward_triton(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these: heads up to 256 wide; on a GPU, 16-bit types.
+    """Whether the kernels take these: heads up to 256 wide, a grid that fits; on a GPU, 16-bit types.
 
     Exact float32 products run beside the tensor cores, where every tile that was tried spills.
     """
-    return max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
+    batch, heads = q.shape[:2]
+    fits = max(batch, heads) <= MAX_GRID and batch * heads < 1 << 31
+    return fits and max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
 
 
 def _rule(q: Tensor, k: Tensor, scale: float, causal: bool, window: int, softcap: float) -> Rule:

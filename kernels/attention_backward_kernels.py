@@ -6,7 +6,7 @@ block of queries; dk and dv read k and v once, q and grad once per block of keys
 """
 
 from megacompile.kernels._triton import tl, triton
-from megacompile.kernels.attention_kernels import key_range, load_rows, place, store_rows, visible
+from megacompile.kernels.attention_kernels import key_range, load_rows, matrix, place, store_rows, visible
 from megacompile.kernels.cross_entropy_tiles import capped
 
 
@@ -17,14 +17,14 @@ def attention_delta_kernel(
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """delta[i] = sum(out[i] * grad[i]), which is also the softmax's sum of p * dp; reads both once."""
-    batch, head, line, block = place(heads, queries, BLOCK_M)
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch, head, line = place(heads)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_V)
-    out_ptr += batch * out_batch + head * out_head
-    grad_ptr += batch * grad_batch + head * grad_head
+    out_ptr = matrix(out_ptr, batch, out_batch, head, out_head)
+    grad_ptr = matrix(grad_ptr, batch, grad_batch, head, grad_head)
     out = load_rows(out_ptr, row, out_row, queries, col, v_dim).to(ACC)
     grad = load_rows(grad_ptr, row, grad_row, queries, col, v_dim).to(ACC)
-    tl.store(delta_ptr + line * queries + row, tl.sum(out * grad, axis=1), mask=row < queries)
+    tl.store(delta_ptr + line.to(tl.int64) * queries + row, tl.sum(out * grad, axis=1), mask=row < queries)
 
 
 @triton.jit
@@ -58,19 +58,20 @@ def attention_backward_q_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M queries of one head; dq is contiguous."""
-    batch, head, line, block = place(heads, queries, BLOCK_M)
-    start = (tl.cdiv(queries, BLOCK_M) - 1 - block) * BLOCK_M
+    batch, head, line = place(heads)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     v_col = tl.arange(0, BLOCK_V)
-    q = load_rows(q_ptr + batch * q_batch + head * q_head, row, q_row, queries, col, dim)
-    grad_ptr += batch * grad_batch + head * grad_head
+    q = load_rows(matrix(q_ptr, batch, q_batch, head, q_head), row, q_row, queries, col, dim)
+    grad_ptr = matrix(grad_ptr, batch, grad_batch, head, grad_head)
     grad = load_rows(grad_ptr, row, grad_row, queries, v_col, v_dim)
-    lse, delta = statistics(lse_ptr + line * queries, delta_ptr + line * queries, row, queries)
-    k_ptr += batch * k_batch + (head // group) * k_head
-    v_ptr += batch * v_batch + (head // group) * v_head
-    first_ptr += batch * queries
-    last_ptr += batch * queries
+    at = line.to(tl.int64) * queries
+    lse, delta = statistics(lse_ptr + at, delta_ptr + at, row, queries)
+    k_ptr = matrix(k_ptr, batch, k_batch, head // group, k_head)
+    v_ptr = matrix(v_ptr, batch, v_batch, head // group, v_head)
+    first_ptr += batch.to(tl.int64) * queries
+    last_ptr += batch.to(tl.int64) * queries
     offset = keys - queries
     low, high, first, last = key_range(
         start, row, first_ptr, last_ptr, offset, keys, window, queries,
@@ -89,7 +90,7 @@ def attention_backward_q_kernel(
         )  # fmt: skip
         _, ds = slope(s, seen, lse[:, None], dp, delta[:, None], softcap, CAPPED)
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(dq_ptr + line * queries * dim, row, dim, queries, col, dim, dq * scale)
+    store_rows(dq_ptr + line.to(tl.int64) * queries * dim, row, dim, queries, col, dim, dq * scale)
 
 
 @triton.jit
@@ -103,16 +104,15 @@ def attention_backward_kv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys of one key head, over all query heads of its group."""
-    groups = heads // group
-    batch, kv_head, kv_line, block = place(groups, keys, BLOCK_N)
-    start = block * BLOCK_N
+    batch, kv_head, kv_line = place(heads // group)
+    start = tl.program_id(0) * BLOCK_N
     key = start + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     v_col = tl.arange(0, BLOCK_V)
-    k = load_rows(k_ptr + batch * k_batch + kv_head * k_head, key, k_row, keys, col, dim)
-    v = load_rows(v_ptr + batch * v_batch + kv_head * v_head, key, v_row, keys, v_col, v_dim)
-    first_ptr += batch * queries
-    last_ptr += batch * queries
+    k = load_rows(matrix(k_ptr, batch, k_batch, kv_head, k_head), key, k_row, keys, col, dim)
+    v = load_rows(matrix(v_ptr, batch, v_batch, kv_head, v_head), key, v_row, keys, v_col, v_dim)
+    first_ptr += batch.to(tl.int64) * queries
+    last_ptr += batch.to(tl.int64) * queries
     offset = keys - queries
     low = 0
     high = queries
@@ -131,9 +131,9 @@ def attention_backward_kv_kernel(
     dv = tl.zeros((BLOCK_N, BLOCK_V), dtype=ACC)
     for member in range(group):
         head = kv_head * group + member
-        q_base = q_ptr + batch * q_batch + head * q_head
-        grad_base = grad_ptr + batch * grad_batch + head * grad_head
-        line = (batch * heads + head) * queries
+        q_base = matrix(q_ptr, batch, q_batch, head, q_head)
+        grad_base = matrix(grad_ptr, batch, grad_batch, head, grad_head)
+        line = (batch * heads + head).to(tl.int64) * queries
         for begin in range(low, high, BLOCK_M):
             row = begin + tl.arange(0, BLOCK_M)
             q = load_rows(q_base, row, q_row, queries, col, dim)
@@ -153,5 +153,5 @@ def attention_backward_kv_kernel(
             p, ds = slope(s, seen, lse[None, :], dp, delta[None, :], softcap, CAPPED)
             dv += tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION, out_dtype=ACC)
             dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(dk_ptr + kv_line * keys * dim, key, dim, keys, col, dim, dk * scale)
-    store_rows(dv_ptr + kv_line * keys * v_dim, key, v_dim, keys, v_col, v_dim, dv)
+    store_rows(dk_ptr + kv_line.to(tl.int64) * keys * dim, key, dim, keys, col, dim, dk * scale)
+    store_rows(dv_ptr + kv_line.to(tl.int64) * keys * v_dim, key, v_dim, keys, v_col, v_dim, dv)

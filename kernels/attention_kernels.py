@@ -3,10 +3,10 @@
 
 Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous.
 ``first`` and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2.
-Products take 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are flat, heads
-times blocks, since CUDA ends at 65535 in its other dimensions; head and row are int64 where they meet
-a stride: a head's offset passes 2**31 in long sequences. Traffic: q once; k and v once per block of
-queries that sees them.
+Products take 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are blocks x heads x
+batch: with one flat dimension, what divides it stays live, and two kernels spill on 8.6 and 8.9. Head
+and row are int64 where they meet a stride: a head's offset passes 2**31 in long sequences. Traffic: q
+once; k and v once per block of queries that sees them.
 """
 
 from megacompile.kernels._triton import tl, triton
@@ -57,11 +57,15 @@ def key_range(
 
 
 @triton.jit
-def place(heads, rows, BLOCK: tl.constexpr):
-    """(batch, head, both as one index, block of rows) of this program; int64 but for the block."""
-    blocks = tl.cdiv(rows, BLOCK)
-    line = (tl.program_id(0) // blocks).to(tl.int64)
-    return line // heads, line % heads, line, tl.program_id(0) % blocks
+def place(heads):
+    """(batch, head, both as one index) of this program; its block of rows is the grid's first axis."""
+    return tl.program_id(2), tl.program_id(1), tl.program_id(2) * heads + tl.program_id(1)
+
+
+@triton.jit
+def matrix(ptr, batch, batch_stride, head, head_stride):
+    """Where the matrix of one head begins; its offset is int64."""
+    return ptr + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
 
 
 @triton.jit
@@ -91,16 +95,16 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; long rows (late queries) start first."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    batch, head, line, block = place(heads, queries, BLOCK_M)
-    start = (tl.cdiv(queries, BLOCK_M) - 1 - block) * BLOCK_M
+    batch, head, line = place(heads)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     v_col = tl.arange(0, BLOCK_V)
-    q = load_rows(q_ptr + batch * q_batch + head * q_head, row, q_row, queries, col, dim)
-    k_ptr += batch * k_batch + (head // group) * k_head
-    v_ptr += batch * v_batch + (head // group) * v_head
-    first_ptr += batch * queries
-    last_ptr += batch * queries
+    q = load_rows(matrix(q_ptr, batch, q_batch, head, q_head), row, q_row, queries, col, dim)
+    k_ptr = matrix(k_ptr, batch, k_batch, head // group, k_head)
+    v_ptr = matrix(v_ptr, batch, v_batch, head // group, v_head)
+    first_ptr += batch.to(tl.int64) * queries
+    last_ptr += batch.to(tl.int64) * queries
     offset = keys - queries
     low, high, first, last = key_range(
         start, row, first_ptr, last_ptr, offset, keys, window, queries,
@@ -138,6 +142,6 @@ def attention_forward_kernel(
         top = above
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
     lse = (top + tl.log2(total)) / LOG2E
-    tl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
-    out_ptr += batch * out_batch + head * out_head
+    tl.store(lse_ptr + line.to(tl.int64) * queries + row, lse, mask=row < queries)
+    out_ptr = matrix(out_ptr, batch, out_batch, head, out_head)
     store_rows(out_ptr, row, out_row, queries, v_col, v_dim, out)

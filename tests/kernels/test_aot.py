@@ -93,6 +93,13 @@ def test_grids_of_many_heads_and_tokens_fit() -> None:
         assert launch.grid[0] < 1 << 31 and max(launch.grid[1:], default=1) < 1 << 16
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(1 << 16, 1), (1, 1 << 16), (65535, 65535)])
+def test_attention_leaves_longer_grids_to_its_reference(batch: int, heads: int) -> None:
+    one = torch.empty((1, 1, 16, 64), dtype=torch.bfloat16, device="meta")
+    many = one.expand(batch, heads, 16, 64)
+    assert attention.supports(one, one, one) and not attention.supports(many, many, many)
+
+
 def row(**changed: object) -> Resources:
     values = {
         "module": "m",
