@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.padding import bucketed, hides_padding, pad_batch
-from megacompile.capture.snapshot import Frozen
+from megacompile.capture.snapshot import Frozen, model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -105,15 +105,17 @@ class Session:
             )
         if not evaluate:
             self._frozen.check()
-        return [self._read(item, evaluate) for item in items]
+        settings = model_settings(self.model, evaluate=evaluate)  # once for all of them
+        return [self._read(item, evaluate, settings) for item in items]
 
-    def _read(self, item: Any, evaluate: bool) -> Batch:
+    def _read(self, item: Any, evaluate: bool, settings: bytes) -> Batch:
         own_loss = self.compiler.has_loss_fn
-        batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss)
+        batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
         if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
             longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
             if longer is not None:
-                batch = self._padded(batch, read_batch(longer, self.model, evaluate=evaluate), evaluate)
+                padded = read_batch(longer, self.model, evaluate=evaluate, settings=settings)
+                batch = self._padded(batch, padded, evaluate)
         check_signature(self.model, batch)
         return batch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +12,14 @@ from torch import nn
 
 from megacompile.schedule.plots import _layers, loss_curve, memory_timeline
 from megacompile.step.operations import Op, Step, memory_curve, peak_bytes
+from tests.examples import load_example
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "demo.py"
-    spec = importlib.util.spec_from_file_location("demo", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("demo")
 
 
 def two_blocks() -> Step:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,15 +10,12 @@ import pytest
 import torch
 import transformers
 
+from tests.examples import load_example
+
 
 @pytest.fixture(scope="module")
 def finetune() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "finetune.py"
-    spec = importlib.util.spec_from_file_location("finetune", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["finetune"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("finetune")
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture.snapshot import settings_of
+from megacompile.capture.snapshot import model_settings
 from tests.reference import EagerTrainer
 
 BATCH = {"x": torch.linspace(-1, 1, 16).view(2, 8)}
@@ -86,9 +86,9 @@ def test_settings_tell_values_apart_that_are_equal() -> None:
     seen = set()
     for value in (1, 1.0, True, "1", None, 0.0, -0.0):
         model.scale = value  # type: ignore[assignment]
-        seen.add(settings_of(model, evaluate=False))
-        assert settings_of(model, evaluate=False) in seen
+        seen.add(model_settings(model, evaluate=False))
+        assert model_settings(model, evaluate=False) in seen
     assert len(seen) == 7
     model.eval()
-    assert settings_of(model, evaluate=False) not in seen
-    assert settings_of(model, evaluate=True) == settings_of(model.train(), evaluate=True)
+    assert model_settings(model, evaluate=False) not in seen
+    assert model_settings(model, evaluate=True) == model_settings(model.train(), evaluate=True)

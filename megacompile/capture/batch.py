@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.snapshot import settings_of
+from megacompile.capture.snapshot import model_settings
 from megacompile.errors import MegacompileError
 
 
@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def settings(self) -> bytes:
-        """What the model was set to; see :func:`settings_of`."""
+        """What the model was set to; see :func:`model_settings`."""
         settings: bytes = self.key[2]
         return settings
 
@@ -53,10 +53,18 @@ def is_transformers(model: nn.Module) -> bool:
     return not bases.isdisjoint({"transformers", "peft"})
 
 
-def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mask: bool = False) -> Batch:
+def read_batch(
+    batch: Any,
+    model: nn.Module,
+    *,
+    evaluate: bool = False,
+    keep_mask: bool = False,
+    settings: bytes | None = None,
+) -> Batch:
     """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position.
 
-    ``keep_mask`` keeps an attention mask of all ones, for a loss function that may read it.
+    ``keep_mask`` keeps an attention mask of all ones, for a loss function that may read it; ``settings`` are
+    the model's, where they were read already.
     """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -77,7 +85,8 @@ def read_batch(batch: Any, model: nn.Module, *, evaluate: bool = False, keep_mas
     if not any(isinstance(leaf, Tensor) for leaf in flat):
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
     shapes = tuple(_described(leaf) for leaf in flat)
-    settings = settings_of(model, evaluate=evaluate)
+    if settings is None:
+        settings = model_settings(model, evaluate=evaluate)
     return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate))
 
 

@@ -16,7 +16,7 @@ _TORCHS = frozenset(vars(nn.Module()))  # what every module has
 _EXACT = 2  # a version of marshal whose bytes depend on types and values alone, not on who shares an object
 
 
-def settings_of(model: nn.Module, *, evaluate: bool) -> bytes:
+def model_settings(model: nn.Module, *, evaluate: bool) -> bytes:
     """Types and plain attributes (numbers, strings, None) of all modules, and which buffers they hold.
 
     Equal bytes mean equal values: 1, 1.0 and True differ. In eval mode nothing depends on ``training``.

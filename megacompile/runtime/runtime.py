@@ -105,7 +105,7 @@ class Runtime:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for an update."""
-        return bool(self._held.landed or self.resident.landed)
+        return bool(self.landed)
 
     def drop_gradients(self) -> None:
         """Forget the gradients that wait."""
