@@ -17,7 +17,7 @@ from megacompile.capture.captured import Captured
 from megacompile.fuse.match import aten, is_call, operands, value
 from megacompile.tile.experts import Bank, banks
 from megacompile.tile.head import FUSED
-from megacompile.tile.rewrite import Cuts
+from megacompile.tile.rewrite import Cuts, is_matmul
 from megacompile.tile.rows import gathers
 
 LEAST_PIECE = 1 << 20
@@ -99,6 +99,8 @@ def _reads_rows(user: fx.Node, node: fx.Node, found: list[Bank]) -> bool:
         return args[0] is node and not any(args[3:])
     if is_call(user, aten.linear.default, FUSED):
         return node in args[1:3] and node is not args[0] and not user.kwargs
+    if is_matmul(user):
+        return args[-1] is node
     return any(node in bank.weights and _feeds(user, bank) for bank in found)
 
 

@@ -3,22 +3,24 @@
 In: :class:`~megacompile.capture.captured.Captured` and the rows at which parameters are cut. Out: the same
 with a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``,
 and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
-piece by piece, or leaves that to the host (``rows``), a linear layer computes some of its outputs, a head
-adds to the loss what one range of the vocabulary does (``head``), a bank computes some of its experts
-(``experts``). Anything else that reads a cut parameter is given the pieces put together, which is right for
-every operator and saves nothing.
+piece by piece, or leaves that to the host (``rows``), a linear layer computes some of its outputs, a product
+with [inputs, outputs] uses some of its inputs, a head adds to the loss what one range of the vocabulary does
+(``head``), a bank computes some of its experts (``experts``). Anything else that reads a cut parameter is
+given the pieces put together, which is right for every operator and saves nothing.
 Invariant: no tile reads more than one piece of a parameter.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from megacompile.capture.captured import Captured
-from megacompile.fuse.match import aten, is_call, operands
+from megacompile.fuse.match import aten, is_call, operands, value
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import NearMiss
 from megacompile.tile.experts import banks, tile_bank
@@ -63,6 +65,8 @@ def tile(captured: Captured, cuts: Cuts, *, gather: bool = False) -> Tiled:
             _tile_embedding(graph, node)
         elif is_call(node, aten.linear.default) and graph.cuts(operands(node)[1]):
             _tile_linear(graph, node)
+        elif is_matmul(node) and graph.cuts(operands(node)[-1]):
+            _tile_product(graph, node)
     return Tiled(graph.finish(), cuts, left)
 
 
@@ -73,6 +77,14 @@ def _with_fused_heads(captured: Captured, cut: set[str]) -> tuple[Captured, tupl
     if any(operands(n)[1].name in cut for n in heads):
         return fused, report.near_misses
     return captured, report.near_misses
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node is ``x @ weight``, with a bias or without, over a matrix [inputs, outputs]."""
+    if not is_call(node, aten.addmm.default, aten.mm.default, aten.matmul.default) or node.kwargs:
+        return False
+    *_, x, weight = operands(node)
+    return weight not in operands(node)[:-1] and value(weight).ndim == 2 and value(x).ndim >= 2
 
 
 def _tile_embedding(graph: TileGraph, node: fx.Node) -> None:
@@ -121,4 +133,29 @@ def _tile_linear(graph: TileGraph, node: fx.Node) -> None:
             outputs.append(emit.call(aten.linear.default, x, piece.node, own))
     joined = emit.call(aten.cat.default, outputs, -1)
     node.replace_all_uses_with(joined)
+    graph.graph.erase_node(node)
+
+
+def _tile_product(graph: TileGraph, node: fx.Node) -> None:
+    """``bias + x @ weight``: each piece multiplies some of the inputs; products are added in float32.
+
+    Inputs are copied apart first, so that all tiles of a size share one template and each hands back the
+    gradient of its own inputs alone.
+    """
+    *bias, x, weight = operands(node)
+    emit = graph.site(node)
+    pieces, narrow = graph.pieces[weight], value(node).dtype in (torch.bfloat16, torch.float16)
+    parts = emit.call(aten.split_with_sizes.default, x, [p.rows for p in pieces], -1)
+    given = [emit.call(aten.clone.default, emit.call(operator.getitem, parts, i)) for i in range(len(pieces))]
+    total: fx.Node | None = None
+    for own, piece in zip(given, pieces, strict=True):
+        with emit.tile(piece.label):
+            product = emit.call(aten.matmul.default, own, piece.node)
+            if narrow:
+                product = emit.call(aten._to_copy.default, product, dtype=torch.float32)
+            total = product if total is None else emit.call(aten.add.Tensor, total, product)
+    assert total is not None
+    total = emit.call(aten.add.Tensor, total, *bias) if bias else total
+    total = emit.call(aten._to_copy.default, total, dtype=value(node).dtype) if narrow else total
+    node.replace_all_uses_with(total)
     graph.graph.erase_node(node)
