@@ -6,6 +6,7 @@ state and waiting gradients where the next step wants them, and what is left aft
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -161,6 +162,7 @@ class Runtime:
 def _end(held: Held) -> None:
     """Close the device of a runtime that was dropped, before its memory goes.
 
-    One of the threads that shall end may have dropped it, so another one waits for them.
+    One of the threads that shall end may have dropped it: another one waits for them, the process for that.
     """
-    threading.Thread(target=lambda: held.device.close(), daemon=True).start()
+    if not sys.is_finalizing():  # then nothing runs any more
+        threading.Thread(target=lambda: held.device.close()).start()

@@ -8,9 +8,12 @@ caller at its next wait.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -21,6 +24,9 @@ from megacompile.step.operations import Event
 
 Trace = list[tuple[Event, float, float]]
 """What one step did: (event, start, end) of each operation, in seconds of ``time.perf_counter``."""
+
+EXIT_SECONDS = 30.0
+"""How long the end of the process waits for operations that are running."""
 
 Task = tuple[int, Callable[[], object], tuple[threading.Event, ...], threading.Event, Event, Trace]
 
@@ -38,6 +44,7 @@ class Workers:
         self._failure: tuple[int, BaseException] | None = None
         self._dead = range(0)  # steps that failed: what they still have in queues is left out
         self._closed = False
+        self._pid = os.getpid()
         self._queues: dict[str, SimpleQueue[Any]] = {name: SimpleQueue() for name in works}
         self._threads = [
             threading.Thread(target=work, args=(name,), name=f"megacompile-{name}", daemon=True)
@@ -45,6 +52,7 @@ class Workers:
         ]
         for thread in self._threads:
             thread.start()
+        _alive.add(self)
 
     def attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
         """What an operation of ``step`` returns; None where it fails, or is left out after a failure."""
@@ -74,6 +82,31 @@ class Workers:
             queue.put(None)
         for thread in self._threads:
             thread.join()
+
+    def abandon(self, deadline: float) -> None:
+        """End all threads after the operations that they are at; what is queued is left out.
+
+        ``deadline`` is a time of ``time.monotonic``: one that is stuck does not keep the process.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the threads
+        self._closed = True
+        self._dead = range(self.step + 1)
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_alive: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    """Leave no thread inside torch when the interpreter goes: one that is ended there aborts the process."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for workers in list(_alive):
+        workers.abandon(deadline)
 
 
 class Streams(Workers):
