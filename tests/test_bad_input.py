@@ -94,7 +94,7 @@ def test_wrong_batches() -> None:
         program.train_step({})
     with pytest.raises(megacompile.MegacompileError, match="empty"):
         program.train_step([])
-    with pytest.raises(megacompile.ProgramError, match=r"first.* failed on this batch: .*dtype"):
+    with pytest.raises(megacompile.CaptureError, match=r"first multiplies torch\.float32 by torch\.int64"):
         program.train_step({"x": good["x"].long(), "y": good["y"]})
     assert math.isfinite(program.train_step(good).loss)
     program.close()
@@ -240,6 +240,21 @@ def test_models_that_would_train_wrong(model: type[nn.Module], words: str) -> No
     with pytest.raises(megacompile.CaptureError, match=words):
         compile_plain(module, example_batch=batch_for("plain"))
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+def test_floats_of_another_dtype_than_the_models_are_named() -> None:
+    floats = batch_for("plain")
+    program = megacompile.compile(Plain(), "1GB")
+    with pytest.raises(megacompile.CaptureError, match=r"by torch\.float32: cast .* compute_dtype="):
+        program.train_step(floats)
+    program = megacompile.compile(nn.Conv1d(4, 4, 3), "1GB", loss_fn=lambda out, batch: out.mean())
+    with pytest.raises(megacompile.CaptureError, match="must have the dtype in which the model computes"):
+        program.train_step(torch.randn(2, 4, 8))
+
+
+def test_a_mistake_in_the_users_own_code_is_told_as_it_is() -> None:
+    with pytest.raises(megacompile.CaptureError, match=r"fails: TypeError: .*2 were given\.$"):
+        compile_plain(nn.Linear(4, 4), loss_fn=lambda out: out.mean(), example_batch=torch.randn(2, 4))
 
 
 def test_frozen_batch_norm_is_fine() -> None:

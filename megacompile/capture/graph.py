@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.captured import Captured, module_path, strip
 from megacompile.capture.forms import Form, fake_copy
-from megacompile.capture.refusals import no_own_gradients, refuse_writes
+from megacompile.capture.refusals import no_own_gradients, refuse_mixed_products, refuse_writes
 from megacompile.capture.substitute import our_operators
 from megacompile.errors import BudgetError, CaptureError
 
@@ -185,6 +185,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     _clean(graph)
+    refuse_mixed_products(graph)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
     if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
         raise CaptureError(
@@ -267,8 +268,10 @@ def _explain(error: Exception, model: nn.Module) -> str:
     if frames:
         frame = frames[-1]
         where = f" at {Path(frame.filename).name}:{frame.lineno} ({frame.line})"
-    first_line = (str(error).strip().splitlines() or ["no message"])[0]
-    return (
-        f"The forward of {type(model).__name__} cannot be captured{where}: {first_line} "
-        "Its control flow and shapes must not depend on the values of tensors."
-    )
+    first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+    if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
+        return f"The forward of {type(model).__name__} fails{where}: {type(error).__name__}: {first_line}."
+    hint = "its control flow and shapes must not depend on the values of tensors"
+    if "should be the same" in first_line or "dtype" in first_line:
+        hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
+    return f"The forward of {type(model).__name__} cannot be captured{where}: {first_line}; {hint}."

@@ -15,6 +15,11 @@ from megacompile.capture.captured import module_path
 from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
+aten = torch.ops.aten
+_PRODUCTS = {
+    getattr(aten, name).default
+    for name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution")
+}
 _AS_TORCH_WOULD = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 """Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
 
@@ -70,3 +75,17 @@ def refuse_writes(exported: torch.export.ExportedProgram) -> None:
                     f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
                     "between steps, on program.state_dict() and load_state_dict()."
                 )
+
+
+def refuse_mixed_products(graph: fx.Graph) -> None:
+    """Refuse a product of two dtypes, which tracing lets pass and running does not."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _PRODUCTS:
+            continue
+        values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+        dtypes = sorted({str(v.dtype) for v in values if isinstance(v, Tensor)})
+        if len(dtypes) > 1:
+            raise CaptureError(
+                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: cast the batch's "
+                "floats to the dtype in which the model computes, or choose another one by compute_dtype=."
+            )
