@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.snapshot import refuse_gradient_hooks
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
@@ -156,7 +157,7 @@ def _check(
         raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
     if on_nonfinite not in (None, "skip", "raise"):
         raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
-    _refuse_hooks(model)
+    refuse_gradient_hooks(model)
     empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
     if weights is None and empty is not None:
         raise MegacompileError(
@@ -190,21 +191,6 @@ def _announce(compute_dtype: torch.dtype) -> None:
             "compute_dtype=torch.float32 gives full precision from end to end"
         )
     print(f"megacompile: {text}", file=sys.stderr)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Hooks on gradients would silently never run: gradients leave the device block by block."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise MegacompileError(
-                f"The parameter {name} has a gradient hook, which would never run: remove it."
-            )
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise MegacompileError(
-                f"The module {name or type(model).__name__} has a backward hook, which would never "
-                "run: remove it."
-            )
 
 
 __all__ = ["BudgetError", "MegacompileError", "Program", "compile"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.padding import bucketed, hides_padding, pad_batch
-from megacompile.capture.snapshot import Frozen, model_settings
+from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -108,7 +108,7 @@ class Session:
         settings = model_settings(self.model, evaluate=evaluate)  # once for all of them
         return [self._read(item, evaluate, settings) for item in items]
 
-    def _read(self, item: Any, evaluate: bool, settings: bytes) -> Batch:
+    def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
         own_loss = self.compiler.has_loss_fn
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
         if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.snapshot import model_settings
+from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.errors import MegacompileError
 
 
@@ -37,9 +37,9 @@ class Batch:
         return int(first.numel()) if first.dim() <= 2 else int(first.shape[0])
 
     @property
-    def settings(self) -> bytes:
-        """What the model was set to; see :func:`model_settings`."""
-        settings: bytes = self.key[2]
+    def settings(self) -> ModelSettings:
+        """What the model was set to."""
+        settings: ModelSettings = self.key[2]
         return settings
 
     @property
@@ -59,7 +59,7 @@ def read_batch(
     *,
     evaluate: bool = False,
     keep_mask: bool = False,
-    settings: bytes | None = None,
+    settings: ModelSettings | None = None,
 ) -> Batch:
     """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position.
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.capture.snapshot import tensors_of
+
 Form = tuple[torch.dtype, tuple[int, ...]]
 """How a parameter computes: its dtype and its dense strides."""
 
@@ -39,6 +41,7 @@ def fake_copy(
 ) -> nn.Module:
     """A structural copy of ``model`` whose parameters and buffers are fake CPU tensors.
 
+    Other tensors that its modules hold are the model's own, so that what is done to them is seen.
     Parameters named in ``trained`` require a gradient.
     """
     memo: dict[int, Any] = {}
@@ -51,6 +54,7 @@ def fake_copy(
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
             )
+    memo |= {id(t): t for t in tensors_of(model) if id(t) not in memo}
     return copy.deepcopy(model, memo)
 
 
