@@ -330,6 +330,13 @@ class Compiler:
                 f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "
                 "give compile an example_batch that uses every parameter."
             )
+        given = {group for block in assembly.work.blocks for group, _ in block.grad_groups}
+        untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
+        if untrained:
+            raise MegacompileError(
+                f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the first "
+                "one had no gradient: give compile an example_batch that trains every parameter."
+            )
 
 
 def _stores(planned: Planned) -> bool:

@@ -106,3 +106,46 @@ def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorde
     for name, parameter in eager.named_parameters():
         torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
     program.close()
+
+
+class Detached(nn.Module):
+    """A layer whose values reach the loss, but its gradient only where the batch lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor, cut: bool) -> Tensor:
+        h = self.first(x)
+        return nn.functional.mse_loss(self.second(h.detach() if cut else h), y)
+
+
+def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
+    """As in torch, whose optimizers pass over parameters without a gradient; a zero one is something else."""
+    torch.manual_seed(0)
+    model = Detached()
+    eager = copy.deepcopy(model)
+    plain = torch.optim.AdamW(eager.parameters(), lr=1e-2, weight_decay=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    for index, cut in enumerate((False, True, True, False)):
+        values = {**batch(index), "cut": cut}
+        program.train_step(values)
+        plain.zero_grad()
+        eager(**values).backward()
+        plain.step()
+    state = program.state_dict()
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+    program.close()
+
+
+def test_a_parameter_that_gets_its_first_gradient_later_is_named() -> None:
+    model = Detached()
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), compute_dtype=torch.float32
+    )
+    program.train_step({**batch(0), "cut": True})
+    with pytest.raises(megacompile.MegacompileError, match=r"trains the parameter first\.weight"):
+        program.train_step({**batch(0), "cut": False})
+    program.close()

@@ -117,6 +117,7 @@ class _Builder:
         self.values_by_id: dict[int, Value] = {}
         self.templates: dict[str, Template] = {}
         self.crossing = self._crossing()
+        self.reached = self._reached()
 
     def _crossing(self) -> list[list[fx.Node]]:
         """Per block, the nodes that later blocks (or the output) read; views give way to their base."""
@@ -136,6 +137,14 @@ class _Builder:
         (loss,) = output.args[0]
         assert isinstance(loss, fx.Node)
         return loss
+
+    def _reached(self) -> set[fx.Node]:
+        """Nodes that the loss has a gradient for, should they require one: detach hands none on."""
+        found = {self._loss_node()}
+        for node in reversed(self.captured.graph.nodes):
+            if node in found and node.target is not torch.ops.aten.detach.default:
+                found.update(n for n in node.all_input_nodes if _differentiable(n))
+        return found
 
     def build(self) -> Partition:
         batch_values = {}
@@ -176,10 +185,11 @@ class _Builder:
         graph, inputs = self._subgraph(index, nodes)
         kinds = tuple(i.kind for i in inputs)
         grads = tuple(self._needs_grad(i) for i in inputs)
-        digest = _digest(graph, kinds, grads)
+        reached = tuple(node in self.reached for node in self.crossing[index])
+        digest = _digest(graph, kinds, (*grads, *reached))
         template = self.templates.get(digest)
         if template is None:
-            template = self._template(name, graph, kinds, grads, digest)
+            template = self._template(name, graph, kinds, grads, reached, digest)
             self.templates[digest] = template
         outputs = tuple(
             self._value(node, index, grad).id
@@ -254,6 +264,7 @@ class _Builder:
         graph: fx.Graph,
         kinds: tuple[InputKind, ...],
         grads: tuple[bool, ...],
+        reached: tuple[bool, ...],
         digest: str,
     ) -> Template:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -265,9 +276,14 @@ class _Builder:
                 for n, grad in zip(placeholders, grads, strict=True)
             )
             outputs = fx.Interpreter(fx.GraphModule({}, graph)).run(*examples)
-        out_grads = tuple(bool(o.requires_grad) for o in outputs)
+        out_grads = tuple(o.requires_grad and r for o, r in zip(outputs, reached, strict=True))
         share = min((n.meta.get(SHARE, 1.0) for n in graph.nodes), default=1.0)
         return Template(len(self.templates), name, graph, kinds, examples, out_grads, digest, share)
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _base_name(node: fx.Node) -> str:
