@@ -334,8 +334,8 @@ class Compiler:
         untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
         if untrained:
             raise MegacompileError(
-                f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the first "
-                "one had no gradient: give compile an example_batch that trains every parameter."
+                f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the "
+                "first one had no gradient: give compile an example_batch that trains every parameter."
             )
 
 

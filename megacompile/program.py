@@ -27,6 +27,7 @@ from megacompile.host.state import HostState
 from megacompile.machine.measured import align
 from megacompile.machine.rates import Machine
 from megacompile.plan.plan import Mode, Plan
+from megacompile.runtime.calls import alone
 from megacompile.runtime.results import Memory, StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.schedule.schedule import Schedule
@@ -46,6 +47,7 @@ class Program:
 
     # ---- training --------------------------------------------------------------------------------
 
+    @alone
     def train_step(self, batch: Any, *, weights: Sequence[float] | None = None) -> StepOutput:
         """One optimizer step on a batch (a dict, a tuple or a tensor), or on a list of micro-batches.
 
@@ -70,6 +72,7 @@ class Program:
             raise
         return StepOutput(self._session, results, weights)
 
+    @alone
     def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
         """Add the gradient of ``weight`` times the batch's loss to those that wait on the host."""
         self._ready()
@@ -80,6 +83,7 @@ class Program:
             losses += self._session.run([one], Mode("accumulate"), [weight]).losses
         return StepOutput(self._session, StepResults(losses), weights)
 
+    @alone
     def optimizer_step(self) -> StepOutput:
         """Apply the gradients that :meth:`forward_backward` has gathered, clipped as compiled."""
         self._ready()
@@ -92,13 +96,16 @@ class Program:
             )
         if runtime is None or not runtime.has_gradients:
             raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
+        self._session.check_model()
         return StepOutput(self._session, self._session.update(), ())
 
+    @alone
     def drop_gradients(self) -> None:
         """Forget the gradients that :meth:`forward_backward` has gathered."""
         self._session.finish()
         self._session.drop_gradients()
 
+    @alone
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
         self._ready()
@@ -115,11 +122,13 @@ class Program:
         """Return when the losses of all steps so far can be read."""
         self._session.settle()
 
+    @alone
     def wait(self) -> None:
         """Return when every transfer and update that is under way is over."""
         self._session.finish()
         self._session.report_skipped()
 
+    @alone
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
         session = self._session
@@ -142,11 +151,13 @@ class Program:
 
     # ---- state -----------------------------------------------------------------------------------
 
+    @alone
     def state_dict(self) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights once."""
         self.wait()
         return self._session.values.state_dict()
 
+    @alone
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the masters; names and shapes must be those of :meth:`state_dict`.
 
@@ -159,6 +170,7 @@ class Program:
             self._session.runtime.state.reset_moments()
         self._session.forget_faults(self._session.torn if self._closed else "")
 
+    @alone
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint from which :meth:`load` goes on bit for bit.
 
@@ -174,6 +186,7 @@ class Program:
         progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
         save_checkpoint(Path(folder), self._laid_out("save"), session.values.loose(), progress)
 
+    @alone
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of :meth:`save`, of the same model in the same formats; budgets may differ.
 
@@ -192,6 +205,7 @@ class Program:
         session.seed, session.calls = progress.seed, progress.calls
         session.forget_faults()
 
+    @alone
     def export(self, folder: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the trained values in ``dtype`` as a folder that ``transformers`` loads."""
         self.wait()
@@ -201,6 +215,7 @@ class Program:
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
         export_model(Path(folder), self.model, values, dtype)
 
+    @alone
     def sync_to(self, model: nn.Module) -> None:
         """Copy the masters into a model of the same shape, which is then an ordinary model again."""
         self.wait()
@@ -230,6 +245,7 @@ class Program:
         ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
         return self._session.compiler.schedule_of(scheduled, machine, ran)
 
+    @alone
     def profile(self) -> Schedule:
         """The schedule with times predicted from each block function's own, measured now on the CPU backend.
 
@@ -275,6 +291,7 @@ class Program:
     def __getstate__(self) -> Any:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 
+    @alone
     def prepare(self, batch: Any) -> None:
         """Compile the training program for an example batch and take over the model's storage."""
         micro = self._session.micro_batches(batch)

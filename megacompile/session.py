@@ -7,6 +7,7 @@ The first program lays out the state and takes over the model's values; all late
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import Weights
 from megacompile.plan.plan import Mode
 from megacompile.runtime import ownership
+from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.device import Device
 from megacompile.runtime.lay_out import check_beside, lay_out
 from megacompile.runtime.runtime import Runtime
@@ -76,6 +78,7 @@ class Session:
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
         self.torn = ""
+        self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self._pads = True  # until a capture shows that this model would see the padding
         self._bound: dict[int, BoundStep] = {}
@@ -103,10 +106,15 @@ class Session:
                 "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
                 "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
             )
+        refuse_autocast()
         if not evaluate:
-            self._frozen.check()
+            self.check_model()
         settings = model_settings(self.model, evaluate=evaluate)  # once for all of them
         return [self._read(item, evaluate, settings) for item in items]
+
+    def check_model(self) -> None:
+        """Refuse what was changed at the model or its param groups since it was compiled."""
+        self._frozen.check()
 
     def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
         own_loss = self.compiler.has_loss_fn
@@ -211,7 +219,7 @@ class Session:
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
         )
-        with self._noting_faults():
+        with whole_step(), self._noting_faults():
             results = runtime.run(bound, inputs)
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
@@ -246,7 +254,7 @@ class Session:
         """Return when the norm of the last gradient is known; raise for one that was not finite."""
         self.same_process()
         if self.runtime is not None:
-            with self._noting_faults():
+            with self._noting_faults(Exception):
                 self.runtime.judge()
         self.report_skipped()
 
@@ -254,7 +262,7 @@ class Session:
         """Return when every transfer and update that is under way is over."""
         self.same_process()
         if self.runtime is not None:
-            with self._noting_faults():
+            with self._noting_faults(Exception):
                 self.runtime.finish()
 
     def forget_faults(self, torn: str = "") -> None:
@@ -282,11 +290,11 @@ class Session:
                 )
 
     @contextmanager
-    def _noting_faults(self) -> Iterator[None]:
-        """An exception inside may have left the state half updated."""
+    def _noting_faults(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        """An exception inside may have left the state half updated; who only waits may be interrupted."""
         try:
             yield
-        except BaseException as error:
+        except kind as error:
             if self.runtime is not None and self.runtime.torn:
                 self.torn = (
                     f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from megacompile.errors import BudgetExceededError
 
@@ -116,6 +116,11 @@ class StorageMeter(TorchDispatchMode):
                 f"A block asked for {self._live} bytes of temporaries and stashes where the plan "
                 f"leaves {self.limit}: please report this schedule."
             )
+
+    def withdraw(self) -> None:
+        """Leave, wherever an interrupt struck."""
+        while self in _get_current_dispatch_mode_stack():
+            self.__exit__(None, None, None)
 
     def ignore(self, tensor: Tensor) -> None:
         """Never count this tensor's storage: it is accounted for elsewhere."""

@@ -57,7 +57,11 @@ class CpuDevice(Device):
     def start(self, trace: Trace) -> Iterator[None]:
         self.streams.begin(trace)
         self._meter.peak = self._meter.live
-        yield
+        try:
+            yield
+        except BaseException:
+            self._meter.withdraw()
+            raise
         self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)
 
     def counted(self) -> StorageMeter:
