@@ -143,7 +143,7 @@ class Session:
             last = self._last_batch
             changed = last is not None and last.settings != batch.settings
             why = ", as modes or attributes of the model's modules changed" if changed else ""
-            warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=4)
+            warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if first:
             self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
         scheduled = self.compiler.schedule(batch, mode)

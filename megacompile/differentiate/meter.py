@@ -120,7 +120,7 @@ class StorageMeter(TorchDispatchMode):
     def withdraw(self) -> None:
         """Leave, wherever an interrupt struck."""
         while self in _get_current_dispatch_mode_stack():
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def ignore(self, tensor: Tensor) -> None:
         """Never count this tensor's storage: it is accounted for elsewhere."""
