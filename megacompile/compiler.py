@@ -37,7 +37,7 @@ from megacompile.schedule.schedule import Schedule
 from megacompile.search.planner import Planned, follow, search
 from megacompile.search.policies import Policy
 from megacompile.search.residency import reside, with_state
-from megacompile.search.tiers import Tiers, choose_tiers, with_states
+from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose, ladder
 from megacompile.step.emit import emit_step
 from megacompile.step.verify import Proof, verify
@@ -268,10 +268,7 @@ class Compiler:
         evaluate = mode.kind == "evaluate"
 
         def plan(compiled: Compiled) -> Planned:
-            assembly = compiled.assembly
-            found = [self._place(self._find(assembly, mode, host), assembly, mode) for host in self._shares()]
-            fitting = [p for p in found if p is not None] or [self._find(assembly, mode, None)]
-            return min(fitting, key=lambda p: (_stores(p), p.timeline.step_seconds))
+            return self._find(compiled.assembly, mode)
 
         if self.cuts is not None:
             compiled = self.compile(batch, evaluate=evaluate)
@@ -282,31 +279,24 @@ class Compiler:
         self.cuts = compiled.tiled.cuts
         return compiled, planned
 
-    def _shares(self) -> tuple[int | None, ...]:
-        """Host bytes that steps may take beside the state, to be tried: what they take leaves RAM to less
-        of the state where the rest goes to NVMe."""
-        if self.tiers is None or not self.tiers.stored or self.placement is not None:
-            return (None,)
-        return None, self.tiers.host_budget_bytes // 4, self.tiers.host_budget_bytes // 16
-
-    def _place(self, planned: Planned, assembly: Assembly, mode: Mode) -> Planned | None:
-        """Decide where the state lives, or keep to what was decided; None where it never fits."""
-        if self.placement is not None and self.placement.window:
-            states, window = self.placement.states, self.placement.window
-            return with_states(planned, assembly.work, mode, self.machine, states, window)
-        if self.placement is not None or self.tiers is None:
-            return planned
-        return choose_tiers(planned, assembly.work, mode, self.machine, assembly.groups, self.tiers)
-
-    def _find(self, assembly: Assembly, mode: Mode, host: int | None) -> Planned:
+    def _find(self, assembly: Assembly, mode: Mode) -> Planned:
         """By the policy, if there is one, for steps that train; else by the search, within host bytes."""
-        work, machine, budget = assembly.work, self.machine, self.budget_bytes
+        work, machine, budget, drive = assembly.work, self.machine, self.budget_bytes, self._drive(assembly)
         if self._policy is not None and mode.kind in ("train", "accumulate"):
-            return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget)
+            return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
+        host = None
         if self.tiers is not None and not self.tiers.stored:
             state = sum(state_bytes(assembly.groups, self.tiers.form).values())
             host = max(0, self.tiers.host_budget_bytes - state)
-        return search(work, mode, machine, budget, host_budget=host)
+        return search(work, mode, machine, budget, host_budget=host, drive=drive)
+
+    def _drive(self, assembly: Assembly) -> Drive | None:
+        """Where state may live beside RAM, as long as that is not decided; then where it does."""
+        if self.tiers is None or not self.tiers.stored:
+            return None
+        if self.placement is None:
+            return Drive.of(assembly.groups, self.tiers)
+        return Drive.fixed(assembly.groups, self.tiers, self.placement.states, self.placement.window)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""
@@ -337,11 +327,6 @@ class Compiler:
                 f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the "
                 "first one had no gradient: give compile an example_batch that trains every parameter."
             )
-
-
-def _stores(planned: Planned) -> bool:
-    """Whether a plan wears a drive."""
-    return any(group.state in ("nvme", "nvme-all") for group in planned.plan.groups)
 
 
 def _describe(

@@ -37,7 +37,7 @@ from megacompile.schedule.schedule import Schedule
 from megacompile.search.bound import Bound, lower_bound
 from megacompile.search.planner import Planned, search
 from megacompile.search.residency import reside
-from megacompile.search.tiers import Tiers, choose_tiers
+from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose, least_step, tried
 from megacompile.step.operations import Step
 from megacompile.step.verify import verify
@@ -230,15 +230,24 @@ class Study:
 
     def _plan(self, question: Question, compiled: Compiled, mode: Mode) -> Planned:
         """As the compiler plans; raises :class:`BudgetError` where nothing fits."""
-        host = None
-        if question.host_budget is not None and question.nvme_budget is None:
+        host, drive = None, drive_for(compiled, question)
+        if drive is None and question.host_budget is not None:
             state = host_bytes(compiled.assembly, Step((), {}, 1), mode).state
             host = max(0, question.host_budget - state)
-        work = compiled.assembly.work
+        work, rates = compiled.assembly.work, question.machine
         known = self._winners.setdefault((question.batch, question.seq, mode, work.digest), [])
-        planned = search(work, mode, question.machine, question.hbm_budget, host_budget=host, also=known[-8:])
+        planned = search(
+            work, mode, rates, question.hbm_budget, host_budget=host, drive=drive, also=known[-8:]
+        )
         known.append(planned.plan)
-        return on_drive(planned, compiled, mode, question) or planned
+        return planned
+
+
+def drive_for(compiled: Compiled, question: Question) -> Drive | None:
+    """Where the state may live, if some of it may be on a drive."""
+    if question.nvme_budget is None or question.host_budget is None:
+        return None
+    return Drive.of(compiled.assembly.groups, Tiers("fp32", question.host_budget, stored=True))
 
 
 def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
@@ -290,14 +299,6 @@ def schedule_of(answer: Answer, clip: bool) -> Schedule | None:
     mode, plan = prediction.mode, prediction.planned.plan
     work = prediction.compiled.assembly.work
     return Schedule(title, work, plan, mode, q.machine, q.hbm_budget, tokens=q.tokens)
-
-
-def on_drive(planned: Planned, compiled: Compiled, mode: Mode, question: Question) -> Planned | None:
-    """The plan with as much state on NVMe as the host budget demands; None where nothing is to be moved."""
-    if question.nvme_budget is None or question.host_budget is None:
-        return None
-    assembly, tiers = compiled.assembly, Tiers("fp32", question.host_budget, stored=True)
-    return choose_tiers(planned, assembly.work, mode, question.machine, assembly.groups, tiers)
 
 
 def dump(answer: Answer, folder: Path, clip: bool) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cli.figures import with_drive
-from megacompile.cli.plan import Answer, Prediction, Question, Study, find_least, on_drive
+from megacompile.cli.figures import host_bytes, with_drive
+from megacompile.cli.plan import Answer, Prediction, Question, Study, drive_for, find_least
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.machine.catalog import PROFILES
 from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.search.planner import search
 from megacompile.units import format_bytes, parse_bytes
 
 SWEEPS = ("hbm-budget", "batch", "seq", "machine")
@@ -126,12 +127,14 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
 
 def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
     asked = replace(answer.question, nvme_budget=_ANY)
-    found = on_drive(here.planned, here.compiled, here.mode, asked)
-    if found is not None and found is not here.planned:
-        host = with_drive(here.host, here.compiled.assembly, found.plan)
-        speed = asked.tokens / found.timeline.step_seconds
+    compiled, q = here.compiled, answer.question
+    drive = drive_for(compiled, asked)
+    found = search(compiled.assembly.work, here.mode, q.machine, q.hbm_budget, drive=drive)
+    if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
+        host = host_bytes(compiled.assembly, found.step, here.mode)
+        host = with_drive(host, compiled.assembly, found.plan)
         yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, True,
-                     "state on a drive", speed)  # fmt: skip
+                     "state on a drive", asked.tokens / found.seconds)  # fmt: skip
 
 
 def _round_up(nbytes: int) -> str:

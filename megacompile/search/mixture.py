@@ -57,8 +57,11 @@ _ROWS = ("compute F", "h2d F", "d2h F", "compute B", "h2d B", "d2h B", "device",
 class Mixer:
     """The program of one workload, mode, machine and order, solved for any room on the device."""
 
-    def __init__(self, work: Workload, mode: Mode, machine: Machine, order: Order) -> None:
+    def __init__(
+        self, work: Workload, mode: Mode, machine: Machine, order: Order, *, drive_after: int | None = None
+    ) -> None:
         self.work, self.mode, self.machine, self.order = work, mode, machine, order
+        self.drive_after = drive_after  # host bytes of a step, from which on it pushes state to a drive
         self.breadth = order == "breadth"
         m = mode.micro_batches
         self.forwards = (m, 0) if self.breadth else (1, m - 1)  # in the first phase, in the second
@@ -104,6 +107,11 @@ class Mixer:
         def no_longer(work: np.ndarray, fixed: float, phase: np.ndarray) -> None:
             found.append(([*work, *-phase], -fixed))
 
+        if self.drive_after is not None:
+            # a byte of stashes is a byte of state that is read and written for its update
+            rate = min(self.machine.nvme_read_bandwidth, self.machine.nvme_write_bandwidth)
+            updating = first if self.mode.keeps_gradients else whole
+            no_longer(takes[7] / rate, (self._kept - self.drive_after) / rate, updating)
         if self.machine.shared_cores:
             cores = self.machine.cores
             copy, update = 1 / cores, max(1, cores // 2) / cores
@@ -222,6 +230,11 @@ class Mixer:
         if not machine.shared_memory:
             return 0.0
         return (machine.h2d_bandwidth + machine.d2h_bandwidth) / 2 / machine.host_bandwidth
+
+    @property
+    def _kept(self) -> int:
+        """Host bytes of gradients that wait."""
+        return sum(norm_bytes(self.work, self.mode, g) for g in self.work.contributions)
 
     @cached_property
     def _fixed(self) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megacompile.plan.plan import BlockPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, with_late
+from megacompile.search.tiers import WINDOWS
 
 _LARGE = 1.05  # times the size of the middle group
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -17,11 +18,18 @@ def neighbours(work: Workload, mode: Mode, plan: Plan) -> Iterator[Plan]:
     """Plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
         yield from _updates(work, plan)
+    yield from _windows(plan)
     yield from _leads_of_small(work, plan)
     yield from _leads(plan)
     yield from _flow(plan)
     yield from _groups(plan)
     yield from _blocks(work, plan)
+
+
+def _windows(plan: Plan) -> Iterator[Plan]:
+    """Other numbers of buffers for what passes through from a drive: each takes RAM from state."""
+    if any(g.state in ("nvme", "nvme-all") for g in plan.groups):
+        yield from (replace(plan, window=window) for window in WINDOWS)
 
 
 def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:

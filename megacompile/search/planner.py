@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import Timeline, simulate
+from megacompile.machine.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
@@ -26,6 +27,7 @@ from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.mixture import Mixer
 from megacompile.search.neighbours import neighbours
 from megacompile.search.policies import rivals
+from megacompile.search.tiers import Drive
 from megacompile.step.operations import Step, host_bytes, peak_bytes
 from megacompile.units import format_bytes
 
@@ -60,34 +62,47 @@ def search(
     budget_bytes: int,
     *,
     host_budget: int | None = None,
+    drive: Drive | None = None,
     also: Sequence[Plan] = (),
 ) -> Planned:
     """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
-    stashes; where no plan meets it, it is as if not given, and the caller refuses. ``also`` are plans to
+    stashes; where no plan meets it, it is as if not given, and the caller refuses. A ``drive`` bounds them
+    instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the drive; else
+    each plan is scored over the state's best placement beside what its step takes. ``also`` are plans to
     score as well, such as those of smaller budgets: what is found is never slower than one of them that
     fits. On an interrupt the best plan so far is returned, if any.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
-    found = _Search(work, mode, machine, budget_bytes, host_budget)
-    try:
-        with _without_garbage_collection():
-            found.run(also)
-    except KeyboardInterrupt:
-        if found.best is None:
-            raise
-    if found.best is None and host_budget is not None:
-        return search(work, mode, machine, budget_bytes)
-    if found.best is None:
-        raise infeasible(work, mode, budget_bytes)
-    plan = replace(found.best.plan, workload=work.digest)
-    return replace(found.best, plan=plan, evaluations=found.evaluations)
+    limits = [host_budget] if drive is None else [drive.spare, drive.room]
+    for limit in dict.fromkeys((*(x for x in limits if x is None or x >= 0), None)):
+        found = _Search(work, mode, machine, budget_bytes, limit, drive)
+        try:
+            with _without_garbage_collection():
+                found.run(also)
+        except KeyboardInterrupt:
+            if found.best is None:
+                raise
+        if found.best is not None:
+            plan = replace(found.best.plan, workload=work.digest)
+            return replace(found.best, plan=plan, evaluations=found.evaluations)
+    raise infeasible(work, mode, budget_bytes)
 
 
-def follow(plan: Plan, work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Planned:
+def follow(
+    plan: Plan,
+    work: Workload,
+    mode: Mode,
+    machine: Machine,
+    budget_bytes: int,
+    *,
+    drive: Drive | None = None,
+) -> Planned:
     """The step of a given plan, if the plan was made for this workload and fits.
+
+    Its state stays where the plan says, unless a ``drive`` has decided that or the host budget demands it.
 
     Raises :class:`MegacompileError` for a plan of another model or batch, :class:`BudgetError` for one
     that holds more than ``budget_bytes``.
@@ -101,6 +116,10 @@ def follow(plan: Plan, work: Workload, mode: Mode, machine: Machine, budget_byte
             f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
             least_bytes=peak,
         )
+    taken = host_bytes(step, work)
+    if drive is not None and (drive.decided or taken > drive.spare):
+        plan = drive.place(plan, taken)
+        step = lower_memory(work, plan, mode)
     step = finish(step, work, plan, mode)
     return Planned(plan, step, simulate(step, machine), peak, 1)
 
@@ -136,14 +155,29 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Measured(NamedTuple):
+    """A plan, its step before its waits, its peak, and whether it fits device and host."""
+
+    plan: Plan
+    step: Step
+    peak: int
+    fits: bool
+
+
 class _Search:
     """Lowers, measures and simulates candidates, each plan once; keeps the best."""
 
     def __init__(
-        self, work: Workload, mode: Mode, machine: Machine, budget_bytes: int, host_budget: int | None
+        self,
+        work: Workload,
+        mode: Mode,
+        machine: Machine,
+        budget_bytes: int,
+        host_budget: int | None,
+        drive: Drive | None,
     ) -> None:
         self.work, self.mode, self.machine = work, mode, machine
-        self.budget_bytes, self.host_budget = budget_bytes, host_budget
+        self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
         self.floor = Floor(work, mode, machine)
         self.best: Planned | None = None
         self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
@@ -154,7 +188,8 @@ class _Search:
 
     def run(self, also: Sequence[Plan]) -> None:
         for plan in also:
-            self.score(replace(plan, workload=""))
+            groups = tuple(replace(g, state="host") for g in plan.groups)
+            self.score(replace(plan, groups=groups, workload=""))
         self._mixtures()
         self._fixed()
         self._few_blocks()
@@ -170,27 +205,36 @@ class _Search:
 
     # ---- one candidate ------------------------------------------------------------------------------
 
-    def measure(self, plan: Plan) -> tuple[Step, int, bool]:
-        """The step before its waits, its peak, and whether it fits device and host."""
+    def measure(self, plan: Plan) -> _Measured:
+        """The plan over its best placement and the step before its waits."""
         self.evaluations += 1
-        step = lower_memory(self.work, plan, self.mode)
-        self.lowered += len(step.ops) // 2
-        peak = peak_bytes(step)
-        over = 0 if self.host_budget is None else max(0, host_bytes(step, self.work) - self.host_budget)
+        step = self._lower(plan)
+        peak, taken = peak_bytes(step), host_bytes(step, self.work)
+        over = 0 if self.host_budget is None else max(0, taken - self.host_budget)
         fits = peak <= self.budget_bytes and not over
         if not fits:
             self._misfits[plan] = peak, over
-        return step, peak, fits
+        elif self.drive is not None and (placed := self.drive.place(plan, taken)) != plan:
+            plan, step = placed, self._lower(placed)
+        return _Measured(plan, step, peak, fits)
+
+    def _lower(self, plan: Plan) -> Step:
+        step = lower_memory(self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        return step
 
     def score(self, plan: Plan) -> bool:
         """Whether a plan fits and is faster than the best so far, which it then becomes."""
         if plan in self._seen or (self.best and self.floor.seconds(plan) >= self.best.seconds):
             return False
         self._seen.add(plan)
-        step, peak, fits = self.measure(plan)
-        return fits and self._simulate(plan, step, peak)
+        found = self.measure(plan)
+        return found.fits and self._simulate(found)
 
-    def _simulate(self, plan: Plan, step: Step, peak: int) -> bool:
+    def _simulate(self, found: _Measured) -> bool:
+        plan, step, peak, _ = found
+        if self.best is not None and self._on_drive(step) >= self.best.seconds:
+            return False
         step = finish(step, self.work, plan, self.mode)
         self.lowered += len(step.ops) // 2
         timeline = simulate(step, self.machine)
@@ -199,6 +243,13 @@ class _Search:
         self.best = Planned(plan, step, timeline, peak, 0)
         return True
 
+    def _on_drive(self, step: Step) -> float:
+        """Seconds that a step's reads take, or its writes."""
+        if not step.window:
+            return 0.0
+        streams = (step.on("nvme_read"), step.on("nvme_write"))
+        return max(sum(duration(op, self.machine) for op in stream) for stream in streams)
+
     # ---- starts -------------------------------------------------------------------------------------
 
     def _mixtures(self) -> None:
@@ -206,11 +257,14 @@ class _Search:
             return
         arrangements: tuple[Arrangement, ...] = ("runs", "spread")
         mixers = {}
+        spare = None if self.drive is None else self.drive.spare
         for shape, arrangement in product(shapes(self.mode), arrangements):
             if self.lowered > _STARTS:
                 return
             if shape.order not in mixers:
-                mixer = mixers[shape.order] = Mixer(self.work, self.mode, self.machine, shape.order)
+                mixer = mixers[shape.order] = Mixer(
+                    self.work, self.mode, self.machine, shape.order, drive_after=spare
+                )
                 ideal = mixer.solve(_EVERYTHING, None)
                 if ideal is not None:
                     self.goal = min(self.goal or ideal.seconds, ideal.seconds)
@@ -220,7 +274,7 @@ class _Search:
         """Correct the program's room until the step that comes of it just fits, and score that one."""
         room, host_room = float(self.budget_bytes), self.host_budget
         fits_at, fails_at = 0.0, _EVERYTHING
-        fitting: tuple[Plan, Step, int] | None = None
+        fitting: tuple[Plan, _Measured] | None = None
         for _ in range(_CORRECTIONS):
             mixture = mixer.solve(room, host_room)
             if mixture is None:
@@ -228,12 +282,10 @@ class _Search:
             plan = arrange(self.work, shape, mixture, arrangement)
             if not self.mode.keeps_gradients:
                 plan = with_late(plan, self.work, mixture.late)
-            fits = False
-            if plan not in self._misfits:
-                step, peak, fits = self.measure(plan)
-            if fits:
+            found = None if plan in self._misfits else self.measure(plan)
+            if found is not None and found.fits:
                 same, fits_at = fitting is not None and fitting[0] == plan, room
-                fitting = plan, step, peak
+                fitting, peak = (plan, found), found.peak
                 if same or self.budget_bytes - peak < 0.01 * self.budget_bytes:
                     break
             else:
@@ -246,7 +298,7 @@ class _Search:
                 room = (fits_at + min(fails_at, self.budget_bytes)) / 2
         if fitting is not None and fitting[0] not in self._seen:
             self._seen.add(fitting[0])
-            self._simulate(*fitting)
+            self._simulate(fitting[1])
 
     def _fixed(self) -> None:
         """Plans that treat everything alike, and the schedules of other systems.
@@ -270,15 +322,15 @@ class _Search:
             return
         for shape in shapes(self.mode):
             plan = uniform(self.work, shape, CHOICES[0], "device", "stream")
-            _, peak, fits = self.measure(plan)
-            while not fits:
-                lower = [(self.measure(p)[1:], p) for p in self._keeping_less(plan)]
-                (least, fits), plan = min(lower, key=lambda found: found[0][0], default=((peak, False), plan))
-                if least >= peak:
+            found = self.measure(plan)
+            while not found.fits:
+                lower = (self.measure(p) for p in self._keeping_less(found.plan))
+                least = min(lower, key=lambda other: other.peak, default=found)
+                if least.peak >= found.peak:
                     break
-                peak = least
-            if fits:
-                self.score(plan)
+                found = least
+            if found.fits:
+                self.score(found.plan)
 
     def _keeping_less(self, plan: Plan) -> Iterator[Plan]:
         for b, now in enumerate(plan.blocks):

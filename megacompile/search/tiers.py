@@ -1,30 +1,27 @@
-"""Tiers: which weight groups' state goes to NVMe so that the rest fits the host budget.
+"""Tiers: which weight groups' state goes to NVMe, so that what a step takes of the host fits beside the rest.
 
-In:  a plan of the device side, group layouts, a state format, a host budget. Out: the same plan with a
-``state`` per group and a window, or None where even all on NVMe is too much. Of the ways that fit, the
-one that moves the fewest bytes; over 3, 2 or 1 buffers, whichever the simulator finds fastest.
+In:  group layouts, a state format, a host budget. Out: :class:`Drive`, which gives any plan a ``state`` per
+group: of the placements that leave the step its host bytes, the one that moves the fewest over the drive.
 
 Last groups go first: in a step they are updated first and wanted again last.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megacompile.host.formats import StateFormat
-from megacompile.host.offload import GroupPlace, buffer_bytes, place_group
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import simulate
-from megacompile.passes import lower
+from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Workload
-from megacompile.search.planner import Planned
+from megacompile.plan.plan import Plan
 from megacompile.step.operations import Step, kept_gradients
 from megacompile.units import format_bytes
 
-_WINDOWS = (3, 2, 1)
+WINDOWS = (3, 2, 1)
+_STATES = ("host", "nvme", "nvme-all")
 RATED_BYTES = 1200 * 10**12  # what a usual 2 TB consumer drive is warranted for, written
 
 
@@ -37,75 +34,102 @@ class Tiers:
     stored: bool
 
 
-def choose_tiers(
-    planned: Planned,
-    work: Workload,
-    mode: Mode,
-    machine: Machine,
-    layouts: Sequence[GroupLayout],
-    tiers: Tiers,
-) -> Planned | None:
-    """The plan with as much state on NVMe as the host budget demands."""
-    spare = tiers.host_budget_bytes - host_transient_bytes(planned.step, layouts)
-    if sum(place_group(g, tiers.form, "host").ram_bytes for g in layouts) <= spare:
-        return planned
-    if not tiers.stored:
-        return None
-    found = [
-        with_states(planned, work, mode, machine, states, window)
-        for window in _WINDOWS
-        if (states := _fewest_bytes(layouts, tiers.form, spare, window)) is not None
-    ]
-    return min(found, key=lambda p: p.timeline.step_seconds, default=None)
+class Drive:
+    """Placements to choose from. ``room`` is the most host bytes that any leaves to a step, ``spare`` what
+    the one that moves least leaves: state that a step takes the place of beyond it moves to the drive.
+    """
+
+    def __init__(self, rows: dict[int, list[tuple[int, tuple[str, ...]]]], *, decided: bool = False) -> None:
+        self._rows = rows  # per number of buffers (host bytes left, states), by rising bytes moved
+        self.decided = decided
+        self.room = max(found[-1][0] for found in rows.values())
+        self.spare = min(rows.items())[1][0][0]
+
+    @staticmethod
+    def of(layouts: Sequence[GroupLayout], tiers: Tiers) -> Drive:
+        """All that can be done with this state within the host budget."""
+        ways = sorted(_ways(layouts, tiers.form))
+        return Drive({window: _worth(ways, layouts, tiers, window) for window in WINDOWS})
+
+    @staticmethod
+    def fixed(layouts: Sequence[GroupLayout], tiers: Tiers, states: tuple[str, ...], window: int) -> Drive:
+        """State that has been laid out stays where it is."""
+        left = tiers.host_budget_bytes - host_state_bytes(place_groups(layouts, tiers.form, states), window)
+        return Drive({max(1, window): [(left, states)]}, decided=window > 0)
+
+    def place(self, plan: Plan, taken_bytes: int) -> Plan:
+        """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as
+        many buffers as it asks for, or nearly; over the one that leaves most where none leaves so much.
+        """
+        for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
+            rows = self._rows[window]
+            found = bisect_left(rows, taken_bytes, key=lambda row: row[0])
+            if found < len(rows):
+                return _with_states(plan, rows[found][1], window)
+        window, rows = min(self._rows.items())
+        return _with_states(plan, rows[-1][1], window)
 
 
-def with_states(
-    planned: Planned, work: Workload, mode: Mode, machine: Machine, states: Sequence[str], window: int
-) -> Planned:
-    """The plan over another placement of the state, lowered and simulated again; its peak is the same."""
+def _with_states(plan: Plan, states: Sequence[str], window: int) -> Plan:
+    if all(g.state == state for g, state in zip(plan.groups, states, strict=True)):
+        return plan if plan.window == window else replace(plan, window=window)
     groups = tuple(
-        replace(group, state=state)  # type: ignore[arg-type]
-        for group, state in zip(planned.plan.groups, states, strict=True)
+        g if g.state == state else replace(g, state=state)  # type: ignore[arg-type]
+        for g, state in zip(plan.groups, states, strict=True)
     )
-    plan = replace(planned.plan, groups=groups, window=max(window, 1))
-    if plan == planned.plan:
-        return planned
-    step = lower(work, plan, mode)
-    return replace(planned, plan=plan, step=step, timeline=simulate(step, machine))
+    return replace(plan, groups=groups, window=window)
 
 
-def _fewest_bytes(
-    layouts: Sequence[GroupLayout], form: StateFormat, spare_bytes: int, window: int
-) -> tuple[str, ...] | None:
-    """Of all prefixes that fit, the states that move the fewest bytes in a step."""
-    best: tuple[int, tuple[str, ...]] | None = None
-    whole = [place_group(g, form, "nvme-all").storage_bytes for g in layouts]
-    for limit in sorted(set(whole)):
-        order = [i for i in reversed(range(len(layouts))) if whole[i] <= limit]
+class _Way(NamedTuple):
+    """A placement: groups of at most ``limit`` bytes at ``first``, the ``last`` of them at ``then``."""
+
+    moved: int
+    ram: int
+    buffers: int
+    limit: int
+    first: str
+    then: str
+    last: int
+
+
+def _ways(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_Way]:
+    """All in RAM; then masters' low halves and moments leave, group by group; then streamed weights too."""
+    places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _STATES}
+    sizes = [p.storage_bytes for p in places["nvme-all"]]
+    yield _Way(0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
+    for limit in sorted(set(sizes)):
+        small = [i for i, nbytes in enumerate(sizes) if nbytes <= limit]
         for first, then in (("host", "nvme"), ("nvme", "nvme-all")):
-            states = [first if nbytes <= limit else "host" for nbytes in whole]
-            for moved, ram, places in _moving(layouts, form, states, order, then):
-                if ram + window * sum(buffer_bytes(places)) <= spare_bytes:
-                    if best is None or moved < best[0]:
-                        best = moved, tuple(states)
-                    break
-    return best[1] if best else None
+            now = list(places["host"])
+            for i in small:
+                now[i] = places[first][i]
+            moved = sum(_traffic(p, g.trainable) for p, g in zip(now, layouts, strict=True))
+            ram = sum(p.ram_bytes for p in now)
+            state, weights = buffer_bytes(now)
+            for last, i in enumerate(reversed(small), 1):
+                before, after = now[i], places[then][i]
+                moved += _traffic(after, layouts[i].trainable) - _traffic(before, layouts[i].trainable)
+                ram += after.ram_bytes - before.ram_bytes
+                ours = buffer_bytes([after])
+                state, weights = max(state, ours[0]), max(weights, ours[1])
+                yield _Way(moved, ram, state + weights, limit, first, then, last)
 
 
-def _moving(
-    layouts: Sequence[GroupLayout], form: StateFormat, states: list[str], order: Sequence[int], then: str
-) -> Iterator[tuple[int, int, list[GroupPlace]]]:
-    """(bytes moved in a step, bytes that stay in RAM, places) as group after group moves on."""
-    places = [place_group(g, form, s) for g, s in zip(layouts, states, strict=True)]
-    moved = sum(_traffic(p, g.trainable) for p, g in zip(places, layouts, strict=True))
-    ram = sum(p.ram_bytes for p in places)
-    for index in order:
-        before, after = places[index], place_group(layouts[index], form, then)
-        trained = layouts[index].trainable
-        moved += _traffic(after, trained) - _traffic(before, trained)
-        ram += after.ram_bytes - before.ram_bytes
-        states[index], places[index] = then, after
-        yield moved, ram, places
+def _worth(
+    ways: Sequence[_Way], layouts: Sequence[GroupLayout], tiers: Tiers, window: int
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Host bytes left, and states, of each way that leaves more than all that move less."""
+    sizes = [place_group(g, tiers.form, "nvme-all").storage_bytes for g in layouts]
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for way in ways:
+        left = tiers.host_budget_bytes - way.ram - window * way.buffers
+        if not found or left > found[-1][0]:
+            small = [i for i, nbytes in enumerate(sizes) if nbytes <= way.limit]
+            gone = set(small[len(small) - way.last :])
+            found.append((left, tuple(
+                way.then if i in gone else way.first if sizes[i] <= way.limit else "host"
+                for i in range(len(sizes)))))  # fmt: skip
+    return found
 
 
 def _traffic(place: GroupPlace, trained: bool) -> int:
