@@ -153,7 +153,7 @@ class Program:
 
     @alone
     def state_dict(self) -> dict[str, Tensor]:
-        """FP32 masters and persistent buffers under the model's own names, tied weights once."""
+        """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor."""
         self.wait()
         return self._session.values.state_dict()
 
@@ -165,10 +165,17 @@ class Program:
         some groups are of that step, so all start from zero.
         """
         self.wait()
-        self._session.values.load(state)
-        if self._session.runtime is not None and self._session.torn and not self._closed:
-            self._session.runtime.state.reset_moments()
-        self._session.forget_faults(self._session.torn if self._closed else "")
+        session = self._session
+        session.values.check(state)
+        torn = session.torn
+        session.torn = (
+            "A state was loaded in part only: load a checkpoint, or a whole state, which then sets Adam's "
+            "moments to zero."
+        )
+        session.values.load(state)
+        if session.runtime is not None and torn and not self._closed:
+            session.runtime.state.reset_moments()
+        session.forget_faults(torn if self._closed else "")
 
     @alone
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -279,14 +279,16 @@ def padding_of(group: GroupLayout) -> list[slice]:
     return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
 
 
-def set_value(parameter: nn.Parameter, value: Tensor) -> None:
-    """Make a parameter, which may be on the meta device, hold ``value`` in its own dtype."""
-    if not parameter.is_meta:
-        parameter.data = value.to(parameter.dtype)
+def set_value(target: Tensor, value: Tensor) -> None:
+    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype."""
+    fresh = value.to(target.dtype)
+    if not target.is_meta:
+        target.data = fresh
         return
-    fresh = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
-    # .data cannot change the device type; the parameter stays the same object
-    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    if isinstance(target, nn.Parameter):
+        fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)
+    # .data cannot change the device type; the tensor stays the same object
+    torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]
 
 
 def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:

@@ -89,8 +89,9 @@ def _refuse_groups(optimizer: torch.optim.Optimizer, group: Any) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
+    """All names of the buffers that a state_dict holds."""
     names = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names.add(f"{prefix}.{name}" if prefix else name)

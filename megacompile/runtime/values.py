@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +39,9 @@ class ModelValues:
         return ((name, self._read(name, p)) for name, p in self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FP32 masters and persistent buffers by the model's names, buffers copied."""
-        return dict(self.parameters()) | {n: b.clone() for n, b in self.buffers().items()}
+        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor; copies."""
+        values = dict(self.parameters()) | {n: b.clone() for n, b in self.buffers().items()}
+        return {name: values[first] for name, first in first_names(self.model).items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers themselves."""
@@ -49,31 +53,67 @@ class ModelValues:
         unused = {n: p.detach() for n, p in self.model.named_parameters() if n not in self._homes}
         return unused | self.buffers()
 
+    def check(self, values: Mapping[str, Tensor]) -> None:
+        """Refuse values that :meth:`load` could not set all of; tied ones may come under any of their names."""
+        firsts = first_names(self.model)
+        unknown = sorted(set(values) - set(firsts))
+        missing = sorted(set(firsts.values()) - {firsts[n] for n in values if n in firsts})
+        if unknown or missing:
+            what = f"holds {unknown[0]}, which is not in" if unknown else f"lacks {missing[0]} of"
+            raise MegacompileError(f"The state does not fit: it {what} this {type(self.model).__name__}.")
+        targets = self._targets()
+        for name, value in values.items():
+            _check_value(name, value, targets[firsts[name]])
+
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set all parameters and persistent buffers; nothing is set if a name or a shape is wrong."""
-        targets: dict[str, Tensor] = dict(self.model.named_parameters()) | self.buffers()
-        if set(values) != set(targets):
-            raise MegacompileError(f"The state does not fit the model at {min(set(values) ^ set(targets))}.")
+        """Set all parameters and persistent buffers to values that were checked."""
+        firsts, targets = first_names(self.model), self._targets()
         for name, value in values.items():
-            if value.shape != targets[name].shape:
-                raise MegacompileError(
-                    f"{name} has shape {tuple(value.shape)} in the state and {tuple(targets[name].shape)} in "
-                    "the model."
-                )
-        for name, value in values.items():
-            self._write(name, targets[name], value)
+            self._write(firsts[name], targets[firsts[name]], value)
+
+    def _targets(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) | self.buffers()
 
     def copy_to(self, model: nn.Module) -> None:
-        """Set the parameters of a model of the same shapes; the model itself is an ordinary one after it."""
-        targets = dict(model.named_parameters())
-        for name, value in self.parameters():
-            target = targets[name]
-            if target.is_meta or (model is self.model and name in self._homes):
-                set_value(target, value)
-            else:
-                target.data.copy_(value)
+        """Set parameters and persistent buffers of a model like this one; this one itself is ordinary after it."""
         if model is self.model:
+            for name, value in self.parameters():
+                target = self.model.get_parameter(name)
+                if target.is_meta or name in self._homes:
+                    set_value(target, value)
             ownership.give_back(model, self._optimizer)
+            return
+        targets = self._counterparts(model)
+        for name, value in itertools.chain(self.parameters(), self.buffers().items()):
+            for target in targets[name]:
+                if target.is_meta:
+                    set_value(target, value.clone())
+                else:
+                    target.data.copy_(value)
+
+    def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
+        """What holds each of our values in another model, where nothing is missing and nothing else is held."""
+        if ownership.is_owned(model):
+            raise MegacompileError(f"This {type(model).__name__} belongs to another program: give a model that "
+                                   "holds its own values.")  # fmt: skip
+        theirs = first_names(model)
+        given = dict(model.named_parameters()) | dict(model.named_buffers())
+        ours, targets = first_names(self.model), self._targets()
+        if ours.keys() != theirs.keys():
+            raise MegacompileError(
+                f"The model is not like the program's {type(self.model).__name__}: only one of them has "
+                f"{min(ours.keys() ^ theirs.keys())}."
+            )
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for name, first in ours.items():
+            target = given[theirs[name]]
+            if target.shape != targets[first].shape:
+                raise MegacompileError(
+                    f"{name} has shape {tuple(target.shape)} in the model and {tuple(targets[first].shape)} in "
+                    "the program."
+                )
+            found[first].append(target)
+        return found
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name in self._homes:
@@ -91,3 +131,24 @@ class ModelValues:
             set_value(target, value.clone())
         else:
             target.data.copy_(value)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """All names of parameters and persistent buffers, with the first name of the same tensor."""
+    kept = ownership.persistent_buffers(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = ((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in kept)
+    names: dict[int, str] = {}
+    return {name: names.setdefault(id(t), name) for name, t in itertools.chain(parameters, buffers)}
+
+
+def _check_value(name: str, value: Any, target: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+        kind = f"{value.layout} {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise MegacompileError(f"{name} is no dense tensor with values in the state ({kind}): give one.")
+    if value.is_complex() != target.is_complex():
+        raise MegacompileError(f"{name} is {value.dtype} in the state and {target.dtype} in the model.")
+    if value.shape != target.shape:
+        raise MegacompileError(
+            f"{name} has shape {tuple(value.shape)} in the state and {tuple(target.shape)} in the model."
+        )
