@@ -23,7 +23,7 @@ def trained(model: nn.Module, batch: Any = None) -> megacompile.Program:
 
 
 class Scaled(nn.Module):
-    """A buffer that scales, one module under two names, and a weight whose shape others could be expanded to."""
+    """A buffer that scales, one module under two names, and a weight that others could be expanded to."""
 
     def __init__(self, width: int = 4, scale: float = 1.0) -> None:
         super().__init__()

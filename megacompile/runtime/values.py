@@ -39,7 +39,7 @@ class ModelValues:
         return ((name, self._read(name, p)) for name, p in self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor; copies."""
+        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor."""
         values = dict(self.parameters()) | {n: b.clone() for n, b in self.buffers().items()}
         return {name: values[first] for name, first in first_names(self.model).items()}
 
@@ -54,7 +54,7 @@ class ModelValues:
         return unused | self.buffers()
 
     def check(self, values: Mapping[str, Tensor]) -> None:
-        """Refuse values that :meth:`load` could not set all of; tied ones may come under any of their names."""
+        """Refuse what :meth:`load` could not set as a whole; tied values may come under any name."""
         firsts = first_names(self.model)
         unknown = sorted(set(values) - set(firsts))
         missing = sorted(set(firsts.values()) - {firsts[n] for n in values if n in firsts})
@@ -75,7 +75,7 @@ class ModelValues:
         return dict(self.model.named_parameters()) | self.buffers()
 
     def copy_to(self, model: nn.Module) -> None:
-        """Set parameters and persistent buffers of a model like this one; this one itself is ordinary after it."""
+        """Set the values of a model like this one; this one itself is an ordinary model after it."""
         if model is self.model:
             for name, value in self.parameters():
                 target = self.model.get_parameter(name)
@@ -92,10 +92,11 @@ class ModelValues:
                     target.data.copy_(value)
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
-        """What holds each of our values in another model, where nothing is missing and nothing else is held."""
+        """What holds each of our values in another model, if neither has more than the other."""
         if ownership.is_owned(model):
-            raise MegacompileError(f"This {type(model).__name__} belongs to another program: give a model that "
-                                   "holds its own values.")  # fmt: skip
+            raise MegacompileError(
+                f"This {type(model).__name__} belongs to another program: give one that holds its own values."
+            )
         theirs = first_names(model)
         given = dict(model.named_parameters()) | dict(model.named_buffers())
         ours, targets = first_names(self.model), self._targets()
@@ -109,8 +110,8 @@ class ModelValues:
             target = given[theirs[name]]
             if target.shape != targets[first].shape:
                 raise MegacompileError(
-                    f"{name} has shape {tuple(target.shape)} in the model and {tuple(targets[first].shape)} in "
-                    "the program."
+                    f"{name} has shape {tuple(target.shape)} in the model and "
+                    f"{tuple(targets[first].shape)} in the program."
                 )
             found[first].append(target)
         return found
