@@ -78,9 +78,9 @@ class ModelValues:
         """Set the values of a model like this one; this one itself is an ordinary model after it."""
         if model is self.model:
             for name, value in self.parameters():
-                target = self.model.get_parameter(name)
-                if target.is_meta or name in self._homes:
-                    set_value(target, value)
+                own = self.model.get_parameter(name)
+                if own.is_meta or name in self._homes:
+                    set_value(own, value)
             ownership.give_back(model, self._optimizer)
             return
         targets = self._counterparts(model)
