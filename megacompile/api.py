@@ -12,18 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.snapshot import refuse_gradient_hooks
+from megacompile.arguments import check_model, check_settings, directories
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.host.formats import StateFormat, check_format
-from megacompile.host.nvme import check_directories
 from megacompile.host.optimizer import adopt, updates_like_adamw
 from megacompile.host.state import Weights
 from megacompile.plan.plan import Plan
 from megacompile.program import Program
 from megacompile.runtime.backends import open_backend
-from megacompile.runtime.ownership import is_owned
 from megacompile.search.policies import SEARCH, Policy, chosen
 from megacompile.search.tiers import Tiers
 from megacompile.session import Session, Settings
@@ -89,7 +87,8 @@ def compile(
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
-    _check(model, compute_dtype, max_grad_norm, on_nonfinite, weights)
+    check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
+    check_model(model, weights)
     if inductor:
         check_compiler()
     backend = open_backend(device, compute_dtype)
@@ -104,7 +103,7 @@ def compile(
     _announce(compute_dtype)
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
     form = check_format(optimizer_state)
-    folders = _folders(offload_dir)
+    folders = directories(offload_dir)
     compiler = Compiler(
         model,
         optimizer=optimizer,
@@ -133,51 +132,6 @@ def compile(
     if example_batch is not None:
         program.prepare(example_batch)
     return program
-
-
-def _check(
-    model: nn.Module,
-    compute_dtype: torch.dtype,
-    max_grad_norm: float | None,
-    on_nonfinite: str | None,
-    weights: Weights | None,
-) -> None:
-    """Refuse what cannot be compiled before anything is touched."""
-    if not isinstance(model, nn.Module):
-        raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    if is_owned(model):
-        raise MegacompileError(
-            "This model already belongs to a program: use that one, or call its sync_to(model) first."
-        )
-    if compute_dtype not in (torch.bfloat16, torch.float32):
-        raise MegacompileError(
-            f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be positive.")
-    if on_nonfinite not in (None, "skip", "raise"):
-        raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
-    refuse_gradient_hooks(model)
-    empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
-    if weights is None and empty is not None:
-        raise MegacompileError(
-            f"The parameter {empty} is on the meta device and has no value: use megacompile.from_pretrained, "
-            "give weights=, or load the model first."
-        )
-
-
-def _folders(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
-    """Directories for the state that does not fit in RAM, checked before anything is captured."""
-    if given is None:
-        return ()
-    names = [given] if isinstance(given, (str, os.PathLike)) else given
-    if (
-        not isinstance(names, Sequence)
-        or not names
-        or not all(isinstance(name, (str, os.PathLike)) for name in names)
-    ):
-        raise MegacompileError(f"offload_dir={given!r} names no directory: give a path or a list of paths.")
-    return tuple(str(folder) for folder in check_directories(names))
 
 
 @functools.cache

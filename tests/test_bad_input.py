@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import warnings
@@ -183,6 +184,110 @@ def test_foreign_or_unknown_optimizer() -> None:
         compile_plain(model, optimizer=torch.optim.AdamW(Plain().parameters()))
     with pytest.raises(megacompile.MegacompileError, match="amsgrad"):
         compile_plain(model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(megacompile.MegacompileError, match="OwnStep has a step of its own"):
+        compile_plain(model, optimizer=OwnStep(model.parameters()))
+    hooked = torch.optim.AdamW(model.parameters())
+    hooked.register_step_post_hook(lambda *given: None)
+    with pytest.raises(megacompile.MegacompileError, match="step hooks"):
+        compile_plain(model, optimizer=hooked)
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OnlyDefaults(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"lr": None}, "lr is None"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (1.0, 0.9)}, "Betas"),
+        ({"amsgrad": True}, "amsgrad"),
+    ],
+)
+def test_a_setting_that_no_update_can_follow_changes_nothing(changed: dict[str, Any], words: str) -> None:
+    model = Plain()
+    program = compile_plain(model, optimizer=OnlyDefaults(model.parameters()))
+    program.train_step(batch_for("plain"))
+    group = program.optimizer.param_groups[0]
+    before, kept = program.state_dict(), dict(group)
+    group.update(changed)
+    with pytest.raises(ValueError, match=words):
+        program.train_step(batch_for("plain"))
+    group.update(kept)
+    for name, value in program.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    program.train_step(batch_for("plain"))
+    program.close()
+
+
+class Shared(nn.Module):
+    """Two parameters over one memory, which is not the same as one parameter under two names."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        whole = torch.randn(8, 4)
+        self.first = nn.Parameter(whole[:4])
+        self.second = nn.Parameter(whole[4 if apart else 3 :])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first.T).sum() + (x @ self.second.T).square().sum()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).abs().sum()
+
+
+def test_parameters_that_no_program_could_keep() -> None:
+    with pytest.raises(megacompile.MegacompileError, match="first and second share memory"):
+        compile_plain(Shared())
+    with pytest.raises(megacompile.MegacompileError, match=r"turn is torch\.complex64"):
+        compile_plain(Complex())
+    program = compile_plain(Shared(apart=True))
+    assert torch.isfinite(program.train_step((torch.randn(2, 4),)).loss)
+    program.close()
+
+
+class Odd(nn.Module):
+    """Parameters of other kinds: frozen integers, booleans, complex numbers; a scalar, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 4))
+        self.numbers = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.chosen = nn.Parameter(torch.arange(4) > 1, requires_grad=False)
+        self.turn = nn.Parameter(torch.full((4,), 1j), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scale * self.layer(x * self.numbers * self.chosen) * self.turn.abs()
+        return h.square().mean() + self.none.sum()
+
+
+def test_parameters_of_odd_kinds_train_beside_others() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    plain = torch.optim.AdamW(eager.parameters(), lr=1e-3)
+    program = compile_plain(model)
+    for _ in range(2):
+        program.train_step((x,))
+        plain.zero_grad()
+        eager(x).backward()
+        plain.step()
+    program.sync_to(model)
+    for name, value in eager.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value)
+    program.close()
 
 
 class WithBatchNorm(nn.Module):
@@ -293,7 +398,16 @@ def test_other_arguments() -> None:
         ({"compute_dtype": torch.float16}, "float16"),
         ({"device": "cuda"}, "cuda"),
         ({"max_grad_norm": -1.0}, "positive"),
+        ({"max_grad_norm": "1"}, "positive"),
         ({"on_nonfinite": "maybe"}, "maybe"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"seed": None}, "seed=None"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"max_seq_len": "8"}, "max_seq_len='8'"),
+        ({"loss_fn": 3}, "loss_fn=3"),
+        ({"weights": 3}, "weights=3"),
+        ({"kernels": "rope"}, "kernels='rope'"),
+        ({"offload_dir": ""}, "no directory"),
     ):
         with pytest.raises(megacompile.MegacompileError, match=words):
             megacompile.compile(Plain(), "1GB", **options)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ def read_switches(kernels: Mapping[str, bool] | bool | None) -> dict[str, bool]:
     """Which patterns are on: None and False none, True all, a mapping all but what it switches off."""
     if kernels is None or isinstance(kernels, bool):
         return dict.fromkeys(PATTERNS, bool(kernels))
+    if not isinstance(kernels, Mapping):
+        raise MegacompileError(f"kernels={kernels!r} must be True, False, None or a dict of names.")
     for name, on in kernels.items():
         if name not in PATTERNS:
             raise MegacompileError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from typing import Any
 
@@ -32,20 +34,32 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
         raise MegacompileError(
             f"{type(optimizer).__name__} cannot run on the host: use torch.optim.AdamW or Adam."
         )
+    _check_class(type(optimizer))
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
-        for option in _UNSUPPORTED:
-            if group.get(option):
-                raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
+        _hyper(optimizer, group)
         if any(id(p) not in owned for p in group["params"]):
             raise MegacompileError(
                 "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
             )
     refuse_moments(optimizer)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise MegacompileError(
+            "The optimizer has step hooks, which would never run: remove them, and do their work in the loop."
+        )
     held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
     if not held:
         raise MegacompileError("The optimizer holds no trainable parameter of the model.")
     return optimizer
+
+
+def _check_class(kind: type[torch.optim.Optimizer]) -> None:
+    """Refuse a subclass with updates of its own, which the host would not take."""
+    step = inspect.unwrap(kind.step)
+    if step not in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step)):
+        raise MegacompileError(
+            f"{kind.__name__} has a step of its own, which would never run: use torch.optim.AdamW or Adam."
+        )
 
 
 def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -120,13 +134,26 @@ def hypers(optimizer: torch.optim.Optimizer) -> list[AdamHyper]:
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper:
+    for option in _UNSUPPORTED:
+        if group.get(option):
+            raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
     return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
+        lr=_number("lr", group["lr"]),
+        beta1=_number("first beta", group["betas"][0]),
+        beta2=_number("second beta", group["betas"][1]),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
         decoupled=bool(decoupled),
         maximize=bool(group.get("maximize", False)),
     )
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise MegacompileError(f"The optimizer's {what} is {value!r}: it must be a finite number.")
+    return number

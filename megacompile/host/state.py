@@ -95,7 +95,8 @@ class HostState:
                 value = weights(name)
             if name in homes:
                 self.write_whole(homes[name], value)
-                value = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+                nothing = float("nan") if value.is_floating_point() or value.is_complex() else 0
+                value = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
             elif parameter.is_meta:
                 value = value.clone()  # its file may change
             set_value(parameter, value)

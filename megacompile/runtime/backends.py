@@ -34,7 +34,10 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
     """The backend of a device; None takes a GPU if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise MegacompileError(f"device={device!r} is not supported: use 'cuda' or 'cpu'.") from error
     if target.type == "cpu":
         return Backend(target, None, None, lambda budget: budget, CpuDevice)
     if target.type != "cuda":
