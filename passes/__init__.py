@@ -17,6 +17,7 @@ from megacompile.passes.insert_gradients import insert_gradients
 from megacompile.passes.insert_offload import insert_offload
 from megacompile.passes.insert_prefetch import insert_prefetch
 from megacompile.passes.insert_recompute import insert_recompute
+from megacompile.passes.insert_stash_io import insert_stash_io
 from megacompile.passes.insert_state_io import insert_state_io
 from megacompile.passes.keep_state import keep_state
 from megacompile.passes.synchronize import synchronize
@@ -50,9 +51,10 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_prefetch, "order recompute resident", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
     _pass(insert_state_io, "prefetch gradients", "state_io"),
+    _pass(insert_stash_io, "offload state_io", "stash_io"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),
     _pass(assign_slots, "prefetch gradients", "slots"),
-    _pass(synchronize, "prefetch offload gradients state_io frees slots", "waits"),
+    _pass(synchronize, "prefetch offload gradients state_io stash_io frees slots", "waits"),
 )
 
 

@@ -15,7 +15,7 @@ from megacompile.step.operations import Op, Step, Token
 
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert offload, free, reload for each block whose stash was planned to wait on the host."""
+    """Insert offload, free, reload for each block whose stash was planned to leave the device."""
     if mode.kind in ("evaluate", "update") or all(block.stash == "device" for block in plan.blocks):
         return step
     readers: dict[Token, list[int]] = defaultdict(list)
@@ -25,7 +25,7 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     after: dict[int, list[Op]] = defaultdict(list)
     before: dict[int, list[Op]] = defaultdict(list)
     for index, op in enumerate(step.ops):
-        if op.kind != "forward" or plan.blocks[op.block].stash != "host":
+        if op.kind != "forward" or plan.blocks[op.block].stash == "device":
             continue
         stash = _stash(step, index, readers, work)
         if not stash:

@@ -16,7 +16,7 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.least import alive_before
 from megacompile.search.planner import Planned
-from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve
+from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve, stash_bytes
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:
     """What a step keeps in host memory; gradients that are summed are kept in fp32."""
     elements = {g.index: g.elements for g in assembly.groups}
     trained = sum(g.elements for g in assembly.groups if g.trainable)
-    stash = sum(op.nbytes for op in step.ops if op.kind == "offload")  # each has a buffer of its own
     gradients = sum(
         assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
     )
-    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash)
+    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash_bytes(step))
 
 
 def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:

@@ -61,8 +61,9 @@ class Storage:
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], regions: Mapping[str, int]) -> None:
         folders = check_directories(directories)
-        self.regions, sizes = _blocks(regions, len(folders))
+        self.regions, self._ends = _blocks(regions, [0] * len(folders))
         self._sums: dict[str, list[int | None]] = {n: [None] * len(b) for n, b in self.regions.items()}
+        self._passing: set[str] = set()  # regions of one program
         self.read_bytes = self.written_bytes = 0
         self.paths: list[Path] = []
         self._files: list[int] = []
@@ -72,7 +73,7 @@ class Storage:
         pools = [self._readers, self._writers]
         self._close = weakref.finalize(self, _release, os.getpid(), self.paths, self._files, locks, pools)
         try:
-            for folder, nbytes in zip(folders, sizes, strict=True):
+            for folder, nbytes in zip(folders, self._ends, strict=True):
                 locks.append(_lock(folder))
                 self.paths.append(folder / f"megacompile-{os.getpid()}.scratch")
                 self._files.append(_create(self.paths[-1], nbytes))
@@ -84,6 +85,21 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes on storage."""
         return sum(b.nbytes for blocks in self.regions.values() for b in blocks)
+
+    def nbytes_of(self, region: str) -> int:
+        """Bytes of one region."""
+        return sum(b.nbytes for b in self.regions[region])
+
+    def lay_over(self, regions: Mapping[str, int]) -> None:
+        """Make regions behind the lasting ones, over those of an earlier call, which nothing may use."""
+        placed, ends = _blocks(regions, self._ends)
+        for path, file, nbytes in zip(self.paths, self._files, ends, strict=True):
+            _take_space(file, path.parent, nbytes)
+        for name in self._passing:
+            del self.regions[name], self._sums[name]
+        self.regions |= placed
+        self._sums |= {name: [None] * len(blocks) for name, blocks in placed.items()}
+        self._passing = set(placed)
 
     def read(self, region: str, into: Tensor) -> None:
         """Fill ``into`` (uint8, page-aligned, as long as the region) and compare all checksums."""
@@ -107,7 +123,7 @@ class Storage:
         memory: Tensor,
     ) -> None:
         blocks = self.regions[region]
-        assert memory.nbytes == sum(b.nbytes for b in blocks) and memory.data_ptr() % PAGE == 0
+        assert memory.nbytes == self.nbytes_of(region) and memory.data_ptr() % PAGE == 0
         view = memory.numpy().data
         parts = [view[b.start : b.start + b.nbytes] for b in blocks]
         tasks = [pool.submit(run, region, i, part) for i, part in enumerate(parts)]
@@ -154,9 +170,11 @@ class Storage:
         return f"Block {index} of {region} (byte {block.offset} of {self.paths[block.file]})"
 
 
-def _blocks(regions: Mapping[str, int], files: int) -> tuple[dict[str, tuple[Block, ...]], list[int]]:
-    """Blocks of every region, dealt round the files, and the size of each file."""
-    ends = [0] * files
+def _blocks(
+    regions: Mapping[str, int], taken: Sequence[int]
+) -> tuple[dict[str, tuple[Block, ...]], list[int]]:
+    """Blocks of every region, dealt round the files behind what is taken of them, and where each file ends."""
+    ends, files = list(taken), len(taken)
     placed: dict[str, tuple[Block, ...]] = {}
     turn = 0
     for name, nbytes in regions.items():
@@ -220,19 +238,27 @@ def _create(path: Path, nbytes: int) -> int:
                       "are slower.", stacklevel=2)  # fmt: skip
     if _file_system(folder) in ("tmpfs", "ramfs"):
         warnings.warn(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.", stacklevel=2)
+    try:
+        _take_space(file, folder, nbytes)
+    except BudgetError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _take_space(file: int, folder: Path, nbytes: int) -> None:
+    """Make a file at least so long, its space taken at once."""
     status = os.fstatvfs(file)
     free = status.f_bavail * status.f_frsize
     try:
-        if nbytes:
+        if nbytes > os.fstat(file).st_size:
             os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
-        os.close(file)
-        path.unlink(missing_ok=True)
         raise BudgetError(
             f"offload_dir={str(folder)!r} needs {nbytes} bytes ({format_bytes(nbytes)}) and has {free} "
             f"({format_bytes(free)}): {error.strerror}. Free some space, or name further directories."
         ) from error
-    return file
 
 
 def _file_system(folder: Path) -> str:

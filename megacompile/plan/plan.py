@@ -16,10 +16,11 @@ PLAN_VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """``choice``: what the block keeps ("all", "some", "none"); ``stash``: where that waits."""
+    """``choice``: what the block keeps ("all", "some", "none"); ``stash``: where that waits, "nvme" by way
+    of a few host buffers."""
 
     choice: str
-    stash: Literal["device", "host"] = "device"
+    stash: Literal["device", "host", "nvme"] = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Plan:
     ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
     micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
     take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
-    those through which state from NVMe passes, and as many for weights.
+    those through which state from NVMe passes, as many for weights, and as many for stashes.
     ``workload`` is the digest of what the plan was made for; an empty one goes with any that has as many
     blocks and groups.
     """

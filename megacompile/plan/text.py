@@ -30,6 +30,7 @@ _KEEPS = {
     "micro": "weights stay from forward to backward",
     "step": "weights stay on the device",
 }
+_PLACES = {"device": "on device", "host": "to host", "nvme": "to NVMe"}
 _PIECE = re.compile(r"\[(\d+:\d+)\]")  # of a weight, as the tile stage names it
 _ROWS = "[ids]"  # ends the name of a block of gathered rows
 _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all": "weights and state on NVMe"}
@@ -38,7 +39,7 @@ _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all":
 def block_text(plan: BlockPlan) -> str:
     """What a block keeps and where that waits."""
     choice = _CHOICES.get(plan.choice, f"keep {plan.choice}")
-    return f"{choice}, stash {'to host' if plan.stash == 'host' else 'on device'}"
+    return f"{choice}, stash {_PLACES[plan.stash]}"
 
 
 def group_text(plan: GroupPlan) -> str:

@@ -97,7 +97,7 @@ class CudaStreams(Workers):
     def submit(self, stream: str, event: Event, after: Iterable[Event], run: Run) -> None:
         """Queue an operation; what it waits for are the latest marks of ``after`` now."""
         needed = tuple(self._marks[e] for e in after if e in self._marks)
-        mark, pushed = Mark(), self._pushed if stream == "host" else None
+        mark, pushed = Mark(), self._pushed if stream in ("host", "nvme_write") else None
         self._queues[stream].put((self.step, run, needed, pushed, mark, event, self.trace))
         self._marks[event] = mark
         if stream == "d2h":

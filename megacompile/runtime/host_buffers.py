@@ -2,34 +2,41 @@
 
 They come out of the state's arena while it has room, which is sized for the first program; see
 :func:`~megacompile.search.tiers.host_transient_bytes`. Gradients and the ring grow at rest when a program
-wants more. Stashes are of one program at a time: another one's are laid over the same bytes.
+wants more. Stashes are of one program at a time: another one's are laid over the same bytes, in memory and on
+storage, for which they leave by a few buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from megacompile.errors import ProgramError
 from megacompile.host.arena import HostArena, Room, padded
+from megacompile.host.nvme import Storage
 from megacompile.runtime.device import Device
 from megacompile.step.bind import BoundStep
-from megacompile.step.operations import Step, Token
+from megacompile.step.operations import Step, Token, spilled_bytes
 
 
 class HostBuffers:
     """Buffers by use."""
 
-    def __init__(self, arena: HostArena, device: Device) -> None:
+    def __init__(self, arena: HostArena, device: Device, storage: Storage | None) -> None:
         self.gradients: dict[int, Tensor] = {}  # bytes, by weight group
         self._device = device
+        self._storage = storage
         self._arena = Room(arena.take((arena.free_bytes,), torch.uint8))
-        self._more = Room(torch.empty(0, dtype=torch.uint8))  # for stashes that find no room in the arena
+        self._extra = torch.empty(0, dtype=torch.uint8)  # for stashes that find no room in the arena
+        self._more = Room(self._extra)  # the whole pages of it
         self._ring: list[Tensor] = []
         self._step: Step | None = None  # whose stashes are laid out
-        self._homes: dict[Token, Tensor] = {}  # bytes, by stash
-        self._stashes: dict[Token, list[Tensor]] = {}
+        self._homes: dict[Token, Tensor] = {}  # bytes, by stash, or by buffer on the way to storage
+        self._likes: dict[Token, list[Tensor]] = {}  # what is stashed, without its data
+        self._stashes: dict[tuple[Token, Token], list[Tensor]] = {}
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by kind."""
@@ -37,7 +44,7 @@ class HostBuffers:
         return {
             "gradients": sum(g.nbytes for g in self.gradients.values()),
             "ring": sum(r.nbytes for r in self._ring),
-            "stashes": sum(stashes) + self._more.whole.nbytes,
+            "stashes": sum(stashes) + self._extra.nbytes,
         } | self._device.host_bytes()
 
     def prepare(self, step: Step, finish: Callable[[], None]) -> None:
@@ -50,7 +57,7 @@ class HostBuffers:
         if step is not self._step:
             finish()
             self._step = None
-            self._lay_out({op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload"})
+            self._lay_out(step)
             self._step = step
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
@@ -65,33 +72,65 @@ class HostBuffers:
             known = self.gradients[group] = self._grown([] if known is None else [known], nbytes)
         return known[:nbytes].view(dtype)
 
-    def stash(self, home: Token, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for what a block stashes: tensors of the same shapes, dtypes and, if dense, strides."""
-        if home not in self._stashes:
-            likes = [torch.empty_like(t, device="meta") for t in tensors]
+    def stash(self, home: Token, tensors: Sequence[Tensor], slot: int | None = None) -> list[Tensor]:
+        """Host memory for what a block stashes: tensors of the same shapes, dtypes and, if dense, strides.
+
+        With ``slot`` in that buffer, from which it goes on to storage.
+        """
+        if home not in self._likes:
+            self._likes[home] = [torch.empty_like(t, device="meta") for t in tensors]
+        return self.stashed(home, slot)
+
+    def stashed(self, home: Token, slot: int | None = None) -> list[Tensor]:
+        """What was stashed, where it lies or in a buffer to which it came back."""
+        place = home if slot is None else ("spill", slot)
+        if (home, place) not in self._stashes:
+            likes = self._likes[home]
             sizes = [like.untyped_storage().nbytes() for like in likes]
-            if self._homes[home].nbytes < sum(sizes):  # views that share memory, each as a tensor
+            if self._homes[place].nbytes < sum(sizes):  # views that share memory, each as a tensor
+                if slot is not None:
+                    raise ProgramError(
+                        f"What block {home[1]} keeps for its backward shares memory, and taken apart has no "
+                        "room in a buffer for NVMe: raise host_budget, so that it waits in RAM."
+                    )
                 self._homes[home] = self._grown([self._homes[home]], sum(sizes))
-            self._stashes[home] = _views(self._homes[home], likes, sizes)
-        return self._stashes[home]
+            self._stashes[home, place] = _views(self._homes[place], likes, sizes)
+        return self._stashes[home, place]
 
-    def stashed(self, home: Token) -> list[Tensor]:
-        """What was stashed there."""
-        return self._stashes[home]
+    def spilled(self, home: Token, slot: int) -> tuple[str, Tensor]:
+        """Where on storage a stash waits, and the bytes of a buffer that it passes through."""
+        assert self._storage is not None
+        region = _region(home)
+        return region, self._homes["spill", slot][: self._storage.nbytes_of(region)]
 
-    def _lay_out(self, needs: Mapping[Token, int]) -> None:
+    def _lay_out(self, step: Step) -> None:
         """Give each stash its bytes: in the arena, or in one buffer more that grows to what programs want."""
         self._give_back(self._homes.values())
         self._homes.clear()
+        self._likes.clear()
         self._stashes.clear()
+        needs = {
+            op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"
+        }
+        if largest := spilled_bytes(step):
+            needs |= {("spill", slot): largest for slot in range(step.window)}
+        writes = {op.writes[0]: op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"}
+        if self._storage is not None:
+            self._storage.lay_over({_region(home): nbytes for home, nbytes in writes.items()})
         left = {home: n for home, n in needs.items() if not self._place(home, self._arena, n)}
         want = sum(padded(nbytes) for nbytes in left.values())
         if self._more.whole.nbytes < want:
-            self._device.host_free(self._more.whole)
-            self._more = Room(torch.empty(0, dtype=torch.uint8))
-            self._more = Room(self._device.host_empty(want))
+            self._more_room(want)
         for home, nbytes in left.items():
             self._place(home, self._more, nbytes)
+
+    def _more_room(self, nbytes: int) -> None:
+        self._device.host_free(self._extra)
+        self._extra = torch.empty(0, dtype=torch.uint8)
+        self._more = Room(self._extra)
+        self._extra = self._device.host_empty(nbytes + mmap.PAGESIZE)
+        skipped = -self._extra.data_ptr() % mmap.PAGESIZE  # storage takes whole pages
+        self._more = Room(self._extra[skipped : skipped + nbytes])
 
     def _place(self, home: Token, room: Room, nbytes: int) -> bool:
         piece = room.take(nbytes)
@@ -124,3 +163,7 @@ def _views(flat: Tensor, likes: Sequence[Tensor], sizes: Sequence[int]) -> list[
         views[i] = part.as_strided(likes[i].shape, likes[i].stride())
         start += sizes[i]
     return views
+
+
+def _region(home: Token) -> str:
+    return f"the stash of block {home[1]}, micro-batch {home[2]}"

@@ -29,7 +29,8 @@ def lay_out(
     than the host gives.
     """
     states = tuple("host" if g.state == "device" else g.state for g in plan.groups)
-    stored = any(state != "host" for state in states)
+    spills = any(block.stash == "nvme" for block in plan.blocks)
+    stored = spills or any(state != "host" for state in states)
     placement = Placement(states, plan.window if stored else 0, tuple(directories) if stored else ())
     transient = host_transient_bytes(step, layouts)
     need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient

@@ -38,7 +38,7 @@ class Runtime:
         self.device = device
         device.own([*state.traveling, state.arena.rest])
         self.resident = ResidentState(state, device)
-        self.buffers = HostBuffers(state.arena, device)
+        self.buffers = HostBuffers(state.arena, device, state.offload.storage if state.offload else None)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)
         self.lost_gradients = False
         self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident))

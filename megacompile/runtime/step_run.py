@@ -135,19 +135,49 @@ class StepRun:
         with self._computing(("backward", block, micro), after, free):
             self._blocks.call("backward", block, micro, keep)
 
-    def offload(self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()) -> None:
+    def offload(
+        self,
+        *,
+        block: int,
+        micro: int,
+        stash: Sequence[Token],
+        slot: int | None = None,
+        after: Sequence[Event] = (),
+    ) -> None:
         tensors = self._blocks.tensors(stash)
-        kept = self._held.buffers.stash(("stash", block, micro), tensors)
+        kept = self._held.buffers.stash(("stash", block, micro), tensors, slot)
         device = self._device
         device.submit("d2h", ("offload", block, micro), after, lambda: device.copy(kept, tensors))
 
-    def reload(self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()) -> None:
-        kept = self._held.buffers.stashed(("stash", block, micro))
+    def reload(
+        self,
+        *,
+        block: int,
+        micro: int,
+        stash: Sequence[Token],
+        slot: int | None = None,
+        after: Sequence[Event] = (),
+    ) -> None:
+        kept = self._held.buffers.stashed(("stash", block, micro), slot)
         device = self._device
         with device.counted():
             tensors = [torch.empty_like(t, device=device.torch_device) for t in kept]
         device.submit("h2d", ("reload", block, micro), after, lambda: device.copy(tensors, kept))
         self._blocks.put_back(stash, tensors)
+
+    def write_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
+        region, buffer = self._held.buffers.spilled(("stash", block, micro), slot)
+        storage = self._offload.storage
+        self._device.submit(
+            "nvme_write", ("write_stash", block, micro), after, lambda: storage.write(region, buffer)
+        )
+
+    def read_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
+        region, buffer = self._held.buffers.spilled(("stash", block, micro), slot)
+        storage = self._offload.storage
+        self._device.submit(
+            "nvme_read", ("read_stash", block, micro), after, lambda: storage.read(region, buffer)
+        )
 
     def push_grad(
         self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()

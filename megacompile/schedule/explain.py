@@ -16,7 +16,7 @@ from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
 from megacompile.plan.plan import BlockPlan, GroupPlan, Plan
 from megacompile.plan.text import block_text, group_text
-from megacompile.step.operations import Step, peak_bytes
+from megacompile.step.operations import Step, peak_bytes, spilled_bytes
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _changes(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterat
     plan, work = schedule.plan, schedule.work
     for b in blocks:
         for choice in work.blocks[b].choices:
-            for stash in get_args(get_type_hints(BlockPlan)["stash"]):
-                other = replace(plan.blocks[b], choice=choice.name, stash=stash)
+            for stash in dict.fromkeys(("device", "host", plan.blocks[b].stash)):  # NVMe is a budget's matter
+                other = BlockPlan(choice.name, stash)
                 yield block_text(other), replace(plan, blocks=_with(plan.blocks, b, other))
     for g in groups:
         here = plan.groups[g]
@@ -156,12 +156,15 @@ def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> l
 
 
 def host_stash(step: Step) -> int:
-    """Most bytes of saved tensors that wait on the host at one time, in program order."""
+    """Most bytes of saved tensors that wait in host memory at one time, in program order."""
     waiting = high = 0
     for op in step.ops:
-        waiting += op.nbytes if op.kind == "offload" else -op.nbytes if op.kind == "reload" else 0
+        if op.kind == "offload" and op.writes[0][0] == "stash":
+            waiting += op.nbytes
+        elif op.kind == "reload" and op.reads[0][0] == "stash":
+            waiting -= op.nbytes
         high = max(high, waiting)
-    return high
+    return high + step.window * spilled_bytes(step)
 
 
 def _seconds(value: float) -> str:

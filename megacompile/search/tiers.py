@@ -17,7 +17,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, kept_gradients
+from megacompile.step.operations import Step, kept_gradients, stash_bytes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -143,8 +143,7 @@ def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
         (layouts[g].dtype.itemsize if own else 4) * layouts[g].elements
         for g, own in kept_gradients(step).items()
     )
-    stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")
-    return kept + sum(step.ring) + stashes
+    return kept + sum(step.ring) + stash_bytes(step)
 
 
 def storage_traffic(step: Step) -> tuple[int, int]:

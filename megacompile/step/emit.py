@@ -125,17 +125,20 @@ def _statements(step: Step) -> list[_Statement]:
     statements = []
     prefetches = 0
     pushes: dict[int, int] = {}
-    reads: dict[tuple[str, int], int] = {}  # number of the latest read of a group into each window
-    counts = {"window": 0, "staged": 0}
+    fills: dict[tuple[str, int, int], int] = {}  # number of the latest that a group or block's stash had
+    counts = {"window": 0, "staged": 0, "spill": 0}
     for op in step.ops:
         ring = next((t for t in op.writes if t[0] == "ring"), None)
         if ring is not None:
             pushes[op.group] = len(pushes)
         buffer = _buffer(op)
-        if op.kind == "read" and buffer is not None:
-            reads[buffer[0], op.group] = counts[buffer[0]]
-            counts[buffer[0]] += 1
-        number = reads.get((buffer[0], op.group), 0) if buffer is not None else 0
+        number = 0
+        if buffer is not None:
+            owner = (buffer[0], *((op.group, 0) if op.group >= 0 else (op.block, op.micro)))
+            if op.kind in ("read", "offload"):
+                fills[owner] = counts[buffer[0]]
+                counts[buffer[0]] += 1
+            number = fills.get(owner, 0)
         text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
         prefetches += op.kind == "prefetch"
         numbers = tuple(int(n) for n in _INTEGER.findall(text))
@@ -171,7 +174,7 @@ def line_of_each(step: Step) -> list[tuple[int, int | None]]:
 
 def _buffer(op: Op) -> Token | None:
     """The buffer of the host window that an operation touches."""
-    return next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
+    return next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged", "spill")), None)
 
 
 def statement(
@@ -210,6 +213,9 @@ def statement(
                       f"to={_token(op.writes[0])}"]  # fmt: skip
     elif op.kind == "adam":
         arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
+    elif op.choice == "stash":
+        call = f"{op.kind}_stash"
+        arguments += [f"block={op.block}", f"micro={op.micro}"]
     elif op.kind in ("norm", "write"):
         arguments.append(f"group={op.group}")
     elif op.kind == "read":

@@ -33,8 +33,8 @@ Kind = Literal[
     "norm",  # squared norms of a group's landed gradient
     "clip_scale",  # the clipping coefficient from all norms
     "adam",  # update of a group's masters and moments
-    "read",  # a group's weights or its state: NVMe -> a buffer of the host window
-    "write",  # what adam left in a buffer of the host window -> NVMe
+    "read",  # a group's weights or its state, or a stash: NVMe -> a buffer of the host window
+    "write",  # what adam or an offload left in a buffer of the host window -> NVMe
 ]
 
 Token = tuple[Any, ...]
@@ -42,7 +42,8 @@ Token = tuple[Any, ...]
 tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro) a block's gradient of a
 group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot),
 ("stash", block, micro), ("norm", group), ("scale",), ("window", slot) a buffer that a group's state passes
-through, ("staged", slot) one that streamed weights pass through; ("disk", group, part) on NVMe, where part
+through, ("staged", slot) one that streamed weights pass through, ("spill", slot) one for stashes that wait
+on NVMe; ("disk", group, part) on NVMe, where part
 0 is the streamed weights and part 1 the rest. ("resident", group) is state on the device, ("dgrad",
 group) a gradient that waits there for its update, ("dring", 0) the buffer of one that does not."""
 
@@ -59,7 +60,7 @@ class Op(NamedTuple):
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.plan.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
     ``seconds`` is measured, 0 where it was not. ``choice`` is what a block keeps, whether a read is of
-    "weights" or "state", or that a push is of gathered "rows".
+    "weights" or "state", that it or a write is of a "stash", or that a push is of gathered "rows".
     """
 
     kind: Kind
@@ -86,6 +87,8 @@ class Op(NamedTuple):
         """The name under which this operation's completion can be waited for."""
         if self.kind in ("forward", "recompute", "backward", "offload", "reload"):
             return (self.kind, self.block, self.micro)
+        if self.choice == "stash":
+            return (f"{self.kind}_stash", self.block, self.micro)
         if self.kind == "read":
             return (f"read_{self.choice}", self.group)
         if self.kind in ("push_grad", "accumulate"):
@@ -227,5 +230,15 @@ def host_bytes(step: Step, work: Workload) -> int:
     """Host bytes of a step beyond masters and moments: kept gradients, the ring, and stashes."""
     groups = work.groups
     kept = sum(groups[g].nbytes if own else 4 * groups[g].elements for g, own in kept_gradients(step).items())
-    stashes = sum(op.nbytes for op in step.ops if op.kind == "offload")  # each has a buffer of its own
-    return kept + sum(step.ring) + stashes
+    return kept + sum(step.ring) + stash_bytes(step)
+
+
+def stash_bytes(step: Step) -> int:
+    """Host bytes of what blocks stash: a buffer for each, and a few for all that go on to NVMe."""
+    own = sum(op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash")
+    return own + step.window * spilled_bytes(step)
+
+
+def spilled_bytes(step: Step) -> int:
+    """The most bytes of a stash that waits on NVMe; 0 where none does."""
+    return max((op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"), default=0)

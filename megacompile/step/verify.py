@@ -59,6 +59,7 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
     pairs = _check_tokens(accesses) + _check_slots(step, accesses)
     _check_updates(step, work, accesses)
     _check_window(step)
+    _check_spills(step)
     _check_device_memory(step, accesses)
     peak = peak_bytes(step)
     if budget_bytes is not None and peak > budget_bytes:
@@ -259,6 +260,31 @@ def _check_window(step: Step) -> None:
     lost = next((op for op in held.values() if op.kind == "adam"), None)
     if lost is not None:
         raise ScheduleError(f"What {name(lost)} left in the window is never written: write is missing.")
+
+
+def _check_spills(step: Step) -> None:
+    """Buffers that stashes on NVMe pass through hold what is taken from them, and none is lost in one."""
+    held: dict[Token, Op] = {}  # what a buffer was last filled by
+    taken: set[Token] = set()  # buffers whose content is where it shall be
+    for op in step.ops:
+        buffer = next((t for t in (*op.reads, *op.writes) if t[0] == "spill"), None)
+        if buffer is None:
+            continue
+        last = held.get(buffer)
+        if op.kind in ("offload", "read"):
+            if last is not None and buffer not in taken:
+                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
+            held[buffer] = op
+            taken.discard(buffer)
+            continue
+        wanted = ("offload" if op.kind == "write" else "read", op.block, op.micro)
+        if last is None or (last.kind, last.block, last.micro) != wanted:
+            found = name(last) if last is not None else "nothing"
+            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
+        taken.add(buffer)
+    lost = next((op for buffer, op in held.items() if buffer not in taken), None)
+    if lost is not None:
+        raise ScheduleError(f"What {name(lost)} left in a buffer goes nowhere: write or reload is missing.")
 
 
 def _check_device_memory(step: Step, accesses: list[_Access]) -> None:

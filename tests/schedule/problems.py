@@ -200,7 +200,7 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
     block = st.builds(
         BlockPlan,
         choice=st.sampled_from(["all", "some", "none", "least"]),
-        stash=st.sampled_from(["device", "host"]),
+        stash=st.sampled_from(["device", "host", "nvme"]),
     )
     group = st.builds(
         GroupPlan,

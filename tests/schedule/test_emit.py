@@ -52,6 +52,8 @@ def meant(op: Op) -> Called:
         kind, arguments = "free", {"tokens": list(op.frees)}
         if op.block >= 0:
             arguments |= {"block": op.block, "micro": op.micro}
+    elif op.choice == "stash":
+        kind, arguments = f"{kind}_stash", {"block": op.block, "micro": op.micro}
     elif kind in ("evict", "norm", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
@@ -66,7 +68,7 @@ def meant(op: Op) -> Called:
     elif kind == "read":
         arguments = {"group": op.group, "part": op.choice}
     for token in (*op.reads, *op.writes):
-        if token[0] in ("window", "staged"):
+        if token[0] in ("window", "staged", "spill"):
             arguments["slot"] = token[1]
     if op.waits:
         arguments["after"] = list(op.waits)

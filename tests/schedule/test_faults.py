@@ -342,6 +342,55 @@ def test_weights_read_after_their_update() -> None:
     refuse(bad, WORK, "read of group 0", "this step has updated already")
 
 
+# ---- stashes on NVMe ----------------------------------------------------------------------------
+
+SPILLED = lower(WORK, uniform(WORK, "all", stash="nvme", window=2), Mode("train"))
+
+
+def test_the_schedule_that_stashes_on_nvme_is_good() -> None:
+    assert (
+        [op.kind for op in SPILLED.ops].count("write") == [op.kind for op in SPILLED.ops].count("reload") == 3
+    )
+    assert verify(SPILLED, WORK).operations == len(SPILLED.ops)
+
+
+def test_stash_that_overwrites_one_on_its_way_to_the_drive() -> None:
+    bad = without_wait(SPILLED, find(SPILLED, "offload", block=2), ("write_stash", 0, 0))
+    refuse(bad, WORK, "offload of block 2", "('spill', 0) while write of block 0")
+
+
+def test_stash_read_before_it_was_written() -> None:
+    index = find(SPILLED, "read", block=2)
+    bad = without_wait(SPILLED, index, ("write_stash", 2, 0))
+    refuse(bad, WORK, "read of block 2", "before write of block 2")
+
+
+def test_reload_out_of_a_buffer_that_holds_another_stash() -> None:
+    index = find(SPILLED, "reload", block=1)
+    op = SPILLED.ops[index]
+    other = ("spill", 1 - op.reads[0][1])
+    bad = waiting_again(with_op(SPILLED, index, op.with_(reads=(other,))))
+    refuse(bad, WORK, "reload of block 1", "finds in", "what read of block")
+
+
+def test_stash_that_is_never_written() -> None:
+    bad = waiting_again(with_op(SPILLED, find(SPILLED, "write", block=0)))
+    refuse(bad, WORK, "read of block 0", "('stash', 0, 0), which nothing has written")
+
+
+def test_stash_that_is_overwritten_in_its_buffer() -> None:
+    write, read = find(SPILLED, "write", block=0), find(SPILLED, "read", block=0)
+    bad = moved(SPILLED, write, find(SPILLED, "write", block=2))
+    assert write < read
+    refuse(waiting_again(bad), WORK, "offload of block 2", "overwrites what offload of block 0")
+
+
+def test_stash_that_is_read_and_not_taken() -> None:
+    bad = waiting_again(with_op(SPILLED, find(SPILLED, "reload", block=0)))
+    with pytest.raises(ScheduleError):
+        verify(bad, WORK)
+
+
 # ---- budget -------------------------------------------------------------------------------------
 
 

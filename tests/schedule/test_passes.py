@@ -366,6 +366,36 @@ def test_a_slot_is_filled_again_while_the_gradient_leaves() -> None:
     ]
 
 
+def buffer_of(op: Op) -> int:
+    return next(t[1] for t in (*op.reads, *op.writes) if t[0] == "spill")
+
+
+# ---- insert_stash_io ----------------------------------------------------------------------------
+
+
+def test_insert_stash_io_passes_stashes_through_two_buffers() -> None:
+    """A read starts when its buffer has done its duty; what a drive moves is whole pages."""
+    work = chain(5)
+    plan = uniform(work, "all", stash="nvme", window=2)
+    step = run("compute_order insert_recompute insert_offload insert_stash_io", work, plan)
+    moves = [op for op in step.ops if op.kind in ("offload", "write", "read", "reload")]
+    assert [(op.kind, op.block, buffer_of(op)) for op in moves] == [
+        ("offload", 0, 0),
+        ("write", 0, 0),
+        ("offload", 1, 1),
+        ("write", 1, 1),
+        ("offload", 2, 0),
+        ("write", 2, 0),
+        ("read", 2, 1),
+        ("read", 1, 0),
+        ("reload", 2, 1),
+        ("read", 0, 1),
+        ("reload", 1, 0),
+        ("reload", 0, 1),
+    ]
+    assert {op.nbytes for op in step.ops if op.kind in ("read", "write")} == {4096}
+
+
 # ---- insert_state_io ----------------------------------------------------------------------------
 
 
