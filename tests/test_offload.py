@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
+from megacompile.plan.plan import Plan
 from megacompile.program import Program
 
 WIDTH, LAYERS = 128, 4
@@ -126,6 +128,54 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
     assert 0 < written <= padded < 1.01 * written
     for text in (str(program.memory), str(program.schedule)):
         assert "written per step" in text and "a drive rated for" in text
+    program.close()
+
+
+def stashing(plan: Plan, window: int) -> Plan:
+    """The plan with everything saved, on NVMe."""
+    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    return replace(plan, blocks=blocks, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
+    program = compiled("100MB")
+    program.train_step(batch(0))
+    plan = program.plan
+    expected, state = trained(program)
+    program = compiled("100MB", tmp_path, plan=stashing(plan, window))
+    program.train_step(batch(0))
+    moved = [op.nbytes for op in program.schedule.step.ops if op.kind == "write"]
+    assert program.memory.host_bytes["stashes"] == window * max(moved)
+    assert program.memory.storage_bytes == sum(moved)
+    losses, got = trained(program)
+    assert losses == expected
+    assert all(torch.equal(v, got[n]) for n, v in state.items())
+
+
+def test_a_stash_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled("100MB")
+    program.train_step(batch(0))
+    plan = program.plan
+    program.close()
+    program = compiled("100MB", tmp_path, plan=stashing(plan, 2), max_grad_norm=1.0)
+    program.train_step(batch(0))
+    before = program.state_dict()
+
+    def garbled(file: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(file, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", garbled)
+    with pytest.raises(
+        StorageError, match=r"of the stash of block 2, micro-batch 0 .* is not what was written"
+    ):
+        program.train_step(batch(1))
+    monkeypatch.undo()
+    assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.train_step(batch(1))
     program.close()
 
 

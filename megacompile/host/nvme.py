@@ -173,7 +173,7 @@ class Storage:
 def _blocks(
     regions: Mapping[str, int], taken: Sequence[int]
 ) -> tuple[dict[str, tuple[Block, ...]], list[int]]:
-    """Blocks of every region, dealt round the files behind what is taken of them, and where each file ends."""
+    """Blocks of every region, dealt round the files behind what is taken of them; where each file ends."""
     ends, files = list(taken), len(taken)
     placed: dict[str, tuple[Block, ...]] = {}
     turn = 0

@@ -6,6 +6,8 @@ import functools
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,25 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
     assert losses == expected
     assert all(torch.equal(ours[n], v) for n, v in state.items())
     assert gpu.through > 0 and gpu.registered == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_stashes_go_to_nvme_when_they_have_landed(
+    gpu: FakeCuda, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_for("gpt2", i, size=4) for i in range(3)]
+    expected, state = train("gpt2", "cpu", batches)
+    planner = program(build("gpt2"), "cpu")
+    planner.train_step(batches[0])
+    plan = planner.plan
+    planner.close()
+    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = refuses
+    plan = replace(plan, blocks=blocks, window=1, workload="")
+    losses, ours = train("gpt2", "cuda", batches, plan=plan, offload_dir=tmp_path)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
 
 
 def test_the_report_says_that_copies_are_staged(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
