@@ -153,6 +153,32 @@ def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
     assert all(torch.equal(v, got[n]) for n, v in state.items())
 
 
+@pytest.mark.parametrize(("host", "gone"), [("5MB", 4), ("4MB", 5)])
+def test_stashes_leave_for_storage_where_ram_is_too_small_for_them(
+    host: str, gone: int, tmp_path: Path
+) -> None:
+    """8 blocks with inputs of 1 MB, of which the device has room for one, and RAM for one or two."""
+    rows = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for budget, folder in (("1GB", None), (host, tmp_path)):
+        model = nn.Sequential(*(Block() for _ in range(8)))
+        for i, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(i))
+        program = megacompile.compile(
+            model,
+            "18.5MB",
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            loss_fn=lambda out, batch: out.float().square().mean(),
+            host_budget=budget,
+            offload_dir=folder,
+        )
+        losses[budget] = [float(program.train_step(rows.bfloat16()).loss) for _ in range(3)]
+        program.close()
+    assert [block.stash for block in program.plan.blocks].count("nvme") == gone
+    assert sum(program.memory.host_bytes.values()) <= program.memory.host_budget_bytes
+    assert losses["1GB"] == losses[host]
+
+
 def test_a_stash_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled("100MB")
     program.train_step(batch(0))

@@ -76,9 +76,8 @@ def search(
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
-    limits = [host_budget] if drive is None else [drive.spare, drive.room]
-    for limit in dict.fromkeys((*(x for x in limits if x is None or x >= 0), None)):
-        found = _Search(work, mode, machine, budget_bytes, limit, drive)
+    for limit, spills in _host_limits(host_budget, drive):
+        found = _Search(work, mode, machine, budget_bytes, limit, drive, spills)
         try:
             with _without_garbage_collection():
                 found.run(also)
@@ -89,6 +88,15 @@ def search(
             plan = replace(found.best.plan, workload=work.digest)
             return replace(found.best, plan=plan, evaluations=found.evaluations)
     raise infeasible(work, mode, budget_bytes)
+
+
+def _host_limits(host_budget: int | None, drive: Drive | None) -> Iterator[tuple[int | None, bool]]:
+    """Bounds of a step's host bytes to try in turn, and whether stashes may leave for the drive."""
+    if drive is None:
+        limits = [(host_budget, False)]
+    else:
+        limits = [(drive.spare, False), (drive.room, False), (drive.room, drive.stashes)]
+    yield from dict.fromkeys(x for x in (*limits, (None, False)) if x[0] is None or x[0] >= 0)
 
 
 def follow(
@@ -175,9 +183,11 @@ class _Search:
         budget_bytes: int,
         host_budget: int | None,
         drive: Drive | None,
+        spills: bool,
     ) -> None:
         self.work, self.mode, self.machine = work, mode, machine
         self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
+        self.spills = spills
         self.floor = Floor(work, mode, machine)
         self.best: Planned | None = None
         self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
@@ -189,7 +199,8 @@ class _Search:
     def run(self, also: Sequence[Plan]) -> None:
         for plan in also:
             groups = tuple(replace(g, state="host") for g in plan.groups)
-            self.score(replace(plan, groups=groups, workload=""))
+            blocks = tuple(replace(b, stash="host") if b.stash == "nvme" else b for b in plan.blocks)
+            self.score(replace(plan, blocks=blocks, groups=groups, workload=""))
         self._mixtures()
         self._fixed()
         self._few_blocks()
@@ -211,6 +222,10 @@ class _Search:
         step = self._lower(plan)
         peak, taken = peak_bytes(step), host_bytes(step, self.work)
         over = 0 if self.host_budget is None else max(0, taken - self.host_budget)
+        if over and self.spills and self.drive is not None and peak <= self.budget_bytes:
+            spilled = self.drive.spill(plan, step, taken)
+            if spilled is not None:
+                return _Measured(spilled, self._lower(spilled), peak, True)
         fits = peak <= self.budget_bytes and not over
         if not fits:
             self._misfits[plan] = peak, over
@@ -272,7 +287,8 @@ class _Search:
 
     def _fill(self, mixer: Mixer, shape: Shape, arrangement: Arrangement) -> None:
         """Correct the program's room until the step that comes of it just fits, and score that one."""
-        room, host_room = float(self.budget_bytes), self.host_budget
+        room = float(self.budget_bytes)
+        host_room = None if self.spills else self.host_budget
         fits_at, fails_at = 0.0, _EVERYTHING
         fitting: tuple[Plan, _Measured] | None = None
         for _ in range(_CORRECTIONS):

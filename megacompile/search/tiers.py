@@ -2,6 +2,7 @@
 
 In:  group layouts, a state format, a host budget. Out: :class:`Drive`, which gives any plan a ``state`` per
 group: of the placements that leave the step its host bytes, the one that moves the fewest over the drive.
+Where none leaves enough, stashes go there too.
 
 Last groups go first: in a step they are updated first and wanted again last.
 """
@@ -13,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megacompile.host.arena import padded
 from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, kept_gradients, stash_bytes
+from megacompile.step.operations import Step, kept_gradients, spilled_bytes, stash_bytes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -37,11 +39,18 @@ class Tiers:
 class Drive:
     """Placements to choose from. ``room`` is the most host bytes that any leaves to a step, ``spare`` what
     the one that moves least leaves: state that a step takes the place of beyond it moves to the drive.
+    ``stashes`` says whether stashes may go there.
     """
 
-    def __init__(self, rows: dict[int, list[tuple[int, tuple[str, ...]]]], *, decided: bool = False) -> None:
+    def __init__(
+        self,
+        rows: dict[int, list[tuple[int, tuple[str, ...]]]],
+        *,
+        decided: bool = False,
+        stashes: bool = True,
+    ) -> None:
         self._rows = rows  # per number of buffers (host bytes left, states), by rising bytes moved
-        self.decided = decided
+        self.decided, self.stashes = decided, stashes
         self.room = max(found[-1][0] for found in rows.values())
         self.spare = min(rows.items())[1][0][0]
 
@@ -55,7 +64,7 @@ class Drive:
     def fixed(layouts: Sequence[GroupLayout], tiers: Tiers, states: tuple[str, ...], window: int) -> Drive:
         """State that has been laid out stays where it is."""
         left = tiers.host_budget_bytes - host_state_bytes(place_groups(layouts, tiers.form, states), window)
-        return Drive({max(1, window): [(left, states)]}, decided=window > 0)
+        return Drive({max(1, window): [(left, states)]}, decided=window > 0, stashes=window > 0)
 
     def place(self, plan: Plan, taken_bytes: int) -> Plan:
         """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as
@@ -68,6 +77,25 @@ class Drive:
                 return _with_states(plan, rows[found][1], window)
         window, rows = min(self._rows.items())
         return _with_states(plan, rows[-1][1], window)
+
+    def spill(self, plan: Plan, step: Step, taken_bytes: int) -> Plan | None:
+        """The plan over the placement that leaves most, with as many stashes on the drive as it then takes;
+        None where all are too few. Those of the first blocks go first, which wait longest.
+
+        ``step`` is the plan's, ``taken_bytes`` its host bytes.
+        """
+        waiting = [op for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"]
+        for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
+            left, states = self._rows[window][-1]
+            taken, largest = taken_bytes - step.window * spilled_bytes(step), spilled_bytes(step)
+            blocks = list(plan.blocks)
+            for block in sorted({op.block for op in waiting}):
+                moved = [op.nbytes for op in waiting if op.block == block]
+                taken, largest = taken - sum(moved), max(largest, padded(max(moved)))
+                blocks[block] = replace(blocks[block], stash="nvme")
+                if taken + window * largest <= left:
+                    return _with_states(replace(plan, blocks=tuple(blocks)), states, window)
+        return None
 
 
 def _with_states(plan: Plan, states: Sequence[str], window: int) -> Plan:
