@@ -68,7 +68,7 @@ def book_tables(book: str, device: torch.device) -> tuple[Tensor, Tensor]:
     if book not in BOOKS:
         raise ValueError(f"code book must be one of {tuple(BOOKS)}, not {book!r}")
     codes = torch.tensor(BOOKS[book], dtype=torch.float64)
-    middles = torch.cat(((codes[1:] + codes[:-1]) / 2, torch.tensor([float("inf")])))
+    middles = torch.cat(((codes[1:] + codes[:-1]) / 2, codes.new_tensor([float("inf")])))
     return codes.float().to(device), middles.float().to(device)
 
 
@@ -177,7 +177,7 @@ def quantize_reference(x: Tensor, middles: Tensor, book: str, size: int) -> tupl
     if bits_of(book) == 4:
         even, odd = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
         if x.numel() % 2:
-            odd[-1] = int(torch.bucketize(torch.zeros(1), middles[:-1].cpu()))
+            odd[-1] = int(torch.bucketize(torch.zeros(1, dtype=torch.float32), middles[:-1].cpu()))
         codes = even | (odd << 4)
     return codes.to(torch.uint8), scales
 

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import megacompile
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.errors import ProgramError
+from megacompile.host import adam
 from megacompile.host.state import HostState
 from tests.models import Plain, batch_for
 from tests.reference import EagerTrainer
@@ -59,6 +60,36 @@ def test_trains_as_ever_in_modes_of_torch(mode: str) -> None:
         trainer.train_step([batch])
     assert_equal(program, trainer)
     program.close()
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    adam.set_backend("auto")
+
+
+@pytest.mark.parametrize("state", ["fp32", "int4"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_default_dtype_is_not_that_of_the_state(backend: Any, state: Any, defaults: None) -> None:
+    """Scripts set it while they build models; host code says what it means."""
+    batch = {name: value.bfloat16() for name, value in batch_for("plain").items()}
+    results = []
+    adam.set_backend(backend)
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = Plain(width=128)  # beyond the size that keeps fp32 moments
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        program = megacompile.compile(
+            model, "1MB", optimizer=optimizer, max_grad_norm=1.0, optimizer_state=state, example_batch=batch
+        )
+        torch.set_default_dtype(dtype)
+        program.train_step(batch)
+        results.append(program.state_dict())
+        torch.set_default_dtype(torch.float32)
+        program.close()
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
 
 
 def test_autocast_is_refused() -> None:

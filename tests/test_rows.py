@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from megacompile.capture.graph import capture
 from megacompile.compiler import Compiler
 from megacompile.errors import ProgramError
 from megacompile.host.rows import add_rows, gather_rows
+from megacompile.runtime import step_run
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.tile.cuts import LEAST_PIECE, tables
@@ -246,22 +248,50 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
     program.close()
 
 
-def test_on_the_cuda_device_rows_travel_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def give_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compile open a CUDA device over a fake of CUDA."""
     monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # Adam of another kind
     fake = FakeCuda()
     opened = functools.partial(CudaDevice, fake)
     backend = Backend(fake.device, None, None, lambda budget: budget, opened)
-    torch.manual_seed(0)
-    model = Reader("twice")
-    expected = trained(copy.deepcopy(model), "1MB", HABITS[0], steps(2))
     monkeypatch.setattr(
         api,
         "open_backend",
         lambda device, dtype: backend if device == "cuda" else open_backend(device, dtype),
     )
+
+
+def test_on_the_cuda_device_rows_travel_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_fake_cuda(monkeypatch)
+    torch.manual_seed(0)
+    model = Reader("twice")
+    expected = trained(copy.deepcopy(model), "1MB", HABITS[0], steps(2))
     program = start(model, "1MB", HABITS[0], device="cuda")
     losses = [float(program.train_step(micro).loss) for micro in steps(2)]
     assert looks_up(program)
     assert losses == expected[0]
     assert all(torch.equal(program.state_dict()[n], v) for n, v in expected[1].items())
+    program.close()
+
+
+def test_a_batch_may_be_filled_anew_as_soon_as_the_step_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_fake_cuda(monkeypatch)
+    torch.manual_seed(0)
+    model, habits, filled = Reader(), Habits(None), threading.Event()
+    trainer = habits.trainer(copy.deepcopy(model))
+    program = start(model, "1MB", habits, device="cuda")
+
+    def late(*arguments: Any) -> None:
+        assert filled.wait(60)
+        add_rows(*arguments)
+
+    monkeypatch.setattr(step_run, "add_rows", late)
+    given = batch()
+    trainer.train_step([batch()])
+    program.train_step(given)
+    given["ids"].fill_(7)
+    filled.set()
+    state = program.state_dict()
+    for name, value in trainer.model.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-6)
     program.close()

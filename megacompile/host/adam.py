@@ -237,7 +237,7 @@ def torch_fused(weight: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: AdamHyper
     """torch's fused kernel (private API, called only here) on fp32 (n); without `grad_scale`."""
     fused = torch._fused_adamw_ if h.decoupled else torch._fused_adam_
     fused(
-        [weight], [grad], [m], [v], [], [torch.tensor(float(h.step))], lr=h.lr, beta1=h.beta1,
+        [weight], [grad], [m], [v], [], [torch.tensor(float(h.step), dtype=torch.float32)], lr=h.lr, beta1=h.beta1,
         beta2=h.beta2, weight_decay=h.weight_decay, eps=h.eps, amsgrad=False, maximize=h.maximize,
     )  # fmt: skip
 
@@ -249,7 +249,7 @@ def _torch_step(state: list[Tensor], h: AdamHyper, threads: int) -> None:
     whole = numel // unit * unit
     padded = [torch.cat([x[whole:], x.new_zeros(unit - numel + whole)]) for x in state]
     tiles = [[x[:whole][i : i + tile] for x in state] for i in range(0, whole, tile)]
-    scratch = torch.empty(2, tile)
+    scratch = torch.empty(2, tile, dtype=torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -45,7 +45,7 @@ class Coded:
 def decode(moment: Coded, coding: Coding, book: str, elements: int) -> Tensor:
     """The fp32 values (n) of a moment."""
     table, _ = book_tables(book, torch.device("cpu"))
-    out = torch.empty(elements)
+    out = torch.empty(elements, dtype=torch.float32)
     return dequantize_reference(moment.codes, moment.scales, table, book, coding.block, out)
 
 

@@ -123,7 +123,7 @@ class HostState:
         part = slice(slot.offset, slot.offset + slot.parameter.numel)
         high, low = weights[part], low[part]
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
-            value = _strided(torch.empty(value.numel()), 0, slot).copy_(value)
+            value = _strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
             value = value.as_strided((value.numel(),), (1,))
         flat = value.view(-1)
         for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
@@ -165,7 +165,7 @@ class HostState:
         start, stop = slot.offset, slot.offset + slot.parameter.numel
         if low is None:
             return slot_view(flat, slot).to("cpu", copy=True)
-        out = torch.empty(stop - start)
+        out = torch.empty(stop - start, dtype=torch.float32)
         host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
         return _strided(out, 0, slot)
 

@@ -222,7 +222,9 @@ class CudaDevice(Device):
                     "The optimizer's weight_decay or maximize was changed to what the device's AdamW cannot "
                     "do: set it before compile."
                 )
-            scale = None if hyper.grad_scale == 1.0 else self.send(torch.tensor([hyper.grad_scale]))
+            scale = None
+            if hyper.grad_scale != 1.0:
+                scale = self.send(torch.tensor([hyper.grad_scale], dtype=torch.float32))
             adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
                    hyper.weight_decay, hyper.step, scale)  # fmt: skip
 

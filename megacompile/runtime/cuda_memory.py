@@ -116,7 +116,7 @@ class TorchCuda:
         target.copy_(source, non_blocking=True)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # pin_memory gives a pinned one back
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

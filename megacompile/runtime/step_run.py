@@ -201,7 +201,8 @@ class StepRun:
         part, assembly = self._bound.part, self._bound.assembly
         ((_, grad),) = self._blocks.values["wg", group, block, micro]
         (value,) = (i.value for i in part.blocks[block].inputs if i.value in part.rows)
-        table, leaves = part.rows[value], self._inputs.leaves[micro]
+        table = part.rows[value]
+        ids = table.find(self._inputs.leaves[micro]).clone()  # the caller may fill the batch anew
         pieces, fresh = [], []
         for name, home in zip(table.pieces, to, strict=True):
             owner, slot = assembly.places[name]
@@ -212,7 +213,7 @@ class StepRun:
         self.pushed = True
 
         def use(landed: list[torch.Tensor]) -> None:
-            add_rows(pieces, fresh, table.stops, table.find(leaves), landed[0], table.padding)
+            add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding)
 
         device = self._device
         device.submit("d2h", ("push_grad", group, block, micro), after, lambda: device.land([grad], use))
