@@ -236,8 +236,9 @@ def describe_backend() -> str:
 def torch_fused(weight: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: AdamHyper) -> None:
     """torch's fused kernel (private API, called only here) on fp32 (n); without `grad_scale`."""
     fused = torch._fused_adamw_ if h.decoupled else torch._fused_adam_
+    step = torch.tensor(float(h.step), dtype=torch.float32)
     fused(
-        [weight], [grad], [m], [v], [], [torch.tensor(float(h.step), dtype=torch.float32)], lr=h.lr, beta1=h.beta1,
+        [weight], [grad], [m], [v], [], [step], lr=h.lr, beta1=h.beta1,
         beta2=h.beta2, weight_decay=h.weight_decay, eps=h.eps, amsgrad=False, maximize=h.maximize,
     )  # fmt: skip
 
