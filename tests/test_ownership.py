@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +94,20 @@ def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
     nn.GELU()(torch.ones(1))  # what holds no values works as ever
     program.sync_to(model)
     assert model.state_dict().keys() == program.state_dict().keys()
+    program.close()
+
+
+def test_an_owned_model_is_not_saved_without_its_values(tmp_path: Path) -> None:
+    program, model, optimizer = owned()
+    for thing in (model, model.last, list(model.parameters()), optimizer):
+        with pytest.raises(ProgramError, match=r"program\.state_dict\(\)"):
+            torch.save(thing, tmp_path / "model.pt")
+    copy.deepcopy(model)  # to be filled by sync_to
+    program.sync_to(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for name, value in program.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), value), name
     program.close()
 
 

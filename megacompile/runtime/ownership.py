@@ -33,6 +33,8 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_state_dict_pre_hook(_refuse_moments),
         optimizer.register_load_state_dict_pre_hook(_refuse_moments),
     ]
+    for parameter in model.parameters():
+        parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign,assignment]
     refuse_groups = types.MethodType(_refuse_groups, optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
@@ -43,6 +45,8 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         handle.remove()
     _EMPTY.difference_update(model.modules())
     vars(optimizer).pop("add_param_group", None)
+    for parameter in model.parameters():
+        vars(parameter).pop("__reduce_ex__", None)
 
 
 def is_owned(model: nn.Module) -> bool:
@@ -65,6 +69,13 @@ def _refuse_state(module: nn.Module, *given: Any) -> None:
             "program.state_dict, load_state_dict, save or export, or program.sync_to(model) to get the "
             "values back."
         )
+
+
+def _refuse_pickling(protocol: Any) -> Any:
+    raise ProgramError(
+        "This parameter belongs to a megacompile program and holds no values to save: save "
+        "program.state_dict(), or call program.save, export, or sync_to(model) and save that."
+    )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *given: Any) -> None:
