@@ -34,7 +34,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_refuse_moments),
     ]
     for parameter in model.parameters():
-        parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign,assignment]
+        parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
     refuse_groups = types.MethodType(_refuse_groups, optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
