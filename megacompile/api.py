@@ -36,7 +36,7 @@ def compile(
     max_grad_norm: float | None = None,
     compute_dtype: torch.dtype = torch.bfloat16,
     host_budget: float | str | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     device: str | torch.device | None = None,
     on_nonfinite: Literal["skip", "raise"] | None = None,
     example_batch: Any = None,
@@ -62,7 +62,11 @@ def compile(
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
     host_budget: as ``hbm_budget``, for host memory; None: what this process may use, less a reserve.
-    loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself.
+    loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
+        given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
+        entries as it needs; the rest is for ``loss_fn``. A criterion, a module such as
+        ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
+        ``loss_fn(model(x), y)``.
     device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is
         one.
     on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.

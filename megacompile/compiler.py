@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.capture.batch import Batch
 from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
-from megacompile.capture.graph import LossFn, capture
+from megacompile.capture.graph import capture
+from megacompile.capture.loss import LossFn
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
@@ -110,7 +111,7 @@ class Compiler:
         # what no optimizer holds is not updated, so it needs no gradient
         held = {n for n, p in self.parameters.items() if optimizer is None or p.param_group >= 0}
         self._trained = held & {n for n, p in model.named_parameters() if p.requires_grad}
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._machine = machine
         self._policy = policy
         self._dump = dump
@@ -133,10 +134,6 @@ class Compiler:
     def measured_machine(self) -> Machine:
         """The machine that times are predicted for."""
         return self._machine or this_cpu(self._compute_dtype)
-
-    @property
-    def has_loss_fn(self) -> bool:
-        return self._loss_fn is not None
 
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
@@ -185,7 +182,7 @@ class Compiler:
                 batch.kwargs,
                 forms=self._forms,
                 trained=self._trained,
-                loss_fn=self._loss_fn,
+                loss_fn=self.loss_fn,
                 evaluate=evaluate,
             )
             self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))

@@ -109,7 +109,8 @@ class Session:
         refuse_autocast()
         if not evaluate:
             self.check_model()
-        settings = model_settings(self.model, evaluate=evaluate)  # once for all of them
+        loss_fn = self.compiler.loss_fn
+        settings = model_settings(self.model, evaluate=evaluate, loss_fn=loss_fn)  # once for all of them
         return [self._read(item, evaluate, settings) for item in items]
 
     def check_model(self) -> None:
@@ -117,14 +118,14 @@ class Session:
         self._frozen.check()
 
     def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
-        own_loss = self.compiler.has_loss_fn
+        own_loss = self.compiler.loss_fn is not None
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
         if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
             longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
             if longer is not None:
                 padded = read_batch(longer, self.model, evaluate=evaluate, settings=settings)
                 batch = self._padded(batch, padded, evaluate)
-        check_signature(self.model, batch)
+        check_signature(self.model, batch, own_loss=own_loss)
         return batch
 
     def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:

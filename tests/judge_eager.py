@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import is_transformers, read_batch
 from megacompile.capture.forms import parameter_forms
-from megacompile.capture.graph import find_loss
+from megacompile.capture.loss import find_loss
 from tests.reference import Trace, train_eager
 from tests.zoo import Case
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.capture.batch import micro_weights, read_batch
-from megacompile.capture.graph import find_loss
+from megacompile.capture.loss import apply_loss, divide, find_loss
 from megacompile.capture.substitute import our_operators
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
@@ -69,8 +69,11 @@ class EagerTrainer:
         rng = torch.tensor([step_seed(self.seed, self.steps + call, micro), 0])
         given = one.kwargs.get("position_ids") is not None
         with our_operators(self.model, rng, positions_given=given):
-            outputs = self.model(*one.args, **one.kwargs)
-        return find_loss(outputs) if self.loss_fn is None else self.loss_fn(outputs, batch)
+            if self.loss_fn is None:
+                return find_loss(self.model(*one.args, **one.kwargs))
+            args, kwargs, rest = divide(self.model, one.args, one.kwargs)
+            outputs = self.model(*args, **kwargs)
+        return apply_loss(self.loss_fn, outputs, one.args, one.kwargs, rest)
 
     def backward(self, batches: Sequence[Any], weights: Sequence[float], *, by_hand: bool = False) -> Tensor:
         """Gradients of weighted losses, with the dropout of one ``train_step``, or of calls ``by_hand``."""

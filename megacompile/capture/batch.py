@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.loss import divide
 from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.errors import MegacompileError
 
@@ -145,17 +146,24 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> li
     return [1.0 if all(counted) else 1.0 / len(micro)] * len(micro)
 
 
-def check_signature(model: nn.Module, batch: Batch) -> None:
-    """Name entries that the forward does not take and required ones that are missing."""
+def check_signature(model: nn.Module, batch: Batch, *, own_loss: bool) -> None:
+    """Name entries that the forward does not take, unless they are for a loss function, and missing ones."""
     parameters = inspect.signature(model.forward).parameters
     kinds = {p.kind for p in parameters.values()}
+    args, kwargs = divide(model, batch.args, batch.kwargs)[:2] if own_loss else (batch.args, batch.kwargs)
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        unknown = sorted(set(batch.kwargs) - set(parameters))
+        unknown = sorted(set(kwargs) - set(parameters))
         if unknown:
             raise MegacompileError(
-                f"{type(model).__name__}.forward takes no {', '.join(unknown)}: remove it from the batch."
+                f"{type(model).__name__}.forward takes no {', '.join(unknown)}: remove it from the batch, or "
+                "give compile a loss_fn, which is given the batch."
             )
-    given = set(list(parameters)[: len(batch.args)]) | set(batch.kwargs)
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(parameters):
+        raise MegacompileError(
+            f"{type(model).__name__}.forward takes {len(parameters)} entries and the batch has {len(args)}: "
+            "remove what is too much, or give compile a loss_fn, which is given the batch."
+        )
+    given = set(list(parameters)[: len(args)]) | set(kwargs)
     missing = [
         name
         for name, p in parameters.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +21,45 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.captured import Captured, module_path, strip
+from megacompile.capture.captured import Captured, strip
+from megacompile.capture.clean import clean, reached
+from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
-from megacompile.capture.refusals import no_own_gradients, refuse_mixed_products, refuse_writes
+from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
+from megacompile.capture.refusals import (
+    no_own_gradients,
+    refuse_mixed_products,
+    refuse_mutations,
+    refuse_writes,
+)
 from megacompile.capture.substitute import our_operators
 from megacompile.errors import BudgetError, CaptureError
 
 aten = torch.ops.aten
-LossFn = Callable[[Any, Any], Tensor]
-_OURS = "megacompile"
 
 
 class _Loss(nn.Module):
     """Runs the model on (args, kwargs) with our operators and returns the scalar loss."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+    _loss_fn: LossFn | None
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, effects: Effects) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn = loss_fn
+        vars(self)["_loss_fn"] = loss_fn  # where it is a module, none of the model's
+        self.effects = effects
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with no_own_gradients():
+        with no_own_gradients(), self.effects.noted(self.model):
+            taken, named, rest = (args, kwargs, ())
+            if self._loss_fn is not None:
+                taken, named, rest = divide(self.model, args, kwargs)
             with our_operators(self.model, rng, positions_given=given):
-                outputs = self.model(*args, **kwargs)
+                outputs = self.model(*taken, **named)
             if self._loss_fn is None:
                 return find_loss(outputs)
-            return self._loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
-
-
-def find_loss(outputs: Any) -> Tensor:
-    """The loss in what a forward returned: a scalar tensor, ``.loss``, or the key ``"loss"``."""
-    loss = outputs
-    if not isinstance(outputs, Tensor):
-        loss = getattr(outputs, "loss", None)
-        if loss is None and isinstance(outputs, dict):
-            loss = outputs.get("loss")
-        if loss is None and isinstance(outputs, tuple) and outputs:
-            loss = outputs[0]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "none"
-        raise CaptureError(
-            f"The forward returned no scalar loss ({found}): pass labels in the batch, or "
-            "loss_fn=lambda outputs, batch: ... to megacompile.compile."
-        )
-    return loss.reshape(())
+            return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
 
 
 def capture(
@@ -96,10 +90,24 @@ def capture(
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
+    effects = Effects()
+    loss, inputs = _Loss(copied, loss_fn, effects), (rng, args, kwargs)
+    captured = _trace(loss, inputs, model)
+    changed = min(effects.changed, default="")
+    if changed:  # by the first forward: all later ones must compute the same
+        effects.apply(copied)
+        again = _trace(loss, inputs, model)
+        refuse_other_forward(captured.graph, again.graph, changed, min(effects.changed, default=""))
+    return captured
+
+
+def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
-            exported = torch.export.export(_Loss(copied, loss_fn), (rng, args, kwargs), strict=False)
+            warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
+            exported = torch.export.export(loss, inputs, strict=False)
+            refuse_constants(exported, model, loss.effects.replaced)
             refuse_writes(exported)
             _keep_gradient_barriers(exported.graph_module)
             exported = exported.run_decompositions({})
@@ -111,7 +119,7 @@ def capture(
         ) from error
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
-    return _flatten(exported, copied)
+    return _flatten(exported, loss.model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -154,13 +162,7 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
 def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
     graph = exported.graph
     signature = exported.graph_signature
-    if signature.buffers_to_mutate:
-        names = ", ".join(sorted(strip(n) for n in signature.buffers_to_mutate.values()))
-        raise CaptureError(
-            f"The forward changes the buffer {names}: a recomputed block would change it twice; "
-            "put that module into eval mode, or replace it (for BatchNorm: GroupNorm or frozen "
-            "statistics)."
-        )
+    refuse_mutations(signature)
     parameters, buffers, inputs, constants = {}, {}, {}, {}
     by_object: dict[int, fx.Node] = {}
     nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
@@ -184,7 +186,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
             constants[name] = exported.constants[str(spec.target)]
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
-    _clean(graph)
+    clean(graph)
     refuse_mixed_products(graph)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
     if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
@@ -200,59 +202,9 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         inputs={n: i for n, i in inputs.items() if n in used},
         constants={n: c for n, c in constants.items() if n in used},
         rng=rng,
-        trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad),
+        trainable=reached(graph, parameters) & {n for n, p in model.named_parameters() if p.requires_grad},
         fake_mode=fake_mode,
     )
-
-
-def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
-    """Write ``copy(target, source)``, which has no gradient rule, as a cast and an expansion."""
-    source, value = node.args[1], node.meta["val"]
-    assert isinstance(source, fx.Node)
-    given = source.meta["val"]
-    with graph.inserting_before(node):
-        new = source
-        if given.dtype != value.dtype:
-            new = graph.call_function(aten._to_copy.default, (new,), {"dtype": value.dtype})
-            new.meta = dict(node.meta, val=given.to(value.dtype))
-        if given.shape != value.shape:
-            new = graph.call_function(aten.expand.default, (new, list(value.shape)))
-            new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-
-
-def _clean(graph: fx.Graph) -> None:
-    """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-        elif node.op == "call_function" and node.target is aten.copy.default:
-            _replace_copy(graph, node)
-    graph.eliminate_dead_code()
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users:
-            graph.erase_node(node)
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
-                f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
-                f"batch ({node.target}): a scheduled step needs fixed shapes."
-            )
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
-            if torch.Tag.nondeterministic_seeded in target.tags:
-                raise CaptureError(
-                    f"{module_path(node) or 'The model'} calls {target}, whose randomness a recompute "
-                    "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
-                )
-            if target._schema.is_mutable:
-                raise CaptureError(
-                    f"{module_path(node) or 'The model'} calls {target}, which writes in place: "
-                    "replace it by its out-of-place form."
-                )
-    graph.lint()
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
-from megacompile.capture.captured import module_path
+from megacompile.capture.captured import module_path, strip
 from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
@@ -88,4 +88,26 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: cast the batch's "
                 "floats to the dtype in which the model computes, or choose another one by compute_dtype=."
+            )
+
+
+def refuse_mutations(signature: ExportGraphSignature) -> None:
+    """Refuse a forward that writes into buffers, parameters or the batch."""
+    if signature.buffers_to_mutate:
+        names = ", ".join(sorted(strip(n) for n in signature.buffers_to_mutate.values()))
+        raise CaptureError(
+            f"The forward changes the buffer {names}: a recomputed block would change it twice; "
+            "put that module into eval mode, or replace it (for BatchNorm: GroupNorm or frozen "
+            "statistics)."
+        )
+    for name in signature.user_inputs_to_mutate.values():
+        raise CaptureError(
+            f"The forward writes in place into {name} of the batch: clone it there first, or compute a new "
+            "tensor."
+        )
+    for spec in signature.output_specs:
+        if spec.kind != OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"The forward writes into {strip(str(spec.target))}: do that between steps, on "
+                "program.state_dict() and load_state_dict()."
             )

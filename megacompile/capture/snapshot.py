@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
@@ -75,13 +76,15 @@ class Reader:
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
-    """What a function, a method or a partial call brings along."""
+    """What a function, a method or a partial call brings along: of a function's globals the data alone."""
     if isinstance(function, functools.partial):
         yield from (function.func, function.args, function.keywords)
     elif isinstance(function, types.MethodType):
         yield from (function.__func__, function.__self__)
     else:
         yield function.__defaults__
+        named = (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from (value for value in named if not isinstance(value, (types.ModuleType, nn.Module, *_CODE)))
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # not assigned yet
                 yield cell.cell_contents
@@ -94,14 +97,15 @@ def _may_be_data(value: Any) -> bool:
     return not type(value).__module__.startswith("torch.")
 
 
-def model_settings(model: nn.Module, *, evaluate: bool) -> ModelSettings:
-    """Types, attributes, hooks and code of all modules, and which buffers they hold.
+def model_settings(model: nn.Module, *, evaluate: bool, loss_fn: Any = None) -> ModelSettings:
+    """Types, attributes, hooks and code of all modules, which buffers they hold, and what ``loss_fn`` holds.
 
     Equal ones mean equal values: 1, 1.0 and True differ. In eval mode nothing depends on ``training``.
     """
     reader, classes = Reader(), set[type]()
     found: list[Any] = []
-    for module in modules_of(model):
+    own = modules_of(loss_fn) if isinstance(loss_fn, nn.Module) else []
+    for module in modules_of(model) + own:
         values = vars(module)
         classes.add(type(module))
         found.append(type(module).__qualname__)
@@ -118,6 +122,7 @@ def model_settings(model: nn.Module, *, evaluate: bool) -> ModelSettings:
                 found += _others(reader, hooks.values())
     for hooks in (global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks):
         found += _others(reader, hooks.values())
+    found.append(reader.read(loss_fn))
     found += (_code(reader, each) for each in sorted(classes, key=id))
     return ModelSettings(marshal.dumps(found, _EXACT), tuple(reader.held))
 
@@ -142,20 +147,28 @@ def _code(reader: Reader, kind: type) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def attributes(model: nn.Module) -> dict[str, Any]:
-    """Each attribute of each module by its name, described so that it can be compared."""
+class _Kinds(Reader):
+    """Describes what is no data by its type alone."""
+
+    def read(self, value: Any, depth: int = 0) -> Any:
+        found = super().read(value, depth)
+        return ("a", type(value).__qualname__) if found == ("is", id(value)) else found
+
+
+def attributes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute of each module by its name, as it is and described; all tensors are alike."""
     found = {}
     for prefix, module in model.named_modules():
         for name in vars(module).keys() - (_TORCHS - {"training"}):
-            where = f"{prefix}.{name}" if prefix else name
-            found[where] = Reader().read(vars(module)[name])
+            value = vars(module)[name]
+            found[f"{prefix}.{name}" if prefix else name] = value, _Kinds().read(value)
     return found
 
 
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold, or containers of theirs: neither parameters nor buffers."""
+def tensors_of(model: nn.Module) -> list[Tensor | numpy.ndarray[Any, Any]]:
+    """The tensors and arrays that modules hold, or containers of theirs: neither parameters nor buffers."""
     held = itertools.chain.from_iterable(_held(module) for module in modules_of(model))
-    return [value for value in held if isinstance(value, Tensor)]
+    return [value for value in held if isinstance(value, (Tensor, numpy.ndarray))]
 
 
 def _held(module: nn.Module) -> list[object]:

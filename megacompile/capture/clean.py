@@ -1,0 +1,94 @@
+"""What export leaves in a graph: checks and dead code are dropped, what could not run right is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.capture.captured import module_path
+from megacompile.errors import CaptureError
+
+aten = torch.ops.aten
+_OURS = "megacompile"
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+
+
+def clean(graph: fx.Graph) -> None:
+    """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten.copy.default:
+            _replace_copy(graph, node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
+                f"batch ({node.target}): a scheduled step needs fixed shapes."
+            )
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} takes a number out of a tensor ({node.target}): compute "
+                "with the tensor, or pass the number itself in the batch."
+            )
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                raise CaptureError(
+                    f"{module_path(node) or 'The model'} calls {target}, whose randomness a recompute "
+                    "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
+                )
+            if target._schema.is_mutable:
+                raise CaptureError(
+                    f"{module_path(node) or 'The model'} calls {target}, which writes in place: "
+                    "replace it by its out-of-place form."
+                )
+    graph.lint()
+
+
+def reached(graph: fx.Graph, parameters: Mapping[str, str]) -> frozenset[str]:
+    """The parameters from which a way leads to the loss that nothing detaches; others have no gradient."""
+    (loss,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    found, waiting = {loss}, [loss]
+    while waiting:
+        node = waiting.pop()
+        if node.target is not aten.detach.default:
+            above = [a for a in node.all_input_nodes if a not in found and _continuous(a)]
+            found.update(above)
+            waiting += above
+    return frozenset(parameters[node.name] for node in found if node.name in parameters)
+
+
+def _continuous(node: fx.Node) -> bool:
+    """Whether gradients may pass through a value; of several ones it is not known yet."""
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+
+
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Write ``copy(target, source)``, which has no gradient rule, as a cast and an expansion."""
+    source, value = node.args[1], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    given = source.meta["val"]
+    with graph.inserting_before(node):
+        new = source
+        if given.dtype != value.dtype:
+            new = graph.call_function(aten._to_copy.default, (new,), {"dtype": value.dtype})
+            new.meta = dict(node.meta, val=given.to(value.dtype))
+        if given.shape != value.shape:
+            new = graph.call_function(aten.expand.default, (new, list(value.shape)))
+            new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

@@ -1,0 +1,81 @@
+"""How a batch becomes a loss: what of it the forward takes, and what ``loss_fn`` is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megacompile.errors import CaptureError, MegacompileError
+
+LossFn = Callable[..., Tensor]
+
+
+def divide(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, rest): what the forward takes of a batch, and what is for ``loss_fn`` alone.
+
+    Of a mapping the forward is given the names that it takes; of a tuple as many of the first
+    entries as it needs.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {p.kind for p in parameters}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken, count = kwargs, len(args)
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        names = {p.name for p in parameters}
+        taken = {name: value for name, value in kwargs.items() if name in names}
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        needed = sum(p.default is p.empty for p in named)
+        if needed < min(len(args), len(named)):
+            raise MegacompileError(
+                f"The batch is a tuple of {len(args)}, of which {type(model).__name__}.forward could take "
+                f"{named[needed].name} or leave it to loss_fn: pass a dict, whose names tell."
+            )
+        count = needed
+    return args[:count], taken, (*args[count:], *(v for n, v in kwargs.items() if n not in taken))
+
+
+def apply_loss(
+    loss_fn: LossFn, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rest: tuple[Any, ...]
+) -> Tensor:
+    """The loss by a function of (outputs, batch), or by a module, a criterion, of outputs and ``rest``."""
+    if not isinstance(loss_fn, nn.Module):
+        loss = loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
+    elif rest:
+        loss = loss_fn(outputs, *rest)
+    else:
+        raise MegacompileError(
+            f"loss_fn is a module ({type(loss_fn).__name__}), which is called with the outputs and what the "
+            "forward does not take of the batch, and the forward takes all: give a function of (outputs, "
+            "batch)."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise CaptureError(f"loss_fn returned {_kind(loss)}: it must return one number, as a tensor.")
+    return loss.reshape(())
+
+
+def find_loss(outputs: Any) -> Tensor:
+    """The loss in what a forward returned: a scalar tensor, ``.loss``, or the key ``"loss"``."""
+    loss = outputs
+    if not isinstance(outputs, Tensor):
+        loss = getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, dict):
+            loss = outputs.get("loss")
+        if loss is None and isinstance(outputs, tuple) and outputs:
+            loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise CaptureError(
+            f"The forward returned no scalar loss ({_kind(loss)}): pass labels in the batch, or "
+            "loss_fn=lambda outputs, batch: ... to megacompile.compile."
+        )
+    return loss.reshape(())
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "none" if value is None else f"a {type(value).__name__}"
