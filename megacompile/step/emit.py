@@ -8,25 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megacompile.plan.workload import Workload
+from megacompile.step.loops import Statement, find_loops, loop_lines, loop_variable, read_statement
 from megacompile.step.operations import Op, Step, Token
-
-_INTEGER = re.compile(r"(?<![A-Za-z_0-9.])-?\d+")
-_LONGEST_BODY = 64
-_HOLE = "\0"
-
-
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    shape: str
-    numbers: tuple[int, ...]
-
-    def text(self, expressions: Sequence[str]) -> str:
-        parts = self.shape.split(_HOLE)
-        text = "".join(a + b for a, b in zip(parts, (*expressions, ""), strict=True))
-        return re.sub(r"\((\w+)\) %", r"\1 %", text)  # parentheses around a single term
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:
@@ -121,7 +106,7 @@ def _wrapped(text: str, width: int = 100) -> list[str]:
 # ---- statements ---------------------------------------------------------------------------------
 
 
-def _statements(step: Step) -> list[_Statement]:
+def _statements(step: Step) -> list[Statement]:
     statements = []
     prefetches = 0
     pushes: dict[int, int] = {}
@@ -141,19 +126,18 @@ def _statements(step: Step) -> list[_Statement]:
             number = fills.get(owner, 0)
         text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
         prefetches += op.kind == "prefetch"
-        numbers = tuple(int(n) for n in _INTEGER.findall(text))
-        statements.append(_Statement(_INTEGER.sub(_HOLE, text), numbers))
+        statements.append(read_statement(text))
     return statements
 
 
 def _body(step: Step) -> list[str]:
     statements, lines = _statements(step), []
-    for start, period, count in _loops(statements):
+    for start, period, count in find_loops(statements):
         body = statements[start : start + period]
         if count == 1:
             lines += [f"    {s.text([str(n) for n in s.numbers])}" for s in body]
         else:
-            lines += _loop(body, statements[start + period : start + 2 * period], count)
+            lines += loop_lines(body, statements[start + period : start + 2 * period], count)
     return lines or ["    pass"]
 
 
@@ -161,12 +145,12 @@ def line_of_each(step: Step) -> list[tuple[int, int | None]]:
     """Of each operation the line of the emitted function's body, from 0, and the loop variable there."""
     statements, line = _statements(step), 0
     places: list[tuple[int, int | None]] = []
-    for start, period, count in _loops(statements):
+    for start, period, count in find_loops(statements):
         body, following = (statements[start + i * period : start + (i + 1) * period] for i in (0, 1))
         if count == 1:
             places += [(line + j, None) for j in range(period)]
         else:
-            origin, stride = _variable(body, following)
+            origin, stride = loop_variable(body, following)
             places += [(line + 1 + j, origin + n * stride) for n in range(count) for j in range(period)]
         line += period + (count > 1)
     return places
@@ -188,48 +172,51 @@ def statement(
     ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers),
     ``window`` (number of the read whose buffer is used, buffers).
     """
-    arguments: list[str] = []
-    call: str = op.kind
-    if op.kind == "load":
-        call = "gather" if op.reads else "load"
-        arguments += [f"value={op.writes[0][1]}", f"micro={op.micro}"]
-    elif op.kind == "prefetch":
-        arguments += [f"group={op.group}", f"offset=OFFSETS[{prefetch}]"]
-    elif op.kind == "evict" and op.group >= 0:
-        arguments.append(f"group={op.group}")
-    elif op.kind == "evict" and op.block >= 0:
-        arguments += [f"block={op.block}", f"micro={op.micro}"]
-    elif op.kind in ("forward", "recompute", "backward"):
-        arguments += [f"block={op.block}", f"micro={op.micro}", f'keep="{op.choice}"']
-    elif op.kind in ("offload", "reload"):
-        tokens = op.reads if op.kind == "offload" else op.writes
-        arguments += [f"block={op.block}", f"micro={op.micro}", f"stash={_tokens(tokens)}"]
-    elif op.kind == "push_grad":
-        call = "push_rows" if op.choice == "rows" else call
-        home = _tokens(op.writes) if op.choice == "rows" else _home(op.writes[0], ring)
-        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}", f"to={home}"]
-    elif op.kind == "accumulate":
-        arguments += [f"group={op.group}", f"block={op.block}", f"micro={op.micro}",
-                      f"to={_token(op.writes[0])}"]  # fmt: skip
-    elif op.kind == "adam":
-        arguments += [f"group={op.group}", f"grad={_home(op.reads[0], ring)}"]
-    elif op.choice == "stash":
-        call = f"{op.kind}_stash"
-        arguments += [f"block={op.block}", f"micro={op.micro}"]
-    elif op.kind in ("norm", "write"):
-        arguments.append(f"group={op.group}")
-    elif op.kind == "read":
-        arguments += [f"group={op.group}", f'part="{op.choice}"']
+    call, arguments = _call(op, prefetch, ring)
     buffer = _buffer(op)
     if buffer is not None:
         arguments.append(f"slot={_slot(buffer, window)}")
     if op.waits:
         arguments.append(f"after={_tokens(op.waits)}")
-    if op.frees and op.kind != "evict":
-        arguments.append(f"free={_tokens(op.frees)}")
-    elif op.frees:
+    if op.frees and op.kind == "evict":
         return f"rt.free({', '.join([_tokens(op.frees), *arguments])})"
+    if op.frees:
+        arguments.append(f"free={_tokens(op.frees)}")
     return f"rt.{call}({', '.join(arguments)})"
+
+
+def _call(op: Op, prefetch: int, ring: tuple[int, int] | None) -> tuple[str, list[str]]:
+    """The method of the runtime that runs an operation, and the arguments that say which one it is."""
+    group, block, micro = f"group={op.group}", f"block={op.block}", f"micro={op.micro}"
+    match op.kind:
+        case "load":
+            return "gather" if op.reads else "load", [f"value={op.writes[0][1]}", micro]
+        case "prefetch":
+            return op.kind, [group, f"offset=OFFSETS[{prefetch}]"]
+        case "evict":
+            return op.kind, [group] if op.group >= 0 else [block, micro] if op.block >= 0 else []
+        case "forward" | "recompute" | "backward":
+            return op.kind, [block, micro, f'keep="{op.choice}"']
+        case "offload":
+            return op.kind, [block, micro, f"stash={_tokens(op.reads)}"]
+        case "reload":
+            return op.kind, [block, micro, f"stash={_tokens(op.writes)}"]
+        case "push_grad" if op.choice == "rows":
+            return "push_rows", [group, block, micro, f"to={_tokens(op.writes)}"]
+        case "push_grad":
+            return op.kind, [group, block, micro, f"to={_home(op.writes[0], ring)}"]
+        case "accumulate":
+            return op.kind, [group, block, micro, f"to={_token(op.writes[0])}"]
+        case "adam":
+            return op.kind, [group, f"grad={_home(op.reads[0], ring)}"]
+        case "read" | "write" if op.choice == "stash":
+            return f"{op.kind}_stash", [block, micro]
+        case "read":
+            return op.kind, [group, f'part="{op.choice}"']
+        case "norm" | "write":
+            return op.kind, [group]
+        case _:
+            return op.kind, []
 
 
 def _home(token: Token, ring: tuple[int, int] | None) -> str:
@@ -256,91 +243,3 @@ def _token(token: Token) -> str:
 
 def _tokens(tokens: Sequence[Token]) -> str:
     return "[" + ", ".join(map(_token, tokens)) + "]"
-
-
-# ---- loops --------------------------------------------------------------------------------------
-
-
-def _loops(statements: list[_Statement]) -> list[tuple[int, int, int]]:
-    """(start, body length, repetitions), covering all statements in the fewest lines."""
-    count = len(statements)
-    periods = range(1, min(_LONGEST_BODY, count // 2) + 1)
-    repetitions = {period: _repetitions(statements, period) for period in periods}
-    lines = [0] * (count + 1)  # that print the statements from here on
-    choice = [(1, 1)] * count
-    for start in reversed(range(count)):
-        lines[start] = 1 + lines[start + 1]
-        for period in periods:
-            most = repetitions[period][start] if start + 2 * period <= count else 1
-            for times in (most, most - 1):
-                printed = 1 + period + lines[start + period * times] if times > 1 else count
-                if printed < lines[start]:
-                    lines[start], choice[start] = printed, (period, times)
-    found, start = [], 0
-    while start < count:
-        found.append((start, *choice[start]))
-        start += choice[start][0] * choice[start][1]
-    return found
-
-
-def _repetitions(statements: list[_Statement], period: int) -> list[int]:
-    """How often the ``period`` statements from each position on follow each other.
-
-    All numbers must move evenly. Any two numbers do, so two repetitions alone count only if none
-    moves by more than one.
-    """
-    moves = [_move(a, b) for a, b in zip(statements, statements[period:], strict=False)]
-    counts = [1] * len(moves)
-    alike = close = even = 0  # how many moves from here on exist, are small, equal the next body's
-    for start in reversed(range(len(moves))):
-        move = moves[start]
-        alike = alike + 1 if move is not None else 0
-        close = close + 1 if move is not None and all(-1 <= m <= 1 for m in move) else 0
-        following = moves[start + period] if start + period < len(moves) else None
-        even = even + 1 if move is not None and move == following else 0
-        if alike >= period:
-            times = 2 + even // period
-            counts[start] = times if times > 2 or close >= period else 1
-    return counts
-
-
-def _move(first: _Statement, second: _Statement) -> tuple[int, ...] | None:
-    if first.shape != second.shape:
-        return None
-    return tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
-
-
-def _loop(body: list[_Statement], following: list[_Statement], count: int) -> list[str]:
-    origin, stride = _variable(body, following)
-    stop = origin + count * stride
-    steps = f"{origin}, {stop}" if stride == 1 else f"{origin}, {stop}, {stride}"
-    lines = [f"    for i in range({steps}):"]
-    for s, t in zip(body, following, strict=True):
-        expressions = [
-            _expression(a, (b - a) * stride, origin) for a, b in zip(s.numbers, t.numbers, strict=True)
-        ]
-        lines.append(f"        {s.text(expressions)}")
-    return lines
-
-
-def _variable(body: list[_Statement], following: list[_Statement]) -> tuple[int, int]:
-    """(first value, step) of a loop's variable: the first number that moves by one."""
-    moves = [
-        (a, b - a)
-        for s, t in zip(body, following, strict=True)
-        for a, b in zip(s.numbers, t.numbers, strict=True)
-    ]
-    return next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
-
-
-def _expression(value: int, slope: int, origin: int) -> str:
-    """``value + slope * (i - origin)`` in its shortest form."""
-    if slope == 0:
-        return str(value)
-    constant = value - slope * origin
-    term = {1: "i", -1: "-i"}.get(slope, f"{slope} * i")
-    if slope == -1 and constant > 0:
-        return f"{constant} - i"
-    if constant == 0:
-        return term
-    return f"{term} {'+' if constant > 0 else '-'} {abs(constant)}"
