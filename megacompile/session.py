@@ -180,7 +180,7 @@ class Session:
             settings.host_budget_bytes,
         )
         device = settings.open_device()  # what may be refused comes before the model is taken
-        self.values.take_over(state, assembly.homes)
+        self.values.take_over(state, assembly.homes, self.finish)
         self.compiler.layouts = assembly.groups
         self.runtime = Runtime(state, device)
 

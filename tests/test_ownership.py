@@ -122,3 +122,18 @@ def test_refusals_are_in_no_captured_graph() -> None:
     assert str(graphs[0]) == str(graphs[1])
     program.close()
     fresh.close()
+
+
+def test_a_deep_copy_of_an_owned_model_has_its_values() -> None:
+    program, model, _ = owned()
+    program.train_step(batch_for("plain"))  # whose updates may be under way
+    plain, layer = copy.deepcopy(model), copy.deepcopy(model.last)
+    for name, value in program.state_dict().items():
+        assert torch.equal(plain.get_parameter(name), value), name
+    assert torch.equal(layer.weight, plain.last.weight)
+    train_plainly(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    program.train_step(batch_for("plain"))
+    assert not torch.equal(program.state_dict()["last.weight"], layer.weight)
+    program.sync_to(model)
+    assert torch.equal(copy.deepcopy(model).last.weight, model.last.weight)
+    program.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.We
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A program holds the model's values and does the optimizer's updates from now on."""
+def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[str], nn.Parameter]) -> None:
+    """A program holds the model's values and does the optimizer's updates from now on.
+
+    ``copied`` gives a copy of a parameter, by name, for deep copies; it is held by a weak reference.
+    """
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
@@ -33,8 +38,9 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_state_dict_pre_hook(_refuse_moments),
         optimizer.register_load_state_dict_pre_hook(_refuse_moments),
     ]
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
+        vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
     refuse_groups = types.MethodType(_refuse_groups, optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
@@ -47,6 +53,7 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).pop("add_param_group", None)
     for parameter in model.parameters():
         vars(parameter).pop("__reduce_ex__", None)
+        vars(parameter).pop("__deepcopy__", None)
 
 
 def is_owned(model: nn.Module) -> bool:
@@ -76,6 +83,13 @@ def _refuse_pickling(protocol: Any) -> Any:
         "This parameter belongs to a megacompile program and holds no values to save: save "
         "program.state_dict(), or call program.save, export, or sync_to(model) and save that."
     )
+
+
+def _copy(copied: weakref.WeakMethod[Callable[[str], nn.Parameter]], name: str, memo: Any) -> nn.Parameter:
+    copy = copied()
+    if copy is None:
+        raise ProgramError(f"The program that held the values of {name} is gone: there is nothing to copy.")
+    return copy(name)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *given: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,26 @@ class ModelValues:
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
 
-    def take_over(self, state: HostState, homes: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Move the values into a program's state; the model keeps none of those that have a home there."""
+    def take_over(
+        self, state: HostState, homes: Mapping[str, Sequence[tuple[int, int]]], finish: Callable[[], None]
+    ) -> None:
+        """Move the values into a program's state; the model keeps none of those that have a home there.
+
+        ``finish`` returns when all updates of the state are over.
+        """
         state.take(self.model, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
-        ownership.take(self.model, self._optimizer)
+        self._finish = weakref.WeakMethod(finish)  # of what holds these values itself
+        ownership.take(self.model, self._optimizer, self.copied)
+
+    def copied(self, name: str) -> nn.Parameter:
+        """A parameter of a plain copy of the model."""
+        finish = self._finish()
+        if finish is not None:
+            finish()
+        parameter = self.model.get_parameter(name)
+        return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter in FP32 by its name, tied ones once; copies, one at a time."""
