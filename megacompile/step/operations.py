@@ -242,3 +242,11 @@ def stash_bytes(step: Step) -> int:
 def spilled_bytes(step: Step) -> int:
     """The most bytes of a stash that waits on NVMe; 0 where none does."""
     return max((op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"), default=0)
+
+
+def name(op: Op) -> str:
+    """How an operation is called in messages: ``prefetch of group 3 (h2d)``."""
+    where = f" of group {op.group}" if op.group >= 0 else ""
+    where += f" of block {op.block}" if op.block >= 0 else ""
+    where += f", micro-batch {op.micro}" if op.micro else ""
+    return f"{op.kind}{where} ({op.stream})"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megacompile.errors import ScheduleError
 from megacompile.plan.workload import Workload
+from megacompile.step.contents import check_gradients, check_spills, check_weights, check_window
 from megacompile.step.operations import (
     DEVICE_TOKENS,
     STREAMS,
@@ -22,6 +23,7 @@ from megacompile.step.operations import (
     Step,
     Token,
     memory_curve,
+    name,
     peak_bytes,
 )
 
@@ -57,9 +59,10 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
     """
     accesses = _clocks(step)
     pairs = _check_tokens(accesses) + _check_slots(step, accesses)
-    _check_updates(step, work, accesses)
-    _check_window(step)
-    _check_spills(step)
+    check_gradients(step, work, [access.op for access in accesses])
+    check_weights(step)
+    check_window(step)
+    check_spills(step)
     _check_device_memory(step, accesses)
     peak = peak_bytes(step)
     if budget_bytes is not None and peak > budget_bytes:
@@ -186,107 +189,6 @@ def _overlap(a: Op, b: Op) -> bool:
     return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
-def _check_updates(step: Step, work: Workload, accesses: list[_Access]) -> None:
-    """norm and adam see every contribution of this step to their group's gradient and no other.
-
-    A prefetch never follows the adam of its group within a step: all of a step's computation sees the
-    weights that the step began with. (That each access is ordered is checked as for any token.)
-    """
-    if not any(op.kind == "backward" for op in step.ops):
-        return
-    expected = {g: len(b) * step.micro_batches for g, b in work.contributions.items()}
-    adams = {op.group for op in step.ops if op.kind == "adam"}
-    idle = sorted(set(expected) - adams)
-    if adams and idle:
-        raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
-    # (push into a host buffer that adam awaits, group whose gradient it holds there)
-    held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
-    updated: set[int] = set()
-    for index, access in enumerate(accesses):
-        op = access.op
-        if index % len(step.ops) == 0:
-            updated = set()
-        if op.kind in ("push_grad", "accumulate"):
-            for token in op.writes:
-                group = token[1] if token[0] in ("hgrad", "dgrad") else op.group
-                landed = held[token]
-                if landed and (token[0] in ("ring", "dring") or landed[0][1] != group):
-                    raise ScheduleError(f"{name(op)} overwrites what {name(landed[0][0])} left for adam.")
-                landed.append((op, group))
-        elif op.kind in ("norm", "adam"):
-            count = sum(group == op.group for _, group in held[op.reads[0]])
-            if count != expected.get(op.group, 0):
-                raise ScheduleError(
-                    f"{name(op)} comes after {count} of {expected.get(op.group, 0)} "
-                    "contributions to its gradient."
-                )
-            if op.kind == "adam":
-                held[op.reads[0]] = []
-                updated.add(op.group)
-        elif any(t[0] == "resident" and t[1] in updated for t in op.reads):
-            raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
-        elif op.kind in ("prefetch", "load"):
-            masters = {t[1] for t in op.reads if t[0] == "master"}
-            if masters & updated:
-                raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
-            if masters & set(step.resident):
-                raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
-
-
-def _check_window(step: Step) -> None:
-    """Buffers of the host window hold what is taken from them, and no update in one is lost.
-
-    In program order, which stands for every order since all accesses are known to be ordered.
-    """
-    held: dict[Token, Op] = {}  # what a buffer was last filled or changed by, in this step
-    written: set[int] = set()
-    for op in step.ops:
-        buffer = next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
-        if buffer is None:
-            continue
-        last = held.get(buffer)
-        if op.kind == "read":
-            if last is not None and last.kind == "adam":
-                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
-            if op.group in written:
-                raise ScheduleError(f"{name(op)} reads what this step has updated already.")
-        elif last is None or last.group != op.group or (op.kind == "write") != (last.kind == "adam"):
-            found = name(last) if last is not None else "nothing"
-            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
-        if op.kind in ("read", "adam", "write"):
-            held[buffer] = op
-        if op.kind == "adam":
-            written.add(op.group)
-    lost = next((op for op in held.values() if op.kind == "adam"), None)
-    if lost is not None:
-        raise ScheduleError(f"What {name(lost)} left in the window is never written: write is missing.")
-
-
-def _check_spills(step: Step) -> None:
-    """Buffers that stashes on NVMe pass through hold what is taken from them, and none is lost in one."""
-    held: dict[Token, Op] = {}  # what a buffer was last filled by
-    taken: set[Token] = set()  # buffers whose content is where it shall be
-    for op in step.ops:
-        buffer = next((t for t in (*op.reads, *op.writes) if t[0] == "spill"), None)
-        if buffer is None:
-            continue
-        last = held.get(buffer)
-        if op.kind in ("offload", "read"):
-            if last is not None and buffer not in taken:
-                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
-            held[buffer] = op
-            taken.discard(buffer)
-            continue
-        wanted = ("offload" if op.kind == "write" else "read", op.block, op.micro)
-        if last is None or (last.kind, last.block, last.micro) != wanted:
-            found = name(last) if last is not None else "nothing"
-            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
-        taken.add(buffer)
-    lost = next((op for buffer, op in held.items() if buffer not in taken), None)
-    if lost is not None:
-        raise ScheduleError(f"What {name(lost)} left in a buffer goes nowhere: write or reload is missing.")
-
-
 def _check_device_memory(step: Step, accesses: list[_Access]) -> None:
     """The step gives back what it takes, and its peak holds in every order.
 
@@ -313,11 +215,3 @@ def _check_device_memory(step: Step, accesses: list[_Access]) -> None:
                 f"{name(access.op)} may take device memory before {name(compute.op)} is over: "
                 "the peak would depend on the order."
             )
-
-
-def name(op: Op) -> str:
-    """How an operation is called in messages: ``prefetch of group 3 (h2d)``."""
-    where = f" of group {op.group}" if op.group >= 0 else ""
-    where += f" of block {op.block}" if op.block >= 0 else ""
-    where += f", micro-batch {op.micro}" if op.micro else ""
-    return f"{op.kind}{where} ({op.stream})"

@@ -1,0 +1,114 @@
+"""What a step's buffers hold: gradients that are whole, updates that are written, stashes that come back.
+
+In program order, which stands for every order once :mod:`~megacompile.step.verify` has shown that all
+accesses are ordered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megacompile.errors import ScheduleError
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Op, Step, Token, name
+
+
+def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
+    """norm and adam see every contribution of this step to their group's gradient and no other.
+
+    ``repeated`` are the operations of the step several times over, as what is left over shows in the next.
+    """
+    if not any(op.kind == "backward" for op in step.ops):
+        return
+    expected = {g: len(b) * step.micro_batches for g, b in work.contributions.items()}
+    adams = {op.group for op in step.ops if op.kind == "adam"}
+    idle = sorted(set(expected) - adams)
+    if adams and idle:
+        raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
+    # (push into a buffer that adam awaits, group whose gradient it holds there)
+    held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
+    for op in repeated:
+        if op.kind in ("push_grad", "accumulate"):
+            for token in op.writes:
+                group = token[1] if token[0] in ("hgrad", "dgrad") else op.group
+                landed = held[token]
+                if landed and (token[0] in ("ring", "dring") or landed[0][1] != group):
+                    raise ScheduleError(f"{name(op)} overwrites what {name(landed[0][0])} left for adam.")
+                landed.append((op, group))
+        elif op.kind in ("norm", "adam"):
+            count, wanted = sum(g == op.group for _, g in held[op.reads[0]]), expected.get(op.group, 0)
+            if count != wanted:
+                raise ScheduleError(
+                    f"{name(op)} comes after {count} of {wanted} contributions to its gradient."
+                )
+            if op.kind == "adam":
+                held[op.reads[0]] = []
+
+
+def check_weights(step: Step) -> None:
+    """All of a step's computation sees the weights that the step began with, and those that are kept."""
+    if not any(op.kind == "backward" for op in step.ops):
+        return
+    updated: set[int] = set()
+    for op in step.ops:
+        if op.kind == "adam":
+            updated.add(op.group)
+        elif op.kind in ("prefetch", "load"):
+            masters = {t[1] for t in op.reads if t[0] == "master"}
+            if masters & updated:
+                raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
+            if masters & set(step.resident):
+                raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
+        elif op.kind != "norm" and any(t[0] == "resident" and t[1] in updated for t in op.reads):
+            raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
+
+
+def check_window(step: Step) -> None:
+    """Buffers of the host window hold what is taken from them, and no update in one is lost."""
+    held: dict[Token, Op] = {}  # what a buffer was last filled or changed by, in this step
+    written: set[int] = set()
+    for op in step.ops:
+        buffer = next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
+        if buffer is None:
+            continue
+        last = held.get(buffer)
+        if op.kind == "read":
+            if last is not None and last.kind == "adam":
+                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
+            if op.group in written:
+                raise ScheduleError(f"{name(op)} reads what this step has updated already.")
+        elif last is None or last.group != op.group or (op.kind == "write") != (last.kind == "adam"):
+            found = name(last) if last is not None else "nothing"
+            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
+        if op.kind in ("read", "adam", "write"):
+            held[buffer] = op
+        if op.kind == "adam":
+            written.add(op.group)
+    lost = next((op for op in held.values() if op.kind == "adam"), None)
+    if lost is not None:
+        raise ScheduleError(f"What {name(lost)} left in the window is never written: write is missing.")
+
+
+def check_spills(step: Step) -> None:
+    """Buffers that stashes on NVMe pass through hold what is taken from them, and none is lost in one."""
+    held: dict[Token, Op] = {}  # what a buffer was last filled by
+    taken: set[Token] = set()  # buffers whose content is where it shall be
+    for op in step.ops:
+        buffer = next((t for t in (*op.reads, *op.writes) if t[0] == "spill"), None)
+        if buffer is None:
+            continue
+        last = held.get(buffer)
+        if op.kind in ("offload", "read"):
+            if last is not None and buffer not in taken:
+                raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
+            held[buffer] = op
+            taken.discard(buffer)
+            continue
+        wanted = ("offload" if op.kind == "write" else "read", op.block, op.micro)
+        if last is None or (last.kind, last.block, last.micro) != wanted:
+            found = name(last) if last is not None else "nothing"
+            raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
+        taken.add(buffer)
+    lost = next((op for buffer, op in held.items() if buffer not in taken), None)
+    if lost is not None:
+        raise ScheduleError(f"What {name(lost)} left in a buffer goes nowhere: write or reload is missing.")
