@@ -26,7 +26,7 @@ from megacompile.cli.presets import load_model
 from megacompile.machine.catalog import load_machine
 from megacompile.plan.plan import Mode
 from megacompile.search.planner import Planned, search
-from megacompile.search.residency import reside
+from megacompile.search.residency import reside, trained_groups
 
 Row = dict[str, Any]
 
@@ -47,7 +47,8 @@ def predicted(model: str, machine: str, tokens: int, sequence: int, micro: int, 
     least = find_least(compiled, work, micro).device_bytes
 
     def plan(budget: int) -> Planned:
-        return reside(search(work, mode, rates, budget), work, mode, rates, budget, None)
+        found = search(work, mode, rates, budget, residents=trained_groups(work))
+        return reside(found, work, mode, rates, budget, None)
 
     most = min(plan(1 << 60).peak_bytes, profile.device_bytes or 1 << 60)
     rows = []

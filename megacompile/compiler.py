@@ -6,6 +6,7 @@ between kinds: the form of each parameter and the layout of the weight groups.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.capture.loss import LossFn
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
-from megacompile.errors import CaptureError, MegacompileError
+from megacompile.errors import BudgetError, CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
 from megacompile.fuse.report import Fusions
 from megacompile.host.formats import state_bytes
@@ -37,7 +38,7 @@ from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.search.planner import Planned, follow, search
 from megacompile.search.policies import Policy
-from megacompile.search.residency import reside, with_state
+from megacompile.search.residency import reside, trained_groups, with_state
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose, ladder
 from megacompile.step.emit import emit_step
@@ -232,7 +233,7 @@ class Compiler:
         compiled, planned = self._plan(batch, mode)
         work = compiled.assembly.work
         chosen = self._policy is not None and mode.kind in ("train", "accumulate")  # as given, and no more
-        if not chosen and all(group.state == "host" for group in planned.plan.groups):
+        if not chosen and not any(group.state.startswith("nvme") for group in planned.plan.groups):
             planned = reside(planned, work, mode, self.machine, self.budget_bytes, self._may_reside(mode))
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident
@@ -285,7 +286,15 @@ class Compiler:
         if self.tiers is not None and not self.tiers.stored:
             state = sum(state_bytes(assembly.groups, self.tiers.form).values())
             host = max(0, self.tiers.host_budget_bytes - state)
-        return search(work, mode, machine, budget, host_budget=host, drive=drive)
+        may = self._may_reside(mode)
+        residents: tuple[int, ...] = ()
+        if may is None and mode.kind == "train" and drive is None:
+            residents = trained_groups(work)
+        elif may:  # state that need not move between programs, if its place can be spared
+            with contextlib.suppress(BudgetError):
+                room = host if drive is None else drive.room
+                return search(work, mode, machine, budget, host_budget=room, resident=may)
+        return search(work, mode, machine, budget, host_budget=host, drive=drive, residents=residents)
 
     def _drive(self, assembly: Assembly) -> Drive | None:
         """Where state may live beside RAM, as long as that is not decided; then where it does."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.host.offload import buffer_bytes, place_group
 from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import duration
 from megacompile.plan.assemble import Assembly
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
@@ -91,7 +92,9 @@ def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
 
 
 def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str, float]:
-    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), memory traffic, launches."""
+    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), memory traffic, launches,
+    and what of gradients and updates is done there."""
+    updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
     ops = [op for op in step.ops if op.kind in ("forward", "recompute", "backward")]
     flops = sum(op.flops for op in ops)
     return {
@@ -99,6 +102,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
         "FLOPs beyond, mostly recompute": max(0.0, flops - model_flops) / machine.flops,
         "memory traffic": sum(op.moved_bytes for op in ops) / machine.memory_bandwidth,
         "launches": machine.launch_seconds * len(ops),
+        "updates on the device": sum(duration(op, machine) for op in updates),
     }
 
 

@@ -36,7 +36,7 @@ from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.search.bound import Bound, lower_bound
 from megacompile.search.planner import Planned, search
-from megacompile.search.residency import reside
+from megacompile.search.residency import reside, trained_groups
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose, least_step, tried
 from megacompile.step.operations import Step
@@ -216,7 +216,7 @@ class Study:
         except BudgetError:
             return None
         work, machine = compiled.assembly.work, question.machine
-        if all(group.state == "host" for group in planned.plan.groups):
+        if not any(group.state.startswith("nvme") for group in planned.plan.groups):
             planned = reside(planned, work, mode, machine, question.hbm_budget, None)
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         bound = lower_bound(work, mode, machine, model_flops=flops, plan=planned.plan)
@@ -237,8 +237,9 @@ class Study:
         work, rates = compiled.assembly.work, question.machine
         known = self._winners.setdefault((question.batch, question.seq, mode, work.digest), [])
         planned = search(
-            work, mode, rates, question.hbm_budget, host_budget=host, drive=drive, also=known[-8:]
-        )
+            work, mode, rates, question.hbm_budget, host_budget=host, drive=drive,
+            residents=() if drive is not None else trained_groups(work), also=known[-8:],
+        )  # fmt: skip
         known.append(planned.plan)
         return planned
 

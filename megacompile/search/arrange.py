@@ -1,13 +1,14 @@
 """Arrange: from counts to places, and from one plan to its neighbours.
 
 A :class:`~megacompile.search.mixture.Mixture` says how many; these functions say which. "runs" gives blocks
-that wait on the host the first places, those that keep most the last ones, and holds the last weight groups;
+that wait on the host the first places, those that keep most the last ones, holds the last weight groups, and
+leaves the state of the first on the device;
 "spread" mixes all treatments evenly, so that no stretch of the step loads one stream more than another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -59,13 +60,16 @@ def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrange
             blocks[b] = BlockPlan(choice, stash)  # type: ignore[arg-type]
     for kind, counts in mixture.groups:
         for g, (_, keep) in _places(kind, counts, arrangement):
-            groups[g] = GroupPlan(keep, shape.lead)  # type: ignore[arg-type]
+            if keep == "resident":
+                groups[g] = GroupPlan("stream", shape.lead, state="device")
+            else:
+                groups[g] = GroupPlan(keep, shape.lead)  # type: ignore[arg-type]
     return Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
 
 
 def with_late(plan: Plan, work: Workload, share: float) -> Plan:
     """The plan in which about this share of all updates, evenly spread, waits for the backward's end."""
-    trained = [g for g in range(len(plan.groups)) if g in work.contributions]
+    trained = [g for g, p in enumerate(plan.groups) if g in work.contributions and p.state != "device"]
     sizes = list(accumulate((work.groups[g].elements for g in trained), initial=0))
     total = max(1, sizes[-1])
     late, done = set(), 0.0
@@ -79,8 +83,18 @@ def with_late(plan: Plan, work: Workload, share: float) -> Plan:
     )
 
 
+def with_state_at(plan: Plan, groups: Collection[int], state: Literal["host", "device"]) -> Plan:
+    """The plan with the state of these groups there."""
+    if not groups:
+        return plan
+    placed = (replace(g, state=state) if i in groups else g for i, g in enumerate(plan.groups))
+    return replace(plan, groups=tuple(placed))
+
+
 def _rank(treatment: Treatment) -> tuple[bool, int]:
     choice, place = treatment
+    if place == "resident":
+        return False, -1
     return place not in ("host", "stream"), _KEEPS_LESS.get(choice, 0)
 
 

@@ -10,7 +10,7 @@ is a start for the search in the simulator, which knows what counts cannot tell:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -25,7 +25,7 @@ from megacompile.search.simplex import minimise
 from megacompile.step.operations import Op
 
 Order = Literal["depth", "breadth"]
-Treatment = tuple[str, str]  # of a block: (choice, stash); of a group: ("", keep)
+Treatment = tuple[str, str]  # of a block: (choice, stash); of a group: ("", keep) or ("", "resident")
 _TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the one that works less
 
 
@@ -50,18 +50,31 @@ class Mixture:
     seconds: float
 
 
-# rows: work of each stream in each phase, host updates, device bytes at the turn, host bytes of stashes
-_ROWS = ("compute F", "h2d F", "d2h F", "compute B", "h2d B", "d2h B", "device", "host")
+# rows: work of each stream in each phase, device bytes at the turn, host bytes of stashes, and what a
+# group whose state is on the device takes from all updates, norms and pushes
+_ROWS = (
+    "compute F", "h2d F", "d2h F", "compute B", "h2d B", "d2h B", "device", "host", "adam", "norm", "push",
+)  # fmt: skip
 
 
 class Mixer:
     """The program of one workload, mode, machine and order, solved for any room on the device."""
 
     def __init__(
-        self, work: Workload, mode: Mode, machine: Machine, order: Order, *, drive_after: int | None = None
+        self,
+        work: Workload,
+        mode: Mode,
+        machine: Machine,
+        order: Order,
+        *,
+        drive_after: int | None = None,
+        residents: Collection[int] = (),
+        resident: Collection[int] = (),
     ) -> None:
         self.work, self.mode, self.machine, self.order = work, mode, machine, order
         self.drive_after = drive_after  # host bytes of a step, from which on it pushes state to a drive
+        self.residents = frozenset(residents)  # groups whose state may be on the device
+        self.resident = frozenset(resident)  # groups whose state must be
         self.breadth = order == "breadth"
         m = mode.micro_batches
         self.forwards = (m, 0) if self.breadth else (1, m - 1)  # in the first phase, in the second
@@ -81,7 +94,7 @@ class Mixer:
         for row, limit in self._time_rows(takes):
             rows.append(row)
             limits.append(limit)
-        scale = max(1.0, float(takes[6:].max(initial=1.0)))
+        scale = max(1.0, float(takes[6:8].max(initial=1.0)))
         rows.append([*(takes[6] / scale), 0.0, 0.0, 0.0])
         limits.append(max(0.0, device_bytes) / scale)
         if host_bytes is not None:
@@ -115,20 +128,23 @@ class Mixer:
         if self.machine.shared_cores:
             cores = self.machine.cores
             copy, update = 1 / cores, max(1, cores // 2) / cores
-            weights = np.array([1.0, copy, copy, 1.0, copy, copy])
-            no_longer(weights @ takes[:6], update * (adam + norm) + copy * pushes, whole)
+            weights = np.array([1.0, copy, copy, 1.0, copy, copy, 0.0, 0.0, update, update, copy])
+            no_longer(weights @ takes, update * (adam + norm) + copy * pushes, whole)
             return found
         link = self._link_share
         for i, phase in enumerate((first, first, first, second, second, second)):
             # the host's norms slow the gradients that leave meanwhile
-            no_longer(takes[i], pushes + link * norm if i == 5 else 0.0, phase)
+            if i == 5:
+                no_longer(takes[5] + takes[10] + link * takes[9], pushes + link * norm, phase)
+            else:
+                no_longer(takes[i], 0.0, phase)
         no_longer(0 * takes[0], 0.0, whole - first - second)
         ahead, back = takes[[1, 2]].sum(axis=0) * link, takes[[4, 5]].sum(axis=0) * link
         if self.mode.keeps_gradients:
-            no_longer(ahead, adam, first)
-            no_longer(back, norm + pushes * link, second)
+            no_longer(ahead + takes[8], adam, first)
+            no_longer(back + takes[9] + link * takes[10], norm + pushes * link, second)
         else:
-            no_longer(ahead + back, adam + pushes * link, whole)
+            no_longer(ahead + back + takes[8] + link * takes[10], adam + pushes * link, whole)
         return found
 
     def _mixture(self, x: np.ndarray, unit: float) -> Mixture:
@@ -139,8 +155,10 @@ class Mixer:
             counts.append((kind, tuple(float(v) for v in x[place : place + size])))
             place += size
         blocks = len(self.blocks)
-        adam = self._fixed[0]
-        late = 1 - float(x[-2]) * unit / adam if adam and not self.machine.shared_cores else 0.0
+        adam = self._fixed[0] + sum(
+            n * takes[8] for kind, given in counts for n, takes in zip(given, kind.takes, strict=True)
+        )
+        late = 1 - float(x[-2]) * unit / adam if adam > 1e-12 and not self.machine.shared_cores else 0.0
         return Mixture(
             tuple(counts[:blocks]), tuple(counts[blocks:]), min(1.0, max(0.0, late)), float(x[-1]) * unit
         )
@@ -168,7 +186,7 @@ class Mixer:
             stash = self.stash_bytes(b, choice)
             compute = (ahead * forward, later * forward + m * back)
             alive = stash * (m if self.breadth else 1)
-            takes[choice.name, "device"] = (compute[0], 0.0, 0.0, compute[1], 0.0, 0.0, alive, 0.0)
+            takes[choice.name, "device"] = (compute[0], 0.0, 0.0, compute[1], 0.0, 0.0, alive, *(0.0,) * 4)
             if stash:
                 out = duration(Op("offload", "d2h", nbytes=stash), self.machine)
                 back_in = duration(Op("reload", "h2d", nbytes=stash), self.machine)
@@ -176,7 +194,7 @@ class Mixer:
                 away, home = max(0.0, out - forward), max(0.0, back_in - backward)
                 takes[choice.name, "host"] = (
                     compute[0] + ahead * away, 0.0, ahead * out, compute[1] + later * away + m * home,
-                    m * back_in, later * out, 0.0, float(stash * m),
+                    m * back_in, later * out, 0.0, float(stash * m), 0.0, 0.0, 0.0,
                 )  # fmt: skip
         return takes
 
@@ -187,15 +205,35 @@ class Mixer:
         nbytes = float(self.work.groups[g].nbytes)
 
         def takes(second: int, held: float) -> tuple[float, ...]:
-            return (0.0, fetch, 0.0, 0.0, second * fetch, 0.0, held, 0.0)
+            return (0.0, fetch, 0.0, 0.0, second * fetch, 0.0, held, *(0.0,) * 4)
 
+        resident = {("", "resident"): self._resident(g)} if g in self.residents else {}
+        if g in self.resident:
+            return resident
         if not again and m == 1:
-            return {("", "stream"): takes(0, 0.0)}
+            return {("", "stream"): takes(0, 0.0), **resident}
         found = {("", "stream"): takes(later + (m if not self.breadth else 1) * again, 0.0)}
         if m > 1 and not self.breadth:
             found["", "micro"] = takes(later, nbytes)
         found["", "step"] = takes(0, nbytes)
-        return found
+        return found | resident
+
+    def _resident(self, g: int) -> tuple[float, ...]:
+        """State on the device: updated there, nothing of it on any other stream."""
+        group, m = self.work.groups[g], self.mode.micro_batches
+        waits = self.mode.keeps_gradients or len(self.work.contributions[g]) > 1
+        held = group.nbytes + group.state_bytes + waits * group.gradient_bytes
+        update = group.update_bytes / self.machine.memory_bandwidth
+        pushes = [n for block in self.work.blocks for other, n in block.grad_groups if other == g]
+        norm = norm_bytes(self.work, self.mode, g)
+        if waits:
+            update += (m * sum(pushes) + 2 * norm) / self.machine.memory_bandwidth
+        return (
+            0.0, 0.0, 0.0, update, 0.0, 0.0, float(held), 0.0,
+            -duration(Op("adam", "host", nbytes=group.update_bytes), self.machine),
+            -duration(Op("norm", "host", nbytes=norm), self.machine),
+            -m * sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushes),
+        )  # fmt: skip
 
     def stash_bytes(self, b: int, choice: Choice) -> int:
         """Bytes that wait from a block's forward for its own backward alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from megacompile.plan.plan import BlockPlan, Mode, Plan
@@ -14,7 +14,7 @@ _LARGE = 1.05  # times the size of the middle group
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def neighbours(work: Workload, mode: Mode, plan: Plan) -> Iterator[Plan]:
+def neighbours(work: Workload, mode: Mode, plan: Plan, residents: Collection[int] = ()) -> Iterator[Plan]:
     """Plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
         yield from _updates(work, plan)
@@ -22,6 +22,7 @@ def neighbours(work: Workload, mode: Mode, plan: Plan) -> Iterator[Plan]:
     yield from _leads_of_small(work, plan)
     yield from _leads(plan)
     yield from _flow(plan)
+    yield from _states(plan, residents)
     yield from _groups(plan)
     yield from _blocks(work, plan)
 
@@ -33,7 +34,8 @@ def _windows(plan: Plan) -> Iterator[Plan]:
 
 
 def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:
-    trained = sum(work.groups[g].elements for g in work.contributions)
+    there = [g for g in work.contributions if plan.groups[g].state != "device"]
+    trained = sum(work.groups[g].elements for g in there)
     late = sum(work.groups[g].elements for g, p in enumerate(plan.groups) if p.update == "late")
     now = late / max(1, trained)
     for share in (*_SHARES, now - 0.1, now + 0.1, now - 0.04, now + 0.04):
@@ -95,10 +97,20 @@ def _flow(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, ring=ring)
 
 
+def _states(plan: Plan, residents: Collection[int]) -> Iterator[Plan]:
+    """The state of more groups on the device, or of fewer, by stretches from either end."""
+    for now, other in (("host", "device"), ("device", "host")):
+        places = [g for g in sorted(residents) if plan.groups[g].state == now]
+        for stretch in _stretches(places):
+            yield replace(plan, groups=tuple(
+                replace(g, state=other) if i in stretch else g for i, g in enumerate(plan.groups)  # type: ignore[arg-type]
+            ))  # fmt: skip
+
+
 def _groups(plan: Plan) -> Iterator[Plan]:
     """Hold more groups, or fewer, by halving stretches from either end."""
-    streamed = [i for i, g in enumerate(plan.groups) if g.keep == "stream"]
-    held = [i for i, g in enumerate(plan.groups) if g.keep != "stream"]
+    streamed = [i for i, g in enumerate(plan.groups) if g.keep == "stream" and g.state != "device"]
+    held = [i for i, g in enumerate(plan.groups) if g.keep != "stream" and g.state != "device"]
     for places, keep in ((streamed, "step"), (held, "stream")):
         for stretch in _stretches(places):
             yield replace(plan, groups=tuple(

@@ -9,7 +9,7 @@ best of them. The search is deterministic: it is limited by the operations that 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,7 +21,16 @@ from megacompile.machine.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search.arrange import CHOICES, Arrangement, Shape, arrange, shapes, uniform, with_late
+from megacompile.search.arrange import (
+    CHOICES,
+    Arrangement,
+    Shape,
+    arrange,
+    shapes,
+    uniform,
+    with_late,
+    with_state_at,
+)
 from megacompile.search.floor import Floor
 from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.mixture import Mixer
@@ -34,6 +43,7 @@ from megacompile.units import format_bytes
 _STARTS, _LIMIT = 50_000, 100_000  # operations lowered before local search begins, and in all
 _EVALUATIONS = 300  # where steps are short
 _FEW = 4  # blocks
+_FIRST = (1, 4)  # groups whose updates end a step, tried on the device: the program does not see them last
 _CORRECTIONS = 6  # solutions of the linear program per start
 _BETTER = 1 - 1e-9
 _CLOSE = 1.003  # to the goal: no more to be looked for
@@ -63,6 +73,8 @@ def search(
     *,
     host_budget: int | None = None,
     drive: Drive | None = None,
+    residents: Collection[int] = (),
+    resident: Collection[int] = (),
     also: Sequence[Plan] = (),
 ) -> Planned:
     """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
@@ -70,14 +82,15 @@ def search(
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
     stashes; where no plan meets it, it is as if not given, and the caller refuses. A ``drive`` bounds them
     instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the drive; else
-    each plan is scored over the state's best placement beside what its step takes. ``also`` are plans to
-    score as well, such as those of smaller budgets: what is found is never slower than one of them that
-    fits. On an interrupt the best plan so far is returned, if any.
+    each plan is scored over the state's best placement beside what its step takes. The state of the groups
+    ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans to score as well, such as
+    those of smaller budgets: what is found is never slower than one of them that fits. On an interrupt the
+    best plan so far is returned, if any.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
     for limit, spills in _host_limits(host_budget, drive):
-        found = _Search(work, mode, machine, budget_bytes, limit, drive, spills)
+        found = _Search(work, mode, machine, budget_bytes, limit, drive, spills, residents, resident)
         try:
             with _without_garbage_collection():
                 found.run(also)
@@ -184,10 +197,12 @@ class _Search:
         host_budget: int | None,
         drive: Drive | None,
         spills: bool,
+        residents: Collection[int],
+        resident: Collection[int],
     ) -> None:
         self.work, self.mode, self.machine = work, mode, machine
         self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
-        self.spills = spills
+        self.spills, self.residents, self.resident = spills, residents, frozenset(resident)
         self.floor = Floor(work, mode, machine)
         self.best: Planned | None = None
         self.goal = 0.0  # seconds that no plan is expected to beat by much, whatever its memory
@@ -198,9 +213,9 @@ class _Search:
 
     def run(self, also: Sequence[Plan]) -> None:
         for plan in also:
-            groups = tuple(replace(g, state="host") for g in plan.groups)
+            others = {i for i, g in enumerate(plan.groups) if i not in self.residents or g.state != "device"}
             blocks = tuple(replace(b, stash="host") if b.stash == "nvme" else b for b in plan.blocks)
-            self.score(replace(plan, blocks=blocks, groups=groups, workload=""))
+            self.score(replace(with_state_at(plan, others, "host"), blocks=blocks, workload=""))
         self._mixtures()
         self._fixed()
         self._few_blocks()
@@ -219,6 +234,7 @@ class _Search:
     def measure(self, plan: Plan) -> _Measured:
         """The plan over its best placement and the step before its waits."""
         self.evaluations += 1
+        asked, plan = plan, with_state_at(plan, self.resident, "device")
         step = self._lower(plan)
         peak, taken = peak_bytes(step), host_bytes(step, self.work)
         over = 0 if self.host_budget is None else max(0, taken - self.host_budget)
@@ -228,7 +244,7 @@ class _Search:
                 return _Measured(spilled, self._lower(spilled), peak, True)
         fits = peak <= self.budget_bytes and not over
         if not fits:
-            self._misfits[plan] = peak, over
+            self._misfits[asked] = peak, over
         elif self.drive is not None and (placed := self.drive.place(plan, taken)) != plan:
             plan, step = placed, self._lower(placed)
         return _Measured(plan, step, peak, fits)
@@ -272,23 +288,32 @@ class _Search:
             return
         arrangements: tuple[Arrangement, ...] = ("runs", "spread")
         mixers = {}
-        spare = None if self.drive is None else self.drive.spare
         for shape, arrangement in product(shapes(self.mode), arrangements):
             if self.lowered > _STARTS:
                 return
             if shape.order not in mixers:
-                mixer = mixers[shape.order] = Mixer(
-                    self.work, self.mode, self.machine, shape.order, drive_after=spare
-                )
+                mixer = mixers[shape.order] = self._mixer(shape)
                 ideal = mixer.solve(_EVERYTHING, None)
                 if ideal is not None:
                     self.goal = min(self.goal or ideal.seconds, ideal.seconds)
             self._fill(mixers[shape.order], shape, arrangement)
+        shape = shapes(self.mode)[0]
+        for count in _FIRST if self.residents else ():
+            mixer = self._mixer(shape, frozenset(sorted(self.residents)[:count]))
+            for arrangement in arrangements:
+                self._fill(mixer, shape, arrangement)
+
+    def _mixer(self, shape: Shape, resident: frozenset[int] = frozenset()) -> Mixer:
+        return Mixer(
+            self.work, self.mode, self.machine, shape.order,
+            resident=resident | self.resident, residents=self.residents,
+            drive_after=None if self.drive is None else self.drive.spare,
+        )  # fmt: skip
 
     def _fill(self, mixer: Mixer, shape: Shape, arrangement: Arrangement) -> None:
         """Correct the program's room until the step that comes of it just fits, and score that one."""
-        room = float(self.budget_bytes)
-        host_room = None if self.spills else self.host_budget
+        budget = self.budget_bytes
+        room, host_room = float(budget), None if self.spills else self.host_budget
         fits_at, fails_at = 0.0, _EVERYTHING
         fitting: tuple[Plan, _Measured] | None = None
         for _ in range(_CORRECTIONS):
@@ -302,16 +327,16 @@ class _Search:
             if found is not None and found.fits:
                 same, fits_at = fitting is not None and fitting[0] == plan, room
                 fitting, peak = (plan, found), found.peak
-                if same or self.budget_bytes - peak < 0.01 * self.budget_bytes:
+                if same or budget - peak < 0.01 * budget:
                     break
             else:
                 fails_at = room
                 peak, over = self._misfits[plan]
                 if host_room is not None:
                     host_room -= over
-            room += 0.98 * (self.budget_bytes - peak)
+            room += 0.98 * (budget - peak)
             if not fits_at < room < fails_at:
-                room = (fits_at + min(fails_at, self.budget_bytes)) / 2
+                room = (fits_at + min(fails_at, budget)) / 2
         if fitting is not None and fitting[0] not in self._seen:
             self._seen.add(fitting[0])
             self._simulate(fitting[1])
@@ -362,7 +387,7 @@ class _Search:
         assert self.best is not None
         while not self._spent and self.best.seconds > self.goal * _CLOSE:
             start = self.best.plan
-            for plan in neighbours(self.work, self.mode, start):
+            for plan in neighbours(self.work, self.mode, start, self.residents):
                 if self._spent:
                     return
                 self.score(plan)

@@ -21,6 +21,7 @@ from megacompile.passes import finish, lower_memory
 from megacompile.plan.assemble import Assembly
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
+from megacompile.search.arrange import with_state_at
 from megacompile.search.planner import Planned
 from megacompile.step.operations import peak_bytes
 
@@ -36,6 +37,12 @@ def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
         for work, layout in zip(assembly.work.groups, assembly.groups, strict=True)
     )
     return replace(assembly, work=replace(assembly.work, groups=groups))
+
+
+def trained_groups(work: Workload) -> tuple[int, ...]:
+    """Groups whose masters and moments may be on the device: not those whose rows the host gathers."""
+    gathered = {g for groups in work.gathered.values() for g in groups}
+    return tuple(g for g in sorted(work.contributions) if g not in gathered)
 
 
 def reside(
@@ -81,7 +88,7 @@ def _with_most(
     count = _most(best.plan, candidates, work, mode, budget_bytes)
     if count == 0:
         return best
-    plan = resident_plan(best.plan, candidates[:count])
+    plan = with_state_at(best.plan, candidates[:count], "device")
     step = finish(lower_memory(work, plan, mode), work, plan, mode)
     return Planned(plan, step, simulate(step, machine), peak_bytes(step), best.evaluations)
 
@@ -91,18 +98,9 @@ def _most(plan: Plan, candidates: Sequence[int], work: Workload, mode: Mode, bud
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high + 1) // 2
-        step = lower_memory(work, resident_plan(plan, candidates[:middle]), mode)
+        step = lower_memory(work, with_state_at(plan, candidates[:middle], "device"), mode)
         if peak_bytes(step) <= budget_bytes:
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def resident_plan(plan: Plan, groups: Sequence[int]) -> Plan:
-    """The plan with the state of these groups on the device."""
-    chosen = set(groups)
-    return replace(
-        plan,
-        groups=tuple(replace(g, state="device") if i in chosen else g for i, g in enumerate(plan.groups)),
-    )
