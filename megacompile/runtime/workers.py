@@ -139,8 +139,8 @@ class Streams(Workers):
         """Queue ``run`` on a stream; ``event`` fires when it is over."""
         needed = tuple(self._events[e] for e in after if e in self._events)
         done = threading.Event()
-        self._events[event] = done
         self._queues[stream].put((self.step, run, needed, done, event, self.trace))
+        self._events[event] = done  # only now: a signal's exception may come at any line
 
     def wait(self, events: Iterable[Event]) -> None:
         """Block the caller until the latest records of ``events`` are over."""
