@@ -42,7 +42,8 @@ def check_model(model: Any, weights: Any) -> None:
         raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
     if is_owned(model):
         raise MegacompileError(
-            "This model already belongs to a program: use that one, or call its sync_to(model) first. "
+            "This model, or a part of it, already belongs to a program: use that one, or call its "
+            "sync_to(model) first. "
             "If that program is gone, so are the values: make the model again."
         )
     refuse_gradient_hooks(model)

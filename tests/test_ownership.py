@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ProgramError
@@ -109,6 +109,41 @@ def test_an_owned_model_is_not_saved_without_its_values(tmp_path: Path) -> None:
     for name, value in program.state_dict().items():
         assert torch.equal(loaded.get_parameter(name), value), name
     program.close()
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x, y) + self.outer(y).sum()
+
+
+def test_a_part_of_an_owned_model_is_owned_and_what_holds_a_part_too() -> None:
+    program, model, _ = owned()
+    for given in (Around(model), model.blocks[0]):
+        with pytest.raises(megacompile.MegacompileError, match="a part of it, already belongs"):
+            megacompile.compile(given, "1GB", optimizer=torch.optim.AdamW(given.parameters()))
+    program.close()
+
+
+def test_a_program_gives_back_what_is_its_own() -> None:
+    first, model, _ = owned()
+    first.sync_to(model)
+    second = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), example_batch=batch_for("plain"),
+        compute_dtype=torch.float32,
+    )  # fmt: skip
+    with pytest.raises(megacompile.MegacompileError, match="belongs to another program"):
+        first.sync_to(model)
+    with pytest.raises(ProgramError, match="holds no values"):
+        model(**batch_for("plain"))
+    second.sync_to(model)
+    first.sync_to(model)
+    assert torch.isfinite(model(**batch_for("plain")))
+    first.close()
+    second.close()
 
 
 def test_refusals_are_in_no_captured_graph() -> None:

@@ -57,8 +57,8 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_owned(model: nn.Module) -> bool:
-    """Whether a program already owns this model."""
-    return model in _OWNED
+    """Whether a program already owns this model, or a part of it."""
+    return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
 
 
 def _refuse_use(module: nn.Module, args: Any) -> None:

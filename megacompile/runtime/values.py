@@ -25,6 +25,7 @@ class ModelValues:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
         self.model, self._optimizer = model, optimizer
         self._source = source
+        self._owns = False
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
 
@@ -40,6 +41,7 @@ class ModelValues:
         self._state, self._homes = state, homes
         self._finish = weakref.WeakMethod(finish)  # of what holds these values itself
         ownership.take(self.model, self._optimizer, self.copied)
+        self._owns = True
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
@@ -91,12 +93,17 @@ class ModelValues:
 
     def copy_to(self, model: nn.Module) -> None:
         """Set the values of a model like this one; this one itself is an ordinary model after it."""
+        if ownership.is_owned(model) and not (model is self.model and self._owns):
+            raise MegacompileError(
+                f"This {type(model).__name__} belongs to another program: give one that holds its own values."
+            )
         if model is self.model:
             for name, value in self.parameters():
                 own = self.model.get_parameter(name)
                 if own.is_meta or name in self._homes:
                     set_value(own, value)
             ownership.give_back(model, self._optimizer)
+            self._owns = False
             return
         targets = self._counterparts(model)
         for name, value in itertools.chain(self.parameters(), self.buffers().items()):
@@ -108,10 +115,6 @@ class ModelValues:
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
         """What holds each of our values in another model, if neither has more than the other."""
-        if ownership.is_owned(model):
-            raise MegacompileError(
-                f"This {type(model).__name__} belongs to another program: give one that holds its own values."
-            )
         theirs = first_names(model)
         given = dict(model.named_parameters()) | dict(model.named_buffers())
         ours, targets = first_names(self.model), self._targets()
