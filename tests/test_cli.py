@@ -30,6 +30,7 @@ from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueW
 from megacompile.schedule.schedule import Schedule
 from megacompile.search.bound import lower_bound
 from megacompile.search.planner import search
+from megacompile.units import parse_bytes
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -214,6 +215,13 @@ def test_a_layer_is_explained_and_the_page_written(
     assert code == 2 and "layers." in err
 
 
+def least_host_bytes(report: str) -> int:
+    """What the report calls the least host budget without clipping."""
+    found = re.search(r"least budgets: .* host .* with clipping, (.*) without", report)
+    assert found is not None, report
+    return parse_bytes(found[1], what="least", available=10**15)
+
+
 def test_what_the_host_has_no_room_for_goes_to_a_drive(
     plan: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -221,8 +229,10 @@ def test_what_the_host_has_no_room_for_goes_to_a_drive(
     tight = ("--hbm-budget", "3MB", "--host-budget", "3MB", "--no-clip")
     code, out, _ = plan(*tight)
     assert code == 1 and re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
+    in_ram = least_host_bytes(out)
     code, out, _ = plan(*tight, "--nvme-budget", "1GB")
     assert code == 0 and "written per step" in out and "reads from NVMe" in out
+    assert least_host_bytes(out) < 3 * 10**6 < in_ram
     code, out, _ = plan(*tight, "--nvme-budget", "1GB", "--json", "--dump", str(dump))
     found = json.loads(out)
     host = found["host_bytes"]["streamed"]

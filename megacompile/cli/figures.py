@@ -45,11 +45,12 @@ class Host:
         return self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
 
 
-def with_drive(host: Host, assembly: Assembly, plan: Plan) -> Host:
+def with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
     """Host bytes where the plan leaves the state of some groups on NVMe; the host has room for what is on
     the device, so that it can go back."""
     states = [g.state for g in plan.groups]
-    if all(state in ("host", "device") for state in states):
+    stashes = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
+    if not stashes and all(state in ("host", "device") for state in states):
         return host
     places = [place_group(g, "fp32", state) for g, state in zip(assembly.groups, states, strict=True)]
     kept = [g for g, state in zip(assembly.groups, states, strict=True) if state == "host" and g.trainable]
@@ -59,7 +60,7 @@ def with_drive(host: Host, assembly: Assembly, plan: Plan) -> Host:
         masters=sum(p.ram_bytes for p in places) - moments,
         moments=moments,
         window=plan.window * sum(buffer_bytes(places)),
-        nvme=sum(p.storage_bytes for p in places),
+        nvme=sum(p.storage_bytes for p in places) + stashes,
     )
 
 

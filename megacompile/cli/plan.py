@@ -186,7 +186,8 @@ class Study:
                 break
             self.progress("cutting large weights into smaller pieces")
         assert best is not None
-        return find_least(best[1], best[1].assembly.work, question.micro_batches), best[1]
+        stored = question.nvme_budget is not None
+        return find_least(best[1], best[1].assembly.work, question.micro_batches, stored=stored), best[1]
 
     def answer(
         self, question: Question, *, both: bool = True, clip: bool = True, known: Answer | None = None
@@ -224,7 +225,7 @@ class Study:
         return Prediction(
             mode, compiled, planned, seconds, question.tokens / seconds, flops / seconds,
             flops / seconds / question.profile.peak(question.dtype), bound,
-            with_drive(host_bytes(compiled.assembly, planned.step, mode), compiled.assembly, planned.plan),
+            _host(compiled, planned.step, mode, planned.plan),
             compute_parts(planned.step, machine, flops), stalls(planned),
         )  # fmt: skip
 
@@ -279,16 +280,23 @@ def _scaled(block: BlockWork, factor: float) -> BlockWork:
     return replace(block, choices=choices)
 
 
-def find_least(compiled: Compiled, work: Workload, micro_batches: int) -> Least:
-    """The plan of least device bytes: stream everything, just in time, keep nothing."""
+def find_least(compiled: Compiled, work: Workload, micro_batches: int, *, stored: bool = False) -> Least:
+    """The plan of least device bytes: stream everything, just in time, keep nothing; if ``stored``, with all
+    state on a drive."""
     mode = Mode("train", micro_batches, deferred=True)
     peak, plan, step = least_step(work, mode)
+    if stored:
+        plan = replace(plan, groups=tuple(replace(g, state="nvme-all") for g in plan.groups), window=1)
     streaming = replace(mode, deferred=False)
     hosts = {
-        "clipped": host_bytes(compiled.assembly, step, mode),
-        "streamed": host_bytes(compiled.assembly, lower(work, plan, streaming), streaming),
+        "clipped": _host(compiled, step, mode, plan),
+        "streamed": _host(compiled, lower(work, plan, streaming), streaming, plan),
     }
     return Least(step, peak, {name: replace(host, stash=0) for name, host in hosts.items()})
+
+
+def _host(compiled: Compiled, step: Step, mode: Mode, plan: Plan) -> Host:
+    return with_drive(host_bytes(compiled.assembly, step, mode), compiled.assembly, plan, step)
 
 
 def schedule_of(answer: Answer, clip: bool) -> Schedule | None:

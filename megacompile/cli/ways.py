@@ -132,7 +132,7 @@ def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
     found = search(compiled.assembly.work, here.mode, q.machine, q.hbm_budget, drive=drive)
     if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
         host = host_bytes(compiled.assembly, found.step, here.mode)
-        host = with_drive(host, compiled.assembly, found.plan)
+        host = with_drive(host, compiled.assembly, found.plan, found.step)
         yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, True,
                      "state on a drive", asked.tokens / found.seconds)  # fmt: skip
 
