@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import megacompile
 from tests.models import build
@@ -57,4 +58,77 @@ def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) ->
             loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
             assert loss == pytest.approx(float(eager(input_ids=ids, labels=ids).loss), rel=1e-6)
     assert 1 + sum("another program" in str(w.message) for w in compiled) == lengths
+    program.close()
+
+
+class Own(nn.Module):
+    """A causal model in the manner of transformers whose positions a function of the test's own mixes."""
+
+    __module__ = "transformers.a_test"
+
+    def __init__(self, mix: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(64, 24), nn.Linear(24, 24), nn.Linear(24, 64)
+        self.mix = mix
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.embed(input_ids)
+        if attention_mask is not None:
+            h = h * attention_mask[..., None]
+        logits = self.head(h + self.mix(self.cell, h))
+        return nn.functional.cross_entropy(logits.view(-1, 64), labels.view(-1), ignore_index=-100)
+
+
+def backwards(cell: Any, h: Tensor) -> Tensor:
+    state, states = torch.zeros_like(h[:, 0]), []
+    for t in reversed(range(h.shape[1])):
+        state = torch.tanh(cell(h[:, t]) + state + 0.1)
+        states.append(state)
+    return torch.stack(states[::-1], 1)
+
+
+def steps(cell: Any, h: Tensor) -> Tensor:
+    state, states = torch.zeros_like(h[:, 0]), []
+    for at in h.unbind(1):
+        state = torch.tanh(cell(at) + state + 0.1)
+        states.append(state)
+    return torch.stack(states, 1) + states[-1][:, None]
+
+
+def attends(cell: Any, h: Tensor) -> Tensor:
+    return torch.softmax(cell(h) @ h.transpose(1, 2), -1) @ h
+
+
+@pytest.mark.parametrize(
+    ("mix", "padded"),
+    [
+        (backwards, False),
+        (steps, False),
+        (attends, False),
+        (lambda cell, h: cell(h).mean(1, keepdim=True), False),
+        (lambda cell, h: cell(h).mean(), False),
+        (lambda cell, h: cell(h) + h[:, -1:], False),
+        (lambda cell, h: nn.functional.pad(cell(h)[:, 1:], (0, 0, 0, 1)), False),
+        (lambda cell, h: cell(h).exp().cumsum(1), False),
+        (lambda cell, h: cell(h), True),
+        (lambda cell, h: nn.functional.layer_norm(cell(h), (24,)), True),
+        (lambda cell, h: cell(h) + h[:, :1], True),
+    ],
+)
+def test_models_that_mix_positions_themselves_are_not_padded(mix: Any, padded: bool) -> None:
+    torch.manual_seed(0)
+    model = Own(mix)
+    eager = copy.deepcopy(model)
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), compute_dtype=torch.float32,
+        policy="full-recompute",
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as compiled:
+        warnings.simplefilter("always")
+        for length in (8, 11, 13, 14):
+            ids = torch.randint(5, 64, (2, length))
+            loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
+            assert loss == pytest.approx(float(eager(ids, ids)), rel=1e-6)
+    others = sum("another program" in str(w.message) for w in compiled)
+    assert others == (1 if padded else 3)
     program.close()
