@@ -20,7 +20,7 @@ import megacompile
 from megacompile.compiler import Compiler, Front
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
-from megacompile.host.state import slot_view
+from megacompile.host.bucket import slot_view
 from tests.judge_eager import EagerError, EagerRuns, Gradients, WrongError
 from tests.zoo import Case
 

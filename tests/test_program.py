@@ -18,7 +18,7 @@ from torch import nn
 
 import megacompile
 from megacompile.compiler import Compiler
-from megacompile.host import state as host_state
+from megacompile.host import bucket
 from megacompile.runtime import cpu as runtime_cpu
 from tests.models import Plain, batch_for, build
 from tests.reference import EagerTrainer
@@ -264,7 +264,7 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         if where == "prefetch":
             patch.setattr(runtime_cpu, "_copy", broken)
         elif where == "push_grad":
-            patch.setattr(host_state, "slot_view", broken)
+            patch.setattr(bucket, "slot_view", broken)
         else:
             patch.setattr(type(program._session.runtime.state), "update", broken)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="planted fault"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena, trim_heap
+from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import (
     CODINGS,
     MomentPlace,
@@ -26,7 +27,7 @@ from megacompile.host.formats import (
     moment_places,
 )
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.plan.assemble import GroupLayout, Slot
 
 CHUNK = 1 << 22  # elements
 Weights = Callable[[str], Tensor]
@@ -123,8 +124,8 @@ class HostState:
         part = slice(slot.offset, slot.offset + slot.parameter.numel)
         high, low = weights[part], low[part]
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
-            value = _strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
-            value = value.as_strided((value.numel(),), (1,))
+            value = strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
+            value = value.asstrided((value.numel(),), (1,))
         flat = value.view(-1)
         for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
             piece = slice(start, start + CHUNK)
@@ -167,7 +168,7 @@ class HostState:
             return slot_view(flat, slot).to("cpu", copy=True)
         out = torch.empty(stop - start, dtype=torch.float32)
         host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
-        return _strided(out, 0, slot)
+        return strided(out, 0, slot)
 
     @property
     def traveling(self) -> list[Tensor]:
@@ -273,13 +274,6 @@ def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat
     return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
 
 
-def padding_of(group: GroupLayout) -> list[slice]:
-    """Where a bucket holds no parameter."""
-    stops = [slot.offset + slot.parameter.numel for slot in group.slots]
-    starts = [*(slot.offset for slot in group.slots[1:]), group.elements]
-    return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
-
-
 def set_value(target: Tensor, value: Tensor) -> None:
     """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype."""
     fresh = value.to(target.dtype)
@@ -290,29 +284,3 @@ def set_value(target: Tensor, value: Tensor) -> None:
         fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)
     # .data cannot change the device type; the tensor stays the same object
     torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]
-
-
-def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:
-    """What a parameter or piece holds of the whole parameter's tensor."""
-    return whole[parameter.first_row :][: parameter.shape[0]] if parameter.whole else whole
-
-
-def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """A parameter's view, in its own shape and strides, of a flat bucket."""
-    return _strided(flat, slot.offset, slot)
-
-
-def _strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
-    start = flat.storage_offset() + offset
-    return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
-
-
-def add_gradients(
-    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
-) -> None:
-    """Land host gradients in a flat bucket; what a fresh bucket gets no gradient for is zero."""
-    if fresh and len(parts) < len(slots):
-        home.zero_()
-    for index, grad in parts:
-        place = slot_view(home, slots[index])
-        place.copy_(grad) if fresh else place.add_(grad)

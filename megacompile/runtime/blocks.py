@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacompile.differentiate.joint import Ref
 from megacompile.errors import BudgetExceededError, ProgramError
-from megacompile.host.state import slot_view
+from megacompile.host.bucket import slot_view
 from megacompile.plan.assemble import GroupLayout
 from megacompile.runtime.device import Device
 from megacompile.runtime.resident import ResidentState

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.host.adam import AdamHyper
-from megacompile.host.state import HostState, add_gradients
+from megacompile.host.bucket import add_gradients
+from megacompile.host.state import HostState
 from megacompile.plan.assemble import Slot
 from megacompile.runtime.device import Device
 from megacompile.runtime.workers import Streams, Trace

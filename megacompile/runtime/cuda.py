@@ -23,7 +23,8 @@ from torch import Tensor
 from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.arena import HostArena
-from megacompile.host.state import HostState, add_gradients, slot_view
+from megacompile.host.bucket import add_gradients, slot_view
+from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
 from megacompile.plan.assemble import Slot
 from megacompile.runtime.cuda_memory import CudaMemory

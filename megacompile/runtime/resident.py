@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacompile.host.state import HostState, slot_view
+from megacompile.host.bucket import slot_view
+from megacompile.host.state import HostState
 from megacompile.plan.assemble import GroupLayout
 from megacompile.runtime.device import Device
 from megacompile.step.operations import Step, Token

@@ -17,9 +17,10 @@ import torch
 
 from megacompile.errors import ProgramError, StorageError
 from megacompile.host.adam import AdamHyper
+from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.offload import Offload
 from megacompile.host.rows import add_rows, gather_rows
-from megacompile.host.state import HostState, add_gradients, slot_view
+from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device, Tail
 from megacompile.runtime.host_buffers import HostBuffers
