@@ -29,7 +29,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 def strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
     """What begins at ``offset`` of a flat tensor, in a parameter's shape and strides."""
     start = flat.storage_offset() + offset
-    return flat.asstrided(slot.parameter.shape, slot.parameter.stride, start)
+    return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
 
 
 def add_gradients(

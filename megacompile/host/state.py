@@ -125,7 +125,7 @@ class HostState:
         high, low = weights[part], low[part]
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
             value = strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
-            value = value.asstrided((value.numel(),), (1,))
+            value = value.as_strided((value.numel(),), (1,))
         flat = value.view(-1)
         for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
             piece = slice(start, start + CHUNK)
