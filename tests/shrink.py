@@ -90,7 +90,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "cpmant": {"dim_head": 8, "dim_ff": 64, "prompt_types": 2},
+    "cpmant": {"dim_head": 8, "dim_ff": 64, "prompt_types": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
@@ -118,13 +118,19 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
                      "layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.0] * 3},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
                     "per_layer_config": {}},
-    "qwen4_exp_text": {"layer_types": _MIXED, "ngram_vocab_size_base": 64, "ple_embed_dim": 32,
-                       "hc_lowrank": 8, "split_ngram_parts": 1},
+    "qwen4_exp_text": {"layer_types": _MIXED, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+                       "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
+                       "ngram_vocab_size_base": 64, "ple_embed_dim": 32, "hc_lowrank": 8,
+                       "split_ngram_parts": 1},
     "cohere_compass_text": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0}
         for kind in ("full_attention", "sliding_attention")
     }},
-    "dots3_note_text": {"per_layer_config": {}, "layer_types": ["indexed_attention", "sliding_attention"]},
+    "dots3_note_text": {"num_key_value_heads": HEADS, "head_dim": 12, "per_layer_config": {},
+                        "layer_types": ["indexed_attention", "sliding_attention"]},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}},
     "phi4_multimodal": {"num_hidden_layers": 2},
 }  # fmt: skip
 """What an architecture needs beyond the common sizes, by model type."""
@@ -139,8 +145,9 @@ def shrink(config_class: Any, roles: Mapping[str, int] = MappingProxyType({}), *
     given = dict(default.to_dict())
     sizes = _SIZES | {name: size for role, size in roles.items() for name in ROLES[role]}
     values = {name: size for name, size in sizes.items() if name in given and _replaceable(given[name])}
-    for name, nested in (getattr(config_class, "sub_configs", None) or {}).items():
-        if type(nested) is type and getattr(default, name, None) is not None:
+    for name in getattr(config_class, "sub_configs", None) or {}:
+        nested = type(getattr(default, name, None))  # where the class only says that it is some configuration
+        if hasattr(nested, "model_type"):
             values[name] = shrink(nested, roles).to_dict()
     for extra in (_OVERRIDES.get(config_class.model_type, {}), changes):
         values.update(extra)

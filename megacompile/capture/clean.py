@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from megacompile.errors import CaptureError
 
 aten = torch.ops.aten
 _OURS = "megacompile"
+_SELF = {aten.to, aten.contiguous, aten.type_as}
 _CHECKS = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -56,6 +58,32 @@ def clean(graph: fx.Graph) -> None:
                     "replace it by its out-of-place form."
                 )
     graph.lint()
+
+
+def handed_through(owner: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.Node | None:
+    """The operand of a region of a graph that one of its results is: the same tensor, and no new one.
+
+    Operators such as ``x.to(x.dtype)`` return their argument; what reads x later then reads the region.
+    """
+    inner, *operands = region.args[1:]
+    assert isinstance(inner, fx.Node) and item.target is operator.getitem
+    graph = getattr(owner, str(inner.target)).graph
+    (results,) = next(n for n in graph.nodes if n.op == "output").args
+    source = results[item.args[1]]
+    while _returns_its_argument(source):
+        source = source.args[0]
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    found = operands[places.index(source)] if source in places else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _SELF:
+        return False
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    (before, after) = (n.meta["val"] for n in (node.args[0], node))  # type: ignore[union-attr]
+    same = (before.dtype, before.device, before.stride()) == (after.dtype, after.device, after.stride())
+    return same and not given.get("copy")
 
 
 def reached(graph: fx.Graph, parameters: Mapping[str, str]) -> frozenset[str]:

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.captured import Captured, strip
-from megacompile.capture.clean import clean, reached
+from megacompile.capture.clean import clean, handed_through, reached
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
@@ -145,6 +145,10 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
                 continue
             if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
                 for item in list(node.users):
+                    same = handed_through(module, node, item)
+                    if same is not None:  # a tensor of outside, which keeps its gradient
+                        item.replace_all_uses_with(same)
+                        continue
                     with module.graph.inserting_after(item):
                         barrier = module.graph.call_function(aten.detach.default, (item,))
                     barrier.meta = dict(item.meta)
