@@ -132,9 +132,10 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
 
 
 def stashing(plan: Plan, window: int) -> Plan:
-    """The plan with everything saved, on NVMe."""
+    """The plan with everything saved, on NVMe, and all state on the device."""
     blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
-    return replace(plan, blocks=blocks, window=window)
+    groups = tuple(replace(group, state="device") for group in plan.groups)
+    return replace(plan, blocks=blocks, groups=groups, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

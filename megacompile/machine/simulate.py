@@ -74,7 +74,8 @@ def duration(op: Op, machine: Machine) -> float:
         return call_seconds(op, machine)
     if op.kind in ("prefetch", "reload") or (op.kind == "load" and op.reads):
         return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
-    if op.kind == "accumulate" or (op.kind in ("adam", "norm") and op.stream == "compute"):
+    on_gpu = op.stream == "compute" and not machine.shared_cores  # a CPU runs the same kernel there
+    if op.kind == "accumulate" or (op.kind in ("adam", "norm") and on_gpu):
         return op.nbytes / machine.memory_bandwidth
     if op.kind in ("push_grad", "offload"):
         return machine.copy_seconds + op.nbytes / machine.d2h_bandwidth

@@ -152,6 +152,9 @@ def test_durations_by_kind() -> None:
     assert duration(Op("offload", "d2h", nbytes=80), machine) == 2 + 2
     assert duration(Op("push_grad", "d2h", nbytes=80), machine) == 2 + 2
     assert duration(Op("adam", "host", nbytes=100), machine) == 2
+    there = Op("adam", "compute", nbytes=100)
+    assert duration(there, machine) == 5
+    assert duration(there, replace(machine, shared_cores=True)) == 2  # a CPU runs the host's kernel
     assert duration(Op("read", "nvme_read", nbytes=120), machine) == 2
     assert duration(Op("write", "nvme_write", nbytes=140), machine) == 2
     assert duration(Op("evict", "compute", nbytes=100), machine) == 0
