@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from megacompile.capture.snapshot import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
@@ -49,6 +50,11 @@ def check_model(model: Any, weights: Any) -> None:
     refuse_gradient_hooks(model)
     if weights is not None and not callable(weights):
         raise MegacompileError(f"weights={weights!r} must be a function of a parameter's name, or None.")
+    lazy = next((n for n, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise MegacompileError(
+            f"The parameter {lazy} of a lazy module has no shape yet: run the model once, then compile."
+        )
     empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
     if weights is None and empty is not None:
         raise MegacompileError(

@@ -290,6 +290,18 @@ def test_a_table_that_looks_up_renormalises_is_refused_by_name() -> None:
         compiled(Table()).train_step(BATCH)
 
 
+def test_sparse_gradients_and_lazy_modules_are_refused_by_name() -> None:
+    class Table(Given):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: m.table(x.abs().long()))
+            self.table = nn.Embedding(9, 8, sparse=True)
+
+    with pytest.raises(megacompile.MegacompileError, match="table is an embedding with sparse=True"):
+        compiled(Table()).train_step(BATCH)
+    with pytest.raises(megacompile.MegacompileError, match=r"1\.weight of a lazy module"):
+        compiled(nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8)))
+
+
 def test_a_batch_that_trains_more_than_the_first_one_is_refused_by_name() -> None:
     class Flagged(Given):
         def forward(self, x: Tensor, frozen: bool) -> Tensor:  # type: ignore[override]

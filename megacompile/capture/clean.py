@@ -46,6 +46,11 @@ def clean(graph: fx.Graph) -> None:
                 "with the tensor, or pass the number itself in the batch."
             )
         target = node.target
+        if target is aten.embedding.default and any(node.args[4:5]):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} is an embedding with sparse=True, whose gradient no "
+                "Adam takes: build it with sparse=False."
+            )
         if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
             if torch.Tag.nondeterministic_seeded in target.tags:
                 raise CaptureError(
