@@ -25,7 +25,8 @@ from megacompile.cli.plan import Study, find_least
 from megacompile.cli.presets import load_model
 from megacompile.machine.catalog import load_machine
 from megacompile.plan.plan import Mode
-from megacompile.search.planner import Planned, search
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
 
 Row = dict[str, Any]

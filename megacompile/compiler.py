@@ -36,7 +36,8 @@ from megacompile.plan.assemble import Assembly, GroupLayout, Parameter, assemble
 from megacompile.plan.plan import Mode
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.planner import Planned, follow, search
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import follow, search
 from megacompile.search.policies import Policy
 from megacompile.search.residency import reside, trained_groups, with_state
 from megacompile.search.tiers import Drive, Tiers

@@ -15,8 +15,8 @@ from megacompile.machine.simulate import duration
 from megacompile.plan.assemble import Assembly
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
+from megacompile.search.candidates import Planned
 from megacompile.search.least import alive_before
-from megacompile.search.planner import Planned
 from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve, stash_bytes
 
 

@@ -35,7 +35,8 @@ from megacompile.plan.workload import BlockWork, Call, Workload
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.search.bound import Bound, lower_bound
-from megacompile.search.planner import Planned, search
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose, least_step, tried

@@ -22,7 +22,7 @@ from megacompile.plan.assemble import Assembly
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import with_state_at
-from megacompile.search.planner import Planned
+from megacompile.search.candidates import Planned
 from megacompile.step.operations import peak_bytes
 
 

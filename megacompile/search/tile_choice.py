@@ -13,7 +13,7 @@ from megacompile.passes import lower
 from megacompile.plan.assemble import Assembly
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search.planner import Planned
+from megacompile.search.candidates import Planned
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts
 from megacompile.tile.rewrite import Cuts

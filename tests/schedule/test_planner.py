@@ -17,7 +17,8 @@ from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search import planner
-from megacompile.search.planner import Planned, search
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import search
 from megacompile.step.operations import Step, host_bytes, peak_bytes
 from megacompile.step.verify import verify
 from tests.schedule.problems import MODES, chain, machines, modes, uniform, workloads

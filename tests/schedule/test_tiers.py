@@ -16,7 +16,8 @@ from megacompile.machine.catalog import load_machine
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search.planner import Planned, follow, search
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import follow, search
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.step.operations import host_bytes
 from megacompile.step.verify import verify
