@@ -320,7 +320,7 @@ def test_slices_of_logits_become_slices_of_hidden_states(
     shapes = [n.meta["val"].shape for n in ours.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     assert not any(shape[-1:] == (40,) and len(shape) > 1 for shape in shapes), "logits are still there"
     (miss,) = fused(
-        captured(Sliced(0, 5, last=True), batch | {"labels": torch.randint(5, (2, 7))})
+        captured(Sliced(0, 5, last=True), batch | {"labels": torch.randint(5, (2, 7))}, dtype)
     ).near_misses
     assert "logits come from aten.slice" in miss.reason
 

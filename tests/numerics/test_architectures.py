@@ -38,8 +38,8 @@ def test_architecture_trains_right(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gemma3n_text", r"layers\.0 writes into a parameter"),
-        ("jetmoe", "shape depends on the values"),
+        ("gemma3n_text", r"calls clamp_ on a tensor .* where autograd does not see it"),
+        ("jetmoe", r"experts\.router takes a number out of a tensor"),
         ("longcat_flash", r"modeling_longcat_flash\.py:\d+"),
         ("phimoe", r"PhimoeMultiplier, a torch\.autograd\.Function"),
     ],
