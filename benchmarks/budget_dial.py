@@ -24,7 +24,7 @@ from benchmarks.report import machine_line
 from megacompile.cli.plan import Study, find_least
 from megacompile.cli.presets import load_model
 from megacompile.machine.catalog import load_machine
-from megacompile.plan.plan import Mode
+from megacompile.plan.plan import Mode, Plan
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
@@ -47,14 +47,17 @@ def predicted(model: str, machine: str, tokens: int, sequence: int, micro: int, 
     mode = Mode("train", micro)
     least = find_least(compiled, work, micro).device_bytes
 
+    known: list[Plan] = []  # of smaller budgets, scored at larger ones too, as a sweep does
+
     def plan(budget: int) -> Planned:
-        found = search(work, mode, rates, budget, residents=trained_groups(work))
+        found = search(work, mode, rates, budget, residents=trained_groups(work), also=known)
         return reside(found, work, mode, rates, budget, None)
 
     most = min(plan(1 << 60).peak_bytes, profile.device_bytes or 1 << 60)
     rows = []
     for budget in budgets_between(int(least * 1.001), most, count):
         found = plan(budget)
+        known.append(found.plan)
         seconds = found.timeline.step_seconds
         kept = sum(work.groups[g].elements for g in found.step.resident)
         rows.append({

@@ -16,7 +16,7 @@ from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search import planner
+from megacompile.search import candidates
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
 from megacompile.step.operations import Step, host_bytes, peak_bytes
@@ -187,10 +187,12 @@ def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return simulate(step, machine)
 
-    monkeypatch.setattr(planner, "simulate", interrupted)
+    monkeypatch.setattr(candidates, "simulate", interrupted)
     found = search(work, TRAIN, MACHINE, PLENTY)
     assert calls == 2 and found.peak_bytes <= PLENTY
-    monkeypatch.setattr(planner, "simulate", lambda step, machine: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        candidates, "simulate", lambda step, machine: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         search(work, TRAIN, MACHINE, PLENTY)
 
