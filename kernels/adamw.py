@@ -146,10 +146,13 @@ def adamw_(
     eps: float,
     weight_decay: float,
     step: int,
-    scale: Tensor | None = None,
-    copy: Tensor | None = None,
+    scale: Tensor | None,
+    copy: Tensor | None,
 ) -> None:
-    """One update, in place; see the module's docstring."""
+    """One update, in place; see the module's docstring.
+
+    ``copy`` has no default, since torch before 2.13 fails where an argument that is written to is left out.
+    """
     if (weight.dtype, low is None) not in ((torch.float32, True), (torch.bfloat16, False)):
         raise ValueError("adamw_ takes float32 weights, or bfloat16 weights with their low halves")
     written = [x for x in (weight, low, exp_avg, exp_avg_sq, copy) if x is not None]

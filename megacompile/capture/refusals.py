@@ -20,8 +20,12 @@ _PRODUCTS = {
     getattr(aten, name).default
     for name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution")
 }
-_AS_TORCH_WOULD = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
-"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
+_AS_TORCH_WOULD = {
+    "transformers.models.bloom.modeling_bloom.GeLUFunction",
+    "torch.utils.checkpoint._NoopSaveInputs",  # of torch before 2.12, where use_reentrant=False
+}
+"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well, or
+that compute nothing."""
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def _streaming() -> dict[str, tuple[object, ...]]:
         "dequantize": (codes, scales, [3, 100], torch.bfloat16),
         "dequantize 4": (packed, packed_scales, [300], torch.float32, "nf4", 64),
         "accumulate_gradient": (torch.zeros(400), x.bfloat16(), 50, torch.tensor(0.5), True),
-        "adamw_": (x.clone(), None, *moments, *rest),
+        "adamw_": (x.clone(), None, *moments, *rest, None, None),
         "adamw_ split": (high, low, *moments, *rest, torch.ones(1), high.clone()),
         "rope_": (torch.randn(1, 2, 3, 6), cos, sin),
         "glu_backward_": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "silu"),

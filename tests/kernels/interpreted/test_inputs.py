@@ -199,7 +199,7 @@ FLAT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         lambda x: _bucket(accumulate_reference, x, None, True),
     ),
     "adamw_": (
-        lambda x: _adamw(adamw_, x, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3),
+        lambda x: _adamw(adamw_, x, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, None, None),
         lambda x: _adamw(adamw_reference, x, Constants.of(1e-2, 0.9, 0.999, 1e-8, 0.1, 3), None, None),
     ),
 }

@@ -146,11 +146,11 @@ def test_adamw_is_the_reference():
     state = [torch.randn(300), None, torch.randn(300), torch.rand(300)]
     other = copy.deepcopy(state)
     grad = torch.randn(300)
-    adamw_(*state, grad, 1e-2, 0.9, 0.95, 1e-8, 0.0, 3)
+    adamw_(*state, grad, 1e-2, 0.9, 0.95, 1e-8, 0.0, 3, None, None)
     adamw_reference(*other, grad, constants, None, None)
     torch.testing.assert_close(state[0], other[0], rtol=1e-6, atol=1e-7)
     with pytest.raises(ValueError, match="low halves"):
-        adamw_(state[0].bfloat16(), *other[1:], grad, 1e-2, 0.9, 0.95, 1e-8, 0.0, 3)
+        adamw_(state[0].bfloat16(), *other[1:], grad, 1e-2, 0.9, 0.95, 1e-8, 0.0, 3, None, None)
 
 
 def test_views_are_read_as_what_they_are():
@@ -165,7 +165,7 @@ def test_views_are_read_as_what_they_are():
 
 def test_writes_beyond_the_arguments_are_refused():
     state = [torch.zeros(6) for _ in range(3)]
-    rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, 3)
+    rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, 3, None, None)
     for weight, grad in ((torch.zeros(12)[::2], torch.zeros(6)), (torch.zeros(6), torch.zeros(7))):
         with pytest.raises(ValueError, match="contiguous tensors with as many elements"):
             adamw_(weight, None, state[1], state[2], grad, *rest)
