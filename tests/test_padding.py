@@ -58,6 +58,23 @@ def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) ->
             loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
             assert loss == pytest.approx(float(eager(input_ids=ids, labels=ids).loss), rel=1e-6)
     assert 1 + sum("another program" in str(w.message) for w in compiled) == lengths
+
+
+def test_packed_rows_are_not_padded() -> None:
+    """transformers looks for packed sequences only where there is no mask, and padding needs one."""
+    torch.manual_seed(0)
+    model = llama()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    for length in (16, 19):
+        ids = torch.randint(5, 64, (1, length))
+        positions = torch.cat([torch.arange(7), torch.arange(length - 7)])[None]
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        wanted = float(eager(**batch, use_cache=False).loss)
+        assert float(program.train_step(batch).loss) == pytest.approx(wanted, rel=1e-6)
+        del batch["position_ids"]
+        assert float(eager(**batch, use_cache=False).loss) != pytest.approx(wanted, rel=1e-4)
     program.close()
 
 

@@ -61,7 +61,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None) 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("hide", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
-def test_a_query_without_keys_gives_zeros_and_no_gradient(hide: float, with_sinks: bool) -> None:
+def test_a_query_whose_keys_are_all_masked_gives_what_torch_gives(hide: float, with_sinks: bool) -> None:
+    """Zeros and no gradient where keys are hidden by -inf; a mean of all where they are lowered alike."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -75,12 +76,29 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient(hide: float, with_sink
     if with_sinks:
         scores = torch.cat([rest[0] @ rest[1].mT * 0.35 + bias, torch.zeros(1, 2, 5, 1)], -1)
         wanted = scores.softmax(-1)[..., :-1] @ rest[2]
-    else:
-        wanted = F.scaled_dot_product_attention(*rest, attn_mask=allowed, scale=0.35)
+    elif hide == -torch.inf:
+        wanted = F.scaled_dot_product_attention(*rest, attn_mask=bias, scale=0.35)
+    else:  # written out: for such a query torch's own gradient is too large by the number of keys
+        wanted = (rest[0] @ rest[1].mT * 0.35 + bias).softmax(-1) @ rest[2]
     torch.testing.assert_close(out, wanted)
-    assert not out[:, :, :2].any()
+    assert bool(out[:, :, :2].any()) == (hide != -torch.inf and not with_sinks)
     for mine, theirs in zip(grads, torch.autograd.grad(wanted.square().sum(), rest), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_keys_hidden_by_a_boolean_mask_are_not_seen_at_all() -> None:
+    torch.manual_seed(0)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[:2] = False
+    found = []
+    for ours in (False, True):
+        q, k, v = (torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+        q.requires_grad_()
+        with our_operators(nn.Identity(), RNG) if ours else torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), q)))
+    assert not found[1][0][:, :, :2].any()
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "inkling2_text", "gpt_oss", "granite_swa", "llama4"])
@@ -94,3 +112,25 @@ def test_attention_with_more_than_queries_keys_and_values(model_type: str) -> No
     with our_operators(model, RNG):
         found = model(**batch, use_cache=False).loss
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {}), ("doge", {"keep_window_size": 8}), ("deepseek_v32", {}), ("gemma2", {}), ("falcon", {})],
+)
+def test_padding_on_the_left_sees_what_it_sees_in_the_attention_that_a_model_comes_with(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    """The last row of padding predicts a token. A boolean mask hides all keys from it; Gemma 2 and Doge, with
+    additive masks, lower all alike.
+    """
+    torch.manual_seed(0)
+    model = causal(model_type, **changes).eval()
+    batch, found = padded_batch(0, left=True), []
+    for ours in (False, True):
+        model.zero_grad()
+        with our_operators(model, RNG) if ours else torch.enable_grad():
+            loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

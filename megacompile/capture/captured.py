@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,6 +54,27 @@ class Captured:
             if node.op == "placeholder" and node.name == name:
                 return node
         raise KeyError(name)
+
+
+def loss_of(graph: fx.Graph) -> fx.Node:
+    """The single output of a captured graph."""
+    (loss,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    assert isinstance(loss, fx.Node)
+    return loss
+
+
+def given_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the loss has a gradient for, should they require one: ``detach`` hands none on."""
+    found = {loss_of(graph)}
+    for node in reversed(graph.nodes):
+        if node in found and node.target is not torch.ops.aten.detach.default:
+            found.update(n for n in node.all_input_nodes if _differentiable(n))
+    return found
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def strip(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
@@ -45,24 +44,28 @@ def clean(graph: fx.Graph) -> None:
                 f"{module_path(node) or 'The model'} takes a number out of a tensor ({node.target}): compute "
                 "with the tensor, or pass the number itself in the batch."
             )
-        target = node.target
-        if target is aten.embedding.default and any(node.args[4:5]):
-            raise CaptureError(
-                f"{module_path(node) or 'The model'} is an embedding with sparse=True, whose gradient no "
-                "Adam takes: build it with sparse=False."
-            )
-        if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
-            if torch.Tag.nondeterministic_seeded in target.tags:
-                raise CaptureError(
-                    f"{module_path(node) or 'The model'} calls {target}, whose randomness a recompute "
-                    "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
-                )
-            if target._schema.is_mutable:
-                raise CaptureError(
-                    f"{module_path(node) or 'The model'} calls {target}, which writes in place: "
-                    "replace it by its out-of-place form."
-                )
+        _refuse_call(node)
     graph.lint()
+
+
+def _refuse_call(node: fx.Node) -> None:
+    """Refuse an operator that draws random numbers or writes, and one whose gradient is sparse."""
+    target, where = node.target, module_path(node) or "The model"
+    if target is aten.embedding.default and any(node.args[4:5]):
+        raise CaptureError(
+            f"{where} is an embedding with sparse=True, whose gradient no "
+            "Adam takes: build it with sparse=False."
+        )
+    if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise CaptureError(
+                f"{where} calls {target}, whose randomness a recompute "
+                "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
+            )
+        if target._schema.is_mutable:
+            raise CaptureError(
+                f"{where} calls {target}, which writes in place: replace it by its out-of-place form."
+            )
 
 
 def handed_through(owner: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.Node | None:
@@ -89,25 +92,6 @@ def _returns_its_argument(node: fx.Node) -> bool:
     (before, after) = (n.meta["val"] for n in (node.args[0], node))  # type: ignore[union-attr]
     same = (before.dtype, before.device, before.stride()) == (after.dtype, after.device, after.stride())
     return same and not given.get("copy")
-
-
-def reached(graph: fx.Graph, parameters: Mapping[str, str]) -> frozenset[str]:
-    """The parameters from which a way leads to the loss that nothing detaches; others have no gradient."""
-    (loss,) = next(n for n in graph.nodes if n.op == "output").args[0]
-    found, waiting = {loss}, [loss]
-    while waiting:
-        node = waiting.pop()
-        if node.target is not aten.detach.default:
-            above = [a for a in node.all_input_nodes if a not in found and _continuous(a)]
-            found.update(above)
-            waiting += above
-    return frozenset(parameters[node.name] for node in found if node.name in parameters)
-
-
-def _continuous(node: fx.Node) -> bool:
-    """Whether gradients may pass through a value; of several ones it is not known yet."""
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:

@@ -8,7 +8,9 @@ Parameters are traced as fake tensors in the dtype they will compute in, so no w
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import traceback
 import warnings
 from collections.abc import Collection, Mapping
@@ -21,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.captured import Captured, strip
-from megacompile.capture.clean import clean, handed_through, reached
+from megacompile.capture.captured import Captured, given_gradients, strip
+from megacompile.capture.clean import clean, handed_through
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
@@ -141,26 +143,27 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in list(module.graph.nodes):
-            if node.op != "call_function":
-                continue
             if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-                for item in list(node.users):
-                    same = handed_through(module, node, item)
-                    if same is not None:  # a tensor of outside, which keeps its gradient
-                        item.replace_all_uses_with(same)
-                        continue
-                    with module.graph.inserting_after(item):
-                        barrier = module.graph.call_function(aten.detach.default, (item,))
-                    barrier.meta = dict(item.meta)
-                    item.replace_all_uses_with(barrier, lambda user, b=barrier: user is not b)
-            if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None:
-                enabled = node.args[2]
-                if enabled:
-                    raise CaptureError(
-                        "The forward enters torch.autocast: remove it and choose compute_dtype= "
-                        "in megacompile.compile instead."
-                    )
+                _detach_results(module, node)
+            autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
+            if autocast and node.args[2]:  # enabled
+                raise CaptureError(
+                    "The forward enters torch.autocast: remove it and choose compute_dtype= "
+                    "in megacompile.compile instead."
+                )
         module.recompile()
+
+
+def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
+    for item in list(region.users):
+        same = handed_through(owner, region, item)
+        if same is not None:  # a tensor of outside, which keeps its gradient
+            item.replace_all_uses_with(same)
+            continue
+        with owner.graph.inserting_after(item):
+            barrier = owner.graph.call_function(aten.detach.default, (item,))
+        barrier.meta = dict(item.meta)
+        item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
 
 
 def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
@@ -199,6 +202,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
             "wrongly: remove it from the batch, or weight them with train_step(batches, weights=[...])."
         )
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
+    given = {parameters[node.name] for node in given_gradients(graph) if node.name in parameters}
     return Captured(
         graph=graph,
         parameters={n: p for n, p in parameters.items() if n in used},
@@ -206,7 +210,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         inputs={n: i for n, i in inputs.items() if n in used},
         constants={n: c for n, c in constants.items() if n in used},
         rng=rng,
-        trainable=reached(graph, parameters) & {n for n, p in model.named_parameters() if p.requires_grad},
+        trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
         fake_mode=fake_mode,
     )
 

@@ -22,7 +22,7 @@ from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.dropout import dropout_mask, dropout_triton
 
-_HIDDEN = -1e8
+_LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
 
 
 @torch.library.custom_op("megacompile::dropout", mutates_args=())
@@ -78,8 +78,8 @@ def attention(
     broadcasts to [B, H, S, T]; ``sinks`` [H] adds one logit per head to the softmax's denominator;
     ``window`` > 0 keeps keys with 0 <= i - j < window (|i - j| < window where not causal);
     ``softcap`` c > 0 maps scores s to c·tanh(s / c). out is [B, H, S, Dv], stored as [B, S, H, Dv];
-    log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden by ``bias`` gives zeros,
-    and no gradient, as in torch's own attention; its log-sum-exp is inf.
+    log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden, by -inf in ``bias``,
+    gives zeros, and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
     path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
     if path in ("library", "efficient"):
@@ -87,7 +87,7 @@ def attention(
         run = sdpa.forward if path == "library" else sdpa.efficient_forward
         out, lse = run(q, k, v, mask, causal, scale)
         if bias is not None and mask is not None:
-            hidden = _all_hidden(mask)
+            hidden = _tops(mask) == -math.inf
             out = out.masked_fill(hidden, 0.0)
             lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
         return _heads_inside(out), lse.contiguous()
@@ -136,9 +136,11 @@ def attention_backward(
     path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
     if path == "library":
         mask = _flash_mask(q, k, bias, causal, window)
+        grad = _of_lowered_rows(grad, bias, mask)
         return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, none.clone()
     if path == "efficient":
         mask = _flash_mask(q, k, bias, causal, window)
+        grad = _of_lowered_rows(grad, bias, mask)
         dq, dk, dv, dmask = sdpa.efficient_backward(grad, q, k, v, out, lse, mask, causal, scale, bias_grad)
         d_bias = none
         if bias is not None and dmask is not None:
@@ -251,13 +253,31 @@ def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window:
     band = _band(q, k, causal, window)
     mask = bias if bias is not None else q.new_zeros(())
     if band is not None:
-        mask = torch.where(band, mask, torch.finfo(q.dtype).min)
-    return mask.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mask = torch.where(band, mask, -math.inf)
+    if mask.dtype != q.dtype:  # what is finite stays so: it lowers keys and does not hide them
+        lowest = torch.finfo(q.dtype).min
+        mask = mask.masked_fill((mask < lowest) & (mask > -math.inf), lowest).to(q.dtype)
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _all_hidden(scores: Tensor) -> Tensor:
-    """Boolean [..., S, 1]: whether no key of a query is left; masks hide with -1e9 or less."""
-    return scores.amax(-1, keepdim=True) <= _HIDDEN
+def _tops(mask: Tensor) -> Tensor:
+    """The largest entry of each query's row, [B, H, S, 1], or 1 where rows are shared; -inf: it sees no key.
+
+    A finite mask hides nothing wholly: as in torch, a query all of whose keys it lowers alike looks at all.
+    """
+    own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())
+    return mask[own].amax(-1, keepdim=True)
+
+
+def _of_lowered_rows(grad: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """The output's gradient, for kernels that read probabilities from the log-sum-exp. Where a finite mask
+    lowers all T keys of a query alike, that has lost log T, and each 1 / T comes out as 1.
+    """
+    if bias is None or mask is None:
+        return grad
+    tops = _tops(mask)
+    lowered = (tops > -math.inf) & (tops <= _LOWERED)
+    return grad * torch.where(lowered, 1.0 / mask.shape[-1], 1.0).to(grad.dtype)
 
 
 def _softmax(
@@ -281,13 +301,18 @@ def _softmax(
         scores = scores + bias
     band = _band(q, k, causal, window)
     if band is not None:
-        scores = scores.masked_fill(~band, torch.finfo(dtype).min)
-    lse = torch.logsumexp(scores, dim=-1)
-    if bias is not None:
-        lse = lse.masked_fill(_all_hidden(scores).squeeze(-1), math.inf)
+        scores = scores.masked_fill(~band, -math.inf)
+    top = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(dtype).view(1, -1, 1).expand_as(lse))
-    return torch.exp(scores - lse.unsqueeze(-1)), lse, capped
+        sinks = sinks.to(dtype).view(1, -1, 1, 1)
+        top = torch.maximum(top, sinks)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    lse = (top + torch.log(total)).masked_fill(total == 0.0, math.inf)
+    return weights / total.masked_fill(total == 0.0, 1.0), lse.squeeze(-1), capped
 
 
 @register_flop_formula(torch.ops.megacompile.attention)

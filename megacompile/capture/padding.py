@@ -44,6 +44,8 @@ def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) 
         return None  # one that lands in ``**kwargs`` may be dropped
     if labels.shape != ids.shape or ids.dim() != 2:
         return None
+    if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
+        return None  # possibly packed, which a mask would hide from transformers
     length = bucket_length(ids.shape[1], longest=longest)
     return pad_batch(item, length) if length > ids.shape[1] else None
 

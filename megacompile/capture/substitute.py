@@ -8,11 +8,13 @@ registered attention function; any other module is covered by torch's functional
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -26,10 +28,21 @@ from megacompile.capture import recurrent
 from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
-_EAGER = "eager"
+_EAGER, _SDPA = "eager", "sdpa"
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
 _current: list[_CallSites] = []
 _patching = threading.RLock()  # the functions that are replaced are the whole process's
+
+
+class _Mask(NamedTuple):
+    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
+    boolean one hides a key), and the plain band (causal, window) that it is, if any.
+    """
+
+    given: Tensor
+    version: int
+    additive: Tensor
+    pattern: tuple[bool, int] | None
 
 
 class _CallSites:
@@ -38,26 +51,27 @@ class _CallSites:
     def __init__(self, rng: Tensor) -> None:
         self.rng = rng
         self._count = itertools.count()
-        self._patterns: list[tuple[Tensor, int, tuple[bool, int]]] = []
+        self._masks: list[_Mask] = []
 
     def next(self) -> int:
         return next(self._count)
 
-    def mark(self, mask: Tensor, pattern: tuple[bool, int]) -> None:
-        """Remember that ``mask`` is the plain band ``pattern``, as long as nothing changes it."""
-        self._patterns.append((mask, mask._version, pattern))
+    def mark(self, mask: Tensor, dtype: torch.dtype, pattern: tuple[bool, int] | None) -> None:
+        """Remember a mask that a model is given, and the band that it is, as long as nothing changes it."""
+        additive = _additive(mask, dtype, -math.inf) if mask.dtype == torch.bool else mask
+        self._masks.append(_Mask(mask, mask._version, additive, pattern))
 
-    def pattern_of(self, mask: Tensor | None) -> tuple[bool, int] | None:
-        """The pattern of a marked mask, or of an unchanged alias of it."""
-        for marked, version, pattern in self._patterns:
+    def known(self, mask: Tensor | None) -> _Mask | None:
+        """What is known of a marked mask, or of an unchanged alias of it."""
+        for known in self._masks:
             if (
                 mask is not None
-                and mask.untyped_storage()._cdata == marked.untyped_storage()._cdata
-                and mask.shape == marked.shape
-                and mask.stride() == marked.stride()
-                and mask._version == version
+                and mask.untyped_storage()._cdata == known.given.untyped_storage()._cdata
+                and mask.shape == known.given.shape
+                and mask.stride() == known.given.stride()
+                and mask._version == known.version
             ):
-                return pattern
+                return known
         return None
 
 
@@ -94,9 +108,9 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
 
 @contextlib.contextmanager
 def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterator[None]:
-    """Our attention in place of transformers' "eager" one, which every configuration object is set to.
+    """Our attention in place of transformers' "sdpa" and "eager" ones; models set to others become eager.
 
-    Models ask for "eager" by name before they do what its dense additive mask needs.
+    Each model keeps its name: it asks for it before it does what a boolean mask needs, or an additive one.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None:
@@ -107,8 +121,8 @@ def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterat
         for value in vars(module).values():
             if isinstance(value, transformers.PreTrainedConfig):
                 configs[id(value)] = (value, value._attn_implementation_internal)
-    for config, _ in configs.values():
-        config._attn_implementation_internal = _EAGER
+    for config, own in configs.values():
+        config._attn_implementation_internal = _SDPA if own == _SDPA else _EAGER
     attention, masks = (
         interface._global_mapping
         for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
@@ -116,8 +130,8 @@ def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterat
     not_packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
     try:
         with (
-            mock.patch.dict(attention, {_EAGER: _transformers_attention}),
-            mock.patch.dict(masks, {_EAGER: _transformers_mask}),
+            mock.patch.dict(attention, {_EAGER: _transformers_attention, _SDPA: _transformers_attention}),
+            mock.patch.dict(masks, {_EAGER: _transformers_mask, _SDPA: _boolean_mask}),
             contextlib.nullcontext() if positions_given else not_packed,
         ):
             yield
@@ -138,6 +152,11 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.copy_(out) if inplace else out
 
 
+def _additive(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
+    """A boolean mask as what is added to scores."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -154,8 +173,7 @@ def _attend(
     sites = _current[-1]
     drops = dropout_p > 0.0
     if bias is not None and bias.dtype == torch.bool:
-        zero = torch.zeros((), dtype=q.dtype, device=q.device)
-        bias = torch.where(bias, zero, torch.finfo(q.dtype).min)
+        bias = _additive(bias, q.dtype, -math.inf)
     out: Tensor
     out, _ = ops.attention(
         q,
@@ -236,18 +254,21 @@ def _transformers_attention(
         rest |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
         given = {n: v for n, v in rest.items() if v is not None}
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = _additive(attention_mask, query.dtype, torch.finfo(query.dtype).min)
         found: tuple[Tensor, Any] = own(module, query, key, value, attention_mask, **given)
         return found
-    pattern = _current[-1].pattern_of(attention_mask)
+    known = _current[-1].known(attention_mask)
     bias = attention_mask
-    if pattern is not None:
-        (causal, window), bias = pattern, None
+    if known is not None and known.pattern is not None:
+        (causal, window), bias = known.pattern, None
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = causal and query.shape[2] > 1, sliding_window or 0
     else:
         causal, window = False, 0
-        bias = attention_mask[..., : key.shape[2]]
+        bias = attention_mask if known is None or position_bias is not None else known.additive
+        bias = bias[..., : key.shape[2]]
     if position_bias is not None:
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.where(bias, position_bias, torch.finfo(query.dtype).min)
@@ -280,18 +301,19 @@ def _transformers_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     dtype: torch.dtype = torch.float32,
+    boolean: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' mask interface: always the dense additive mask, marked where it is a plain pattern.
+    """transformers' mask interface: always a dense mask, additive or ``boolean``, marked with its pattern.
 
     Where the model hands the mask on untouched, attention uses the pattern and the dense mask is dead
     code; where the model changes it, the mark no longer fits and the dense mask, which is right in
     every case, is used.
     """
-    from transformers.masking_utils import causal_mask_function, eager_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     function = mask_function or causal_mask_function
-    mask: Tensor = eager_mask(
+    mask: Tensor = (sdpa_mask if boolean else eager_mask)(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -306,11 +328,12 @@ def _transformers_mask(
         **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
     )
     skippable = allow_is_causal_skip or allow_is_bidirectional_skip
-    if attention_mask is None and skippable and q_offset == kv_offset == 0:
-        pattern = _recognise(function, q_length, kv_length, local_size)
-        if pattern is not None:
-            _current[-1].mark(mask, pattern)
+    plain = attention_mask is None and skippable and q_offset == kv_offset == 0
+    _current[-1].mark(mask, dtype, _recognise(function, q_length, kv_length, local_size) if plain else None)
     return mask
+
+
+_boolean_mask = functools.partial(_transformers_mask, boolean=True)
 
 
 def _recognise(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from megacompile.capture.captured import Captured, Rows
+from megacompile.capture.captured import Captured, Rows, given_gradients, loss_of
 from megacompile.capture.cut import SHARE, cut
 from megacompile.capture.views import is_view, storage_nbytes, view_base
 
@@ -96,9 +96,6 @@ class Partition:
     constants: dict[str, Tensor]
     rows: dict[int, Rows] = field(default_factory=dict)  # by value id
 
-    def consumers(self, value: int) -> tuple[int, ...]:
-        return tuple(b.index for b in self.blocks if any(i.value == value for i in b.inputs))
-
 
 def partition(captured: Captured) -> Partition:
     """Cut the graph by its module structure and merge equal blocks into templates."""
@@ -117,12 +114,12 @@ class _Builder:
         self.values_by_id: dict[int, Value] = {}
         self.templates: dict[str, Template] = {}
         self.crossing = self._crossing()
-        self.reached = self._reached()
+        self.reached = given_gradients(captured.graph)
 
     def _crossing(self) -> list[list[fx.Node]]:
         """Per block, the nodes that later blocks (or the output) read; views give way to their base."""
         crossing: dict[int, dict[fx.Node, None]] = defaultdict(dict)
-        loss = self._loss_node()
+        loss = loss_of(self.captured.graph)
         crossing[self.owner[loss]][loss] = None
         for node, block in self.owner.items():
             for argument in node.all_input_nodes:
@@ -131,20 +128,6 @@ class _Builder:
                     crossing[self.owner[base]][base] = None
         order = {node: i for i, node in enumerate(self.owner)}
         return [sorted(crossing[i], key=order.__getitem__) for i in range(len(self.cuts))]
-
-    def _loss_node(self) -> fx.Node:
-        output = next(n for n in self.captured.graph.nodes if n.op == "output")
-        (loss,) = output.args[0]
-        assert isinstance(loss, fx.Node)
-        return loss
-
-    def _reached(self) -> set[fx.Node]:
-        """Nodes that the loss has a gradient for, should they require one: detach hands none on."""
-        found = {self._loss_node()}
-        for node in reversed(self.captured.graph.nodes):
-            if node in found and node.target is not torch.ops.aten.detach.default:
-                found.update(n for n in node.all_input_nodes if _differentiable(n))
-        return found
 
     def build(self) -> Partition:
         batch_values = {}
@@ -161,7 +144,7 @@ class _Builder:
             blocks=tuple(blocks),
             templates=tuple(self.templates.values()),
             values=tuple(self.values.values()),
-            loss=self.values[self._loss_node()].id,
+            loss=self.values[loss_of(self.captured.graph)].id,
             batch_values=batch_values,
             constants=self.captured.constants,
             rows=rows,
@@ -279,11 +262,6 @@ class _Builder:
         out_grads = tuple(o.requires_grad and r for o, r in zip(outputs, reached, strict=True))
         share = min((n.meta.get(SHARE, 1.0) for n in graph.nodes), default=1.0)
         return Template(len(self.templates), name, graph, kinds, examples, out_grads, digest, share)
-
-
-def _differentiable(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _base_name(node: fx.Node) -> str:
