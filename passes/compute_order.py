@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Choice, Workload
+from megacompile.plan.workload import Choice, ValueWork, Workload
 from megacompile.step.operations import Op, Step, Token, compute_op
 
 
@@ -75,18 +75,35 @@ class _Order:
         self.ops.append(op)
 
     def backward(self, b: int, m: int) -> None:
-        block, choice = self.work.blocks[b], self._choice(b)
+        block, choice, values = self.work.blocks[b], self._choice(b), self.work.values
         if self.mode.kind == "evaluate" or choice.backward is None:
             return
-        tangents = tuple(("g", v, m) for v in block.tangents if ("g", v, m) in self.written)
-        missing = sum(self.work.values[v].nbytes for v in block.tangents if ("g", v, m) not in self.written)
+        given = [v for v in block.tangents if ("g", v, m) in self.written]
+        missing = sum(values[v].nbytes for v in block.tangents if v not in given)
         kept = choice.saved_bytes or choice.recompute is not None
         saved: tuple[Token, ...] = (("saved", b, m),) if kept else ()
-        reads = tangents + saved
+        reads = tuple(("g", v, m) for v in given) + saved
+        sums = [v for v in block.grad_values if values[v].sum_bytes]
+        begun = [v for v in sums if ("g", v, m) not in self.written]
         writes = tuple(
-            [self._take(("g", v, m), self.work.values[v].nbytes) for v in block.grad_values]
+            [self._take(("g", v, m), values[v].sum_bytes or values[v].nbytes) for v in block.grad_values]
             + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
-        self.ops.append(
-            compute_op("backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing)
+        op = compute_op(
+            "backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing
         )
+        op = op.with_(reads=op.reads + tuple(("g", v, m) for v in sums if v not in begun))
+        self.ops.append(_around_sums(op, [values[v] for v in given], [values[v] for v in begun], missing))
+
+
+def _around_sums(op: Op, given: list[ValueWork], begun: list[ValueWork], missing_bytes: int) -> Op:
+    """A backward with what sums in FP32 take around it: those that it is ``given`` are cast before it runs,
+    beside zeros for ``missing_bytes`` of others; those ``begun`` are cast as it returns.
+    """
+    cast = [value for value in given if value.sum_bytes]
+    less = sum(value.sum_bytes - value.nbytes for value in cast)
+    more = sum(value.sum_bytes - value.nbytes for value in begun)
+    end = op.end_bytes - less
+    casting = max((value.nbytes for value in cast), default=-missing_bytes) + missing_bytes
+    returned = end + more + max((value.nbytes for value in begun), default=0)
+    return op.with_(peak_bytes=max(op.peak_bytes - less, casting, returned), end_bytes=end + more)

@@ -359,6 +359,85 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     program.close()
 
 
+def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the head gives to the layers below is a sum over its pieces, which bf16 would round at each."""
+    for module in ("tile.cuts", "search.tile_choice"):
+        monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 14)
+    model, batch = vocabulary(8192, 32, tied=False), tokens(8192)
+    exact = copy.deepcopy(model)
+    EagerTrainer(exact, torch.optim.AdamW(exact.parameters())).backward([batch], [1.0])
+    errors, least = [], least_budget(model, batch, torch.bfloat16)
+    for budget in ("1GB", f"{least}B"):
+        program = start(copy.deepcopy(model), budget, batch, torch.bfloat16)
+        program.forward_backward(batch)
+        program.wait()
+        found = program_gradients(program)
+        whole = [(found[n] - p.grad).norm() / p.grad.norm()
+                 for n, p in exact.named_parameters() if ".layers." in n and p.grad is not None]  # fmt: skip
+        errors.append(float(torch.stack(whole).mean()))
+        assert program.memory.device_peak_bytes <= program.memory.predicted_peak_bytes
+        pieces = len((program._session.compiler.cuts or {}).get("lm_head.weight", ()))
+        values = program._session.scheduled().compiled.assembly.work.values
+        assert any(v.sum_bytes for v in values) == (pieces > 3)
+        program.close()
+    assert pieces > 16 and errors[1] <= 1.1 * errors[0]
+
+
+class Gather(nn.Module):
+    """h plus weighted sums of what it is given."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(w) for w in widths])
+
+    def forward(self, h: Tensor, *given: Tensor) -> Tensor:
+        for x, weight in zip(given, self.weights, strict=True):
+            h = h + (x * weight).sum(-1, keepdim=True)
+        return h
+
+
+class Shares(nn.Module):
+    """Four blocks read ``a``, two ``b``: the backward of the one that reads both begins a sum in FP32
+    and adds to a gradient in bf16.
+    """
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.make = nn.ModuleList([nn.Linear(4, a), nn.Linear(4, b)])
+        self.blocks = nn.ModuleList([Gather(a), Gather(a), Gather(a), Gather(a, b), Gather(b)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.make[0](x), self.make[1](x)
+        h = x[..., :1]
+        for block, read in zip(self.blocks, ((a,), (a,), (a,), (a, b), (b,)), strict=True):
+            h = block(h, *read)
+        return ((h - y) ** 2).float().mean()
+
+
+@pytest.mark.parametrize("widths", [(256, 512), (256, 384), (256, 64)])
+def test_sums_in_fp32_are_within_the_predicted_peak(widths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(64, 64, 4).bfloat16(), "y": torch.randn(64, 64, 1).bfloat16()}
+    program = start(Shares(*widths), "1GB", batch, torch.bfloat16)
+    work = program._session.scheduled().compiled.assembly.work
+    assert sorted(len(b.grad_values) for b in work.blocks)[-1] == 3
+    assert [v.sum_bytes for v in work.values if v.sum_bytes] == [4 * 64 * 64 * widths[0]]
+    for _ in range(2):
+        program.train_step(batch)
+    program.wait()
+    predicted = program.memory.predicted_peak_bytes
+    assert 0.97 * predicted <= program.memory.device_peak_bytes <= predicted
+    program.close()
+
+
+def test_a_batch_that_needs_finer_cuts_than_the_first_says_so() -> None:
+    model = vocabulary(65536, 32, tied=False)
+    program = start(model, "30MB", tokens(65536), torch.float32)
+    with pytest.raises(megacompile.BudgetError, match="decided by the first batch: give"):
+        program.train_step({name: value.repeat(4096, 1) for name, value in tokens(65536).items()})
+    program.close()
+
+
 def test_experts_and_linear_layers_larger_than_the_budget_train() -> None:
     import transformers as t
 

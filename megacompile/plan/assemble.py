@@ -10,6 +10,7 @@ adjacent.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.options import DifferentiatedTemplate
-from megacompile.partition.blocks import Block, Input, Partition
+from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
@@ -131,6 +132,7 @@ def assemble(
                 v.requires_grad,
                 v.producer < 0,
                 tuple(owner[p] for p in part.rows[v.id].pieces) if v.id in part.rows else (),
+                _sum_bytes(v, sum(v.id in block.grad_values for block in blocks)),
             )
             for v in part.values
         ),
@@ -141,6 +143,11 @@ def assemble(
         constant_bytes=constant_bytes + SEED_BYTES,
     )
     return Assembly(groups, places, work)
+
+
+def _sum_bytes(value: Value, givers: int) -> int:
+    """Bytes of a gradient's sum in FP32, where that is more exact: one of two in 16 bits is rounded once."""
+    return 4 * math.prod(value.shape) if givers > 2 and value.dtype.itemsize == 2 else 0
 
 
 def _group(

@@ -136,11 +136,13 @@ class Blocks:
     def _tangent(self, value: int, micro: int) -> Tensor:
         assert self._bound is not None
         grad: Tensor | None = self.values.pop(("g", value, micro), None)
-        if grad is None:
-            info = self._bound.part.values[value]
-            with self._device.counted():
+        info = self._bound.part.values[value]
+        if grad is not None and grad.dtype == info.dtype:
+            return grad
+        with self._device.counted():
+            if grad is None:
                 return torch.zeros(info.shape, dtype=info.dtype, device=self._device.torch_device)
-        return grad
+            return grad.to(info.dtype)
 
     def _keep_results(self, call: BoundCall, micro: int, results: list[Any]) -> None:
         saved = []
@@ -167,7 +169,10 @@ class Blocks:
                 continue
             token: Token = ("g", item.value, micro)
             earlier = self.values.pop(token, None)
-            if earlier is not None:
+            if self._bound.assembly.work.values[item.value].sum_bytes:
+                with self._device.counted():
+                    grad = grad.float() if earlier is None else earlier.add_(grad)
+            elif earlier is not None:
                 with self._device.counted():
                     grad = earlier + grad
             self.values[token] = grad

@@ -137,28 +137,18 @@ class StepRun:
             self._blocks.call("backward", block, micro, keep)
 
     def offload(
-        self,
-        *,
-        block: int,
-        micro: int,
-        stash: Sequence[Token],
-        slot: int | None = None,
+        self, *, block: int, micro: int, stash: Sequence[Token], slot: int | None = None,
         after: Sequence[Event] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         tensors = self._blocks.tensors(stash)
         kept = self._held.buffers.stash(("stash", block, micro), tensors, slot)
         device = self._device
         device.submit("d2h", ("offload", block, micro), after, lambda: device.copy(kept, tensors))
 
     def reload(
-        self,
-        *,
-        block: int,
-        micro: int,
-        stash: Sequence[Token],
-        slot: int | None = None,
+        self, *, block: int, micro: int, stash: Sequence[Token], slot: int | None = None,
         after: Sequence[Event] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         kept = self._held.buffers.stashed(("stash", block, micro), slot)
         device = self._device
         with device.counted():
@@ -167,18 +157,19 @@ class StepRun:
         self._blocks.put_back(stash, tensors)
 
     def write_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
-        region, buffer = self._held.buffers.spilled(("stash", block, micro), slot)
-        storage = self._offload.storage
-        self._device.submit(
-            "nvme_write", ("write_stash", block, micro), after, lambda: storage.write(region, buffer)
+        self._move_stash(
+            "nvme_write", ("write_stash", block, micro), slot, after, self._offload.storage.write
         )
 
     def read_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
-        region, buffer = self._held.buffers.spilled(("stash", block, micro), slot)
-        storage = self._offload.storage
-        self._device.submit(
-            "nvme_read", ("read_stash", block, micro), after, lambda: storage.read(region, buffer)
-        )
+        self._move_stash("nvme_read", ("read_stash", block, micro), slot, after, self._offload.storage.read)
+
+    def _move_stash(
+        self, stream: Stream, event: Event, slot: int, after: Sequence[Event],
+        move: Callable[[str, torch.Tensor], None],
+    ) -> None:  # fmt: skip
+        region, buffer = self._held.buffers.spilled(("stash", *event[1:]), slot)
+        self._device.submit(stream, event, after, lambda: move(region, buffer))
 
     def push_grad(
         self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()

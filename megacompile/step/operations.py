@@ -197,8 +197,8 @@ def memory_curve(step: Step) -> list[tuple[int, int]]:
         growth = merged = 0
         for token in op.writes:
             if token[0] in DEVICE_TOKENS:
-                if token in alive:
-                    merged = max(merged, sizes[token])
+                if token in alive:  # a sum, for which nothing new is taken where it is read too: in place
+                    merged = max(merged, sizes[token] * (token not in op.reads))
                 else:
                     fresh.append(token)
                     growth += sizes[token]
