@@ -48,6 +48,10 @@ from megacompile.tile.cuts import families, tables
 from megacompile.tile.rewrite import Cuts, Tiled, tile
 from megacompile.units import format_bytes
 
+_FIRST_DECIDES = (
+    "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
+    "largest batch as example_batch, and they may be cut further."
+)
 _TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
 
 
@@ -152,11 +156,17 @@ class Compiler:
 
     def rungs(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
         """One kind of batch with nothing cut, then with ever smaller pieces; each made when asked for."""
+        for cuts in self._ladder(batch, evaluate):
+            yield self.build(batch, cuts, evaluate=evaluate)
+
+    def _ladder(self, batch: Batch, evaluate: bool) -> Iterator[Cuts]:
         whole = self.tables(batch, evaluate=evaluate)
         with _TRACING:
             found = families(self._front(batch, evaluate).fused, gather=bool(whole))
-        for cuts in ladder(found, whole):
-            yield self.build(batch, cuts, evaluate=evaluate)
+        return ladder(found, whole)
+
+    def _finest(self, batch: Batch, evaluate: bool) -> Cuts:
+        return list(self._ladder(batch, evaluate))[-1]
 
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
@@ -165,13 +175,13 @@ class Compiler:
 
     def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
-        if not self._gathers:
+        if not self._in_ram:
             return {}
         with _TRACING:
             return tables(self._front(batch, evaluate).fused)
 
     @property
-    def _gathers(self) -> bool:
+    def _in_ram(self) -> bool:
         """Whether all weights are sure to be in RAM, where the host can look them up."""
         return self.tiers is None or not self.tiers.stored
 
@@ -201,7 +211,7 @@ class Compiler:
             return self._compiled[key]
         front = self._front(batch, evaluate)
         try:
-            tiled = tile(front.fused, cuts, gather=self._gathers)
+            tiled = tile(front.fused, cuts, gather=self._in_ram)
             part = partition(tiled.captured)
             templates = tuple(self._differentiate(t, front.fused.fake_mode) for t in part.templates)
         except MegacompileError:
@@ -271,10 +281,17 @@ class Compiler:
 
         if self.cuts is not None:
             compiled = self.compile(batch, evaluate=evaluate)
-            return compiled, plan(compiled)
+            try:
+                return compiled, plan(compiled)
+            except BudgetError as error:
+                if self._policy is not None or self._finest(batch, evaluate) == self.cuts:
+                    raise
+                raise BudgetError(f"{error} {_FIRST_DECIDES}", least_bytes=error.least_bytes) from error
         rungs = self.rungs(batch, evaluate=evaluate)
         gathers = bool(self.tables(batch, evaluate=evaluate))
-        compiled, planned = choose(rungs, mode, self.budget_bytes, plan, gathers=gathers)
+        compiled, planned = choose(
+            rungs, mode, self.budget_bytes, plan, gathers=gathers, resides=self._places_state(mode)
+        )
         self.cuts = compiled.tiled.cuts
         return compiled, planned
 
@@ -287,14 +304,12 @@ class Compiler:
         if self.tiers is not None and not self.tiers.stored:
             state = sum(state_bytes(assembly.groups, self.tiers.form).values())
             host = max(0, self.tiers.host_budget_bytes - state)
-        may = self._may_reside(mode)
-        residents: tuple[int, ...] = ()
-        if may is None and mode.kind == "train" and drive is None:
-            residents = trained_groups(work)
-        elif may:  # state that need not move between programs, if its place can be spared
+        resident = self._may_reside(mode)
+        if resident:  # state that need not move between programs, if its place can be spared
             with contextlib.suppress(BudgetError):
                 room = host if drive is None else drive.room
-                return search(work, mode, machine, budget, host_budget=room, resident=may)
+                return search(work, mode, machine, budget, host_budget=room, resident=resident)
+        residents = trained_groups(work) if self._places_state(mode) else ()
         return search(work, mode, machine, budget, host_budget=host, drive=drive, residents=residents)
 
     def _drive(self, assembly: Assembly) -> Drive | None:
@@ -312,6 +327,12 @@ class Compiler:
         if self._resident is None:
             return None if mode.kind in ("train", "accumulate") else ()
         return self._resident
+
+    def _places_state(self, mode: Mode) -> bool:
+        """Whether the search chooses the groups whose state is on the device."""
+        return (
+            self._in_ram and mode.kind == "train" and self._policy is None and self._may_reside(mode) is None
+        )
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""

@@ -14,15 +14,18 @@ import megacompile
 from benchmarks.instances import load_workload, shortened
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import nominal_cpu
+from megacompile.machine.simulate import simulate
+from megacompile.passes import lower
 from megacompile.plan.plan import Mode
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import with_state_at
 from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
+from megacompile.step.operations import peak_bytes
 from megacompile.step.verify import verify
 from tests.cuda.fake import FakeCuda
 from tests.models import batch_for, build
-from tests.schedule.problems import chain
+from tests.schedule.problems import chain, uniform
 
 TRANSFERS = {"prefetch", "evict", "push_grad", "offload", "reload"}
 
@@ -246,3 +249,11 @@ def test_frozen_weights_that_a_plan_holds_stay_from_step_to_step() -> None:
         program.close()
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def test_with_memory_for_everything_nothing_is_slower_than_all_state_on_the_device() -> None:
+    work, mode = layers_of_8b(), Mode("train", deferred=True)
+    machine, groups = load_machine("h200").rates("bf16"), trained_groups(work)
+    step = lower(work, with_state_at(uniform(work, "some"), groups, "device"), mode)
+    found = search(work, mode, machine, peak_bytes(step), residents=groups)
+    assert found.seconds <= simulate(step, machine).step_seconds

@@ -13,7 +13,7 @@ from megacompile.host.offload import buffer_bytes, place_group
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration
 from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import Mode, Plan
+from megacompile.plan.plan import Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.candidates import Planned
 from megacompile.search.least import alive_before
@@ -45,9 +45,22 @@ class Host:
         return self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
 
 
-def with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
-    """Host bytes where the plan leaves the state of some groups on NVMe; the host has room for what is on
-    the device, so that it can go back."""
+def host_bytes(assembly: Assembly, step: Step, plan: Plan | None = None) -> Host:
+    """What a step keeps in host memory; gradients that are summed are kept in fp32.
+
+    A ``plan`` may leave state and stashes on NVMe; without one all state is in RAM. The host has room for
+    what is on the device, so that it can go back.
+    """
+    elements = {g.index: g.elements for g in assembly.groups}
+    trained = sum(g.elements for g in assembly.groups if g.trainable)
+    gradients = sum(
+        assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
+    )
+    host = Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash_bytes(step))
+    return host if plan is None else _with_drive(host, assembly, plan, step)
+
+
+def _with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
     states = [g.state for g in plan.groups]
     stashes = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
     if not stashes and all(state in ("host", "device") for state in states):
@@ -62,16 +75,6 @@ def with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
         window=plan.window * sum(buffer_bytes(places)),
         nvme=sum(p.storage_bytes for p in places) + stashes,
     )
-
-
-def host_bytes(assembly: Assembly, step: Step, mode: Mode) -> Host:
-    """What a step keeps in host memory; gradients that are summed are kept in fp32."""
-    elements = {g.index: g.elements for g in assembly.groups}
-    trained = sum(g.elements for g in assembly.groups if g.trainable)
-    gradients = sum(
-        assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
-    )
-    return Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash_bytes(step))
 
 
 def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:

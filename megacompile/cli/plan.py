@@ -21,7 +21,6 @@ from megacompile.cli.figures import (
     compute_parts,
     host_bytes,
     stalls,
-    with_drive,
 )
 from megacompile.cli.presets import Model
 from megacompile.cli.unroll import Repeated
@@ -131,9 +130,7 @@ class Answer:
         return planned.host.total if planned else self.least.hosts["clipped" if clip else "streamed"].total
 
     def fits_host(self, clip: bool) -> bool:
-        budget, drive, planned = self.question.host_budget, self.question.nvme_budget, self.prediction(clip)
-        if planned is not None and drive is not None and planned.host.nvme > drive:
-            return False
+        budget = self.question.host_budget
         return budget is None or self.host_need(clip) <= budget
 
     def fits(self, clip: bool) -> bool:
@@ -213,7 +210,7 @@ class Study:
         try:
             compiled, planned = choose(
                 self.rungs(question), mode, question.hbm_budget, lambda c: self._plan(question, c, mode),
-                gathers=repeated.gathers,
+                gathers=repeated.gathers, resides=not question.stored,
             )  # fmt: skip
         except BudgetError:
             return None
@@ -226,7 +223,7 @@ class Study:
         return Prediction(
             mode, compiled, planned, seconds, question.tokens / seconds, flops / seconds,
             flops / seconds / question.profile.peak(question.dtype), bound,
-            _host(compiled, planned.step, mode, planned.plan),
+            host_bytes(compiled.assembly, planned.step, planned.plan),
             compute_parts(planned.step, machine, flops), stalls(planned),
         )  # fmt: skip
 
@@ -234,7 +231,7 @@ class Study:
         """As the compiler plans; raises :class:`BudgetError` where nothing fits."""
         host, drive = None, drive_for(compiled, question)
         if drive is None and question.host_budget is not None:
-            state = host_bytes(compiled.assembly, Step((), {}, 1), mode).state
+            state = host_bytes(compiled.assembly, Step((), {}, 1)).state
             host = max(0, question.host_budget - state)
         work, rates = compiled.assembly.work, question.machine
         known = self._winners.setdefault((question.batch, question.seq, mode, work.digest), [])
@@ -250,7 +247,8 @@ def drive_for(compiled: Compiled, question: Question) -> Drive | None:
     """Where the state may live, if some of it may be on a drive."""
     if question.nvme_budget is None or question.host_budget is None:
         return None
-    return Drive.of(compiled.assembly.groups, Tiers("fp32", question.host_budget, stored=True))
+    tiers = Tiers("fp32", question.host_budget, stored=True, nvme_budget_bytes=question.nvme_budget)
+    return Drive.of(compiled.assembly.groups, tiers)
 
 
 def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
@@ -290,14 +288,10 @@ def find_least(compiled: Compiled, work: Workload, micro_batches: int, *, stored
         plan = replace(plan, groups=tuple(replace(g, state="nvme-all") for g in plan.groups), window=1)
     streaming = replace(mode, deferred=False)
     hosts = {
-        "clipped": _host(compiled, step, mode, plan),
-        "streamed": _host(compiled, lower(work, plan, streaming), streaming, plan),
+        "clipped": host_bytes(compiled.assembly, step, plan),
+        "streamed": host_bytes(compiled.assembly, lower(work, plan, streaming), plan),
     }
     return Least(step, peak, {name: replace(host, stash=0) for name, host in hosts.items()})
-
-
-def _host(compiled: Compiled, step: Step, mode: Mode, plan: Plan) -> Host:
-    return with_drive(host_bytes(compiled.assembly, step, mode), compiled.assembly, plan, step)
 
 
 def schedule_of(answer: Answer, clip: bool) -> Schedule | None:

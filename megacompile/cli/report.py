@@ -114,9 +114,8 @@ def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
     budget = answer.question.nvme_budget
     if shown is None or not shown.host.nvme or budget is None:
         return []
-    verdict = "" if shown.host.nvme <= budget else "  << too small"
     traffic = describe_traffic(shown.planned.step, shown.seconds)
-    line = f"  NVMe    uses {format_bytes(shown.host.nvme)} of {format_bytes(budget)}{verdict}"
+    line = f"  NVMe    uses {format_bytes(shown.host.nvme)} of {format_bytes(budget)}"
     return [line, textwrap.fill(traffic, 98, initial_indent="    ", subsequent_indent="    ")]
 
 

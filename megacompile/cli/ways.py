@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cli.figures import host_bytes, with_drive
+from megacompile.cli.figures import host_bytes
 from megacompile.cli.plan import Answer, Prediction, Question, Study, drive_for, find_least
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, state_bytes
@@ -111,7 +111,7 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
         if less < need:
             speed = other.tokens_per_second if other else None
             yield WayOut("--no-clip", need - less, less <= q.host_budget, "gradients are not kept", speed)
-    if here is not None and q.nvme_budget is None:
+    if here is not None:
         yield from _to_drive(answer, here)
     groups = answer.compiled.assembly.groups
     for form in CODINGS:
@@ -131,9 +131,9 @@ def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
     drive = drive_for(compiled, asked)
     found = search(compiled.assembly.work, here.mode, q.machine, q.hbm_budget, drive=drive)
     if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
-        host = host_bytes(compiled.assembly, found.step, here.mode)
-        host = with_drive(host, compiled.assembly, found.plan, found.step)
-        yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, True,
+        host = host_bytes(compiled.assembly, found.step, found.plan)
+        enough = host.total <= (q.host_budget or 0)
+        yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, enough,
                      "state on a drive", asked.tokens / found.seconds)  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from megacompile.plan.workload import Workload
 from megacompile.search.mixture import Kind, Mixture, Treatment
 
 CHOICES = ("all", "some", "none", "least")
+Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 _KEEPS_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
 
@@ -83,7 +84,7 @@ def with_late(plan: Plan, work: Workload, share: float) -> Plan:
     )
 
 
-def with_state_at(plan: Plan, groups: Collection[int], state: Literal["host", "device"]) -> Plan:
+def with_state_at(plan: Plan, groups: Collection[int], state: Place) -> Plan:
     """The plan with the state of these groups there."""
     if not groups:
         return plan
@@ -107,7 +108,10 @@ def _places(kind: Kind, counts: Sequence[float], arrangement: Arrangement) -> It
 
 
 def _rounded(counts: Sequence[float], total: int) -> list[int]:
-    """Whole counts with the given sum, by largest remainders."""
+    """Whole counts with the given sum, by largest remainders; counts beyond it, which state on the device may
+    have as it takes work away, are cut to it.
+    """
+    counts = [min(c, float(total)) for c in counts]
     whole = [int(c + 1e-9) for c in counts]
     by_rest = sorted(range(len(counts)), key=lambda t: (whole[t] - counts[t], t))
     for i in range(total - sum(whole)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megacompile.plan.plan import BlockPlan, Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search.arrange import CHOICES, with_late
+from megacompile.search.arrange import CHOICES, Place, with_late, with_state_at
 from megacompile.search.tiers import WINDOWS
 
 _LARGE = 1.05  # times the size of the middle group
@@ -99,12 +99,11 @@ def _flow(plan: Plan) -> Iterator[Plan]:
 
 def _states(plan: Plan, residents: Collection[int]) -> Iterator[Plan]:
     """The state of more groups on the device, or of fewer, by stretches from either end."""
-    for now, other in (("host", "device"), ("device", "host")):
+    ways: tuple[tuple[Place, Place], ...] = (("host", "device"), ("device", "host"))
+    for now, other in ways:
         places = [g for g in sorted(residents) if plan.groups[g].state == now]
         for stretch in _stretches(places):
-            yield replace(plan, groups=tuple(
-                replace(g, state=other) if i in stretch else g for i, g in enumerate(plan.groups)  # type: ignore[arg-type]
-            ))  # fmt: skip
+            yield with_state_at(plan, stretch, other)
 
 
 def _groups(plan: Plan) -> Iterator[Plan]:

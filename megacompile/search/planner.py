@@ -23,7 +23,7 @@ from megacompile.search.arrange import CHOICES, with_state_at
 from megacompile.search.candidates import Candidates, Planned
 from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.neighbours import neighbours
-from megacompile.search.starts import few_blocks, fixed, mixtures
+from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.search.tiers import Drive
 from megacompile.step.operations import host_bytes, peak_bytes
 from megacompile.units import format_bytes
@@ -154,6 +154,11 @@ def _run(found: Candidates, also: Sequence[Plan]) -> None:
         for plan in least_plans(found.work, found.mode):
             found.score(plan)
     if found.best is not None:
+        _improve(found)
+    before = found.best
+    all_resident(found)  # far from where counts lead; last, so that it costs no other start its evaluations
+    if found.best is not before:
+        found.lowered = found.evaluations = 0  # from elsewhere, all over again
         _improve(found)
 
 

@@ -1,4 +1,4 @@
-"""Which weight groups keep their state on the device: the last choice of a plan, with the memory left over.
+"""Which weight groups keep their state on the device beyond what the search chose: a plan's last choice.
 
 A group on the device takes its weights, masters, moments and, where gradients wait, its gradient: 12 to
 16 bytes per parameter, for which nothing of it crosses the link and the host does not update it. First
@@ -11,7 +11,7 @@ A model has one state. The groups chosen for its first training program stay for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megacompile.host.formats import StateFormat, group_arrays
@@ -41,8 +41,12 @@ def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
 
 def trained_groups(work: Workload) -> tuple[int, ...]:
     """Groups whose masters and moments may be on the device: not those whose rows the host gathers."""
-    gathered = {g for groups in work.gathered.values() for g in groups}
-    return tuple(g for g in sorted(work.contributions) if g not in gathered)
+    return _not_gathered(work, sorted(work.contributions))
+
+
+def _not_gathered(work: Workload, groups: Iterable[int]) -> tuple[int, ...]:
+    gathered = {g for found in work.gathered.values() for g in found}
+    return tuple(g for g in groups if g not in gathered)
 
 
 def reside(
@@ -61,8 +65,7 @@ def reside(
     """
     if candidates is None:
         candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
-    gathered = {g for groups in work.gathered.values() for g in groups}  # of their masters, on the host
-    candidates = tuple(g for g in candidates if g not in gathered)
+    candidates = _not_gathered(work, candidates)
     again = {g for block in work.blocks for c in block.choices
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
     frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]

@@ -30,6 +30,10 @@ def minimise(c: Array, a: Array, b: Array) -> Array | None:
         feasible[columns + rows :] = 1.0
         if _descend(body, basis, feasible, len(feasible)) > 1e-7:
             return None
+        for row in np.flatnonzero(basis >= columns + rows):  # at zero, from where it could grow again
+            able = np.flatnonzero(np.abs(body[row, : columns + rows]) > _EPSILON)
+            if len(able):
+                _pivot(body, basis, int(row), int(able[0]))
     costs = np.concatenate([c, np.zeros(rows + len(negative))])
     _descend(body, basis, costs, columns + rows)
     x = np.zeros(body.shape[1] - 1)
@@ -52,9 +56,14 @@ def _descend(body: Array, basis: NDArray[np.int64], costs: Array, usable: int) -
         ratios = body[able, -1] / body[able, column]
         ties = able[ratios <= ratios.min() + 1e-12]
         row = ties[np.argmin(basis[ties])]
-        body[row] /= body[row, column]
-        others = np.arange(len(body)) != row
-        body[others] -= np.outer(body[others, column], body[row])
+        _pivot(body, basis, int(row), int(column))
         reduced -= reduced[column] * body[row]
-        basis[row] = column
         pivots += 1
+
+
+def _pivot(body: Array, basis: NDArray[np.int64], row: int, column: int) -> None:
+    """Let a column enter the basis in a row."""
+    body[row] /= body[row, column]
+    others = np.arange(len(body)) != row
+    body[others] -= np.outer(body[others, column], body[row])
+    basis[row] = column

@@ -11,7 +11,16 @@ from dataclasses import replace
 from itertools import product
 
 from megacompile.plan.plan import Plan
-from megacompile.search.arrange import CHOICES, Arrangement, Shape, arrange, shapes, uniform, with_late
+from megacompile.search.arrange import (
+    CHOICES,
+    Arrangement,
+    Shape,
+    arrange,
+    shapes,
+    uniform,
+    with_late,
+    with_state_at,
+)
 from megacompile.search.candidates import Candidates, Measured
 from megacompile.search.mixture import Mixer
 from megacompile.search.policies import rivals
@@ -100,6 +109,20 @@ def fixed(candidates: Candidates) -> None:
     if candidates.mode.kind == "train":
         for plan in rivals(candidates.work, candidates.mode, candidates.machine, candidates.budget_bytes):
             candidates.score(plan)
+
+
+def all_resident(candidates: Candidates) -> None:
+    """All state on the device, where that leaves room: of each shape the plan that keeps most and fits."""
+    groups = [candidates.work.groups[g] for g in candidates.residents]
+    if not groups or sum(g.nbytes + g.state_bytes for g in groups) > candidates.budget_bytes:
+        return
+    for shape in shapes(candidates.mode):
+        for choice, keep in product(CHOICES, ("step", "stream")):  # of frozen groups
+            plan = uniform(candidates.work, shape, choice, "device", keep)
+            plan = with_state_at(plan, candidates.residents, "device")
+            candidates.score(plan)
+            if plan not in candidates.misfits:
+                break
 
 
 def few_blocks(candidates: Candidates) -> None:

@@ -9,6 +9,7 @@ Last groups go first: in a step they are updated first and wanted again last.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +30,22 @@ RATED_BYTES = 1200 * 10**12  # what a usual 2 TB consumer drive is warranted for
 
 @dataclass(frozen=True)
 class Tiers:
-    """What the choice depends on beside the plan; ``stored`` says whether there is an offload_dir."""
+    """What the choice depends on beside the plan; ``stored`` says whether there is an offload_dir, and
+    ``nvme_budget_bytes`` bounds what lies there, stashes included.
+    """
 
     form: StateFormat
     host_budget_bytes: int
     stored: bool
+    nvme_budget_bytes: int = sys.maxsize
+
+
+class _Row(NamedTuple):
+    """A placement: host bytes that it leaves to a step, the states, and the bytes on the drive."""
+
+    left: int
+    states: tuple[str, ...]
+    stored: int = 0
 
 
 class Drive:
@@ -44,27 +56,31 @@ class Drive:
 
     def __init__(
         self,
-        rows: dict[int, list[tuple[int, tuple[str, ...]]]],
+        rows: dict[int, list[_Row]],
         *,
+        nvme_budget_bytes: int = sys.maxsize,
         decided: bool = False,
         stashes: bool = True,
     ) -> None:
-        self._rows = rows  # per number of buffers (host bytes left, states), by rising bytes moved
+        self._rows = rows  # per number of buffers, by rising bytes moved
+        self._nvme_budget_bytes = nvme_budget_bytes
         self.decided, self.stashes = decided, stashes
-        self.room = max(found[-1][0] for found in rows.values())
-        self.spare = min(rows.items())[1][0][0]
+        self.room = max(found[-1].left for found in rows.values())
+        self.spare = min(rows.items())[1][0].left
 
     @staticmethod
     def of(layouts: Sequence[GroupLayout], tiers: Tiers) -> Drive:
-        """All that can be done with this state within the host budget."""
-        ways = sorted(_ways(layouts, tiers.form))
-        return Drive({window: _worth(ways, layouts, tiers, window) for window in WINDOWS})
+        """All that can be done with this state within the budgets."""
+        limit = tiers.nvme_budget_bytes
+        ways = sorted(way for way in _ways(layouts, tiers.form) if way.stored <= limit)
+        rows = {window: _worth(ways, layouts, tiers, window) for window in WINDOWS}
+        return Drive(rows, nvme_budget_bytes=limit)
 
     @staticmethod
     def fixed(layouts: Sequence[GroupLayout], tiers: Tiers, states: tuple[str, ...], window: int) -> Drive:
         """State that has been laid out stays where it is."""
         left = tiers.host_budget_bytes - host_state_bytes(place_groups(layouts, tiers.form, states), window)
-        return Drive({max(1, window): [(left, states)]}, decided=window > 0, stashes=window > 0)
+        return Drive({max(1, window): [_Row(left, states)]}, decided=window > 0, stashes=window > 0)
 
     def place(self, plan: Plan, taken_bytes: int) -> Plan:
         """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as
@@ -72,11 +88,11 @@ class Drive:
         """
         for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
             rows = self._rows[window]
-            found = bisect_left(rows, taken_bytes, key=lambda row: row[0])
+            found = bisect_left(rows, taken_bytes, key=lambda row: row.left)
             if found < len(rows):
-                return _with_states(plan, rows[found][1], window)
+                return _with_states(plan, rows[found].states, window)
         window, rows = min(self._rows.items())
-        return _with_states(plan, rows[-1][1], window)
+        return _with_states(plan, rows[-1].states, window)
 
     def spill(self, plan: Plan, step: Step, taken_bytes: int) -> Plan | None:
         """The plan over the placement that leaves most, with as many stashes on the drive as it then takes;
@@ -86,13 +102,16 @@ class Drive:
         """
         waiting = [op for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"]
         for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
-            left, states = self._rows[window][-1]
+            left, states, stored = self._rows[window][-1]
             taken, largest = taken_bytes - step.window * spilled_bytes(step), spilled_bytes(step)
             blocks = list(plan.blocks)
             for block in sorted({op.block for op in waiting}):
                 moved = [op.nbytes for op in waiting if op.block == block]
                 taken, largest = taken - sum(moved), max(largest, padded(max(moved)))
+                stored += sum(moved)
                 blocks[block] = replace(blocks[block], stash="nvme")
+                if stored > self._nvme_budget_bytes:
+                    break
                 if taken + window * largest <= left:
                     return _with_states(replace(plan, blocks=tuple(blocks)), states, window)
         return None
@@ -112,6 +131,7 @@ class _Way(NamedTuple):
     """A placement: groups of at most ``limit`` bytes at ``first``, the ``last`` of them at ``then``."""
 
     moved: int
+    stored: int
     ram: int
     buffers: int
     limit: int
@@ -124,7 +144,7 @@ def _ways(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_Way]:
     """All in RAM; then masters' low halves and moments leave, group by group; then streamed weights too."""
     places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _STATES}
     sizes = [p.storage_bytes for p in places["nvme-all"]]
-    yield _Way(0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
+    yield _Way(0, 0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
     for limit in sorted(set(sizes)):
         small = [i for i, nbytes in enumerate(sizes) if nbytes <= limit]
         for first, then in (("host", "nvme"), ("nvme", "nvme-all")):
@@ -132,31 +152,32 @@ def _ways(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_Way]:
             for i in small:
                 now[i] = places[first][i]
             moved = sum(_traffic(p, g.trainable) for p, g in zip(now, layouts, strict=True))
-            ram = sum(p.ram_bytes for p in now)
+            stored, ram = sum(p.storage_bytes for p in now), sum(p.ram_bytes for p in now)
             state, weights = buffer_bytes(now)
             for last, i in enumerate(reversed(small), 1):
                 before, after = now[i], places[then][i]
                 moved += _traffic(after, layouts[i].trainable) - _traffic(before, layouts[i].trainable)
+                stored += after.storage_bytes - before.storage_bytes
                 ram += after.ram_bytes - before.ram_bytes
                 ours = buffer_bytes([after])
                 state, weights = max(state, ours[0]), max(weights, ours[1])
-                yield _Way(moved, ram, state + weights, limit, first, then, last)
+                yield _Way(moved, stored, ram, state + weights, limit, first, then, last)
 
 
-def _worth(
-    ways: Sequence[_Way], layouts: Sequence[GroupLayout], tiers: Tiers, window: int
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Host bytes left, and states, of each way that leaves more than all that move less."""
+def _worth(ways: Sequence[_Way], layouts: Sequence[GroupLayout], tiers: Tiers, window: int) -> list[_Row]:
+    """Each way that leaves more than all that move less."""
     sizes = [place_group(g, tiers.form, "nvme-all").storage_bytes for g in layouts]
-    found: list[tuple[int, tuple[str, ...]]] = []
+    found: list[_Row] = []
     for way in ways:
         left = tiers.host_budget_bytes - way.ram - window * way.buffers
-        if not found or left > found[-1][0]:
+        if not found or left > found[-1].left:
             small = [i for i, nbytes in enumerate(sizes) if nbytes <= way.limit]
             gone = set(small[len(small) - way.last :])
-            found.append((left, tuple(
-                way.then if i in gone else way.first if sizes[i] <= way.limit else "host"
-                for i in range(len(sizes)))))  # fmt: skip
+            states = tuple(
+                way.then if i in gone else way.first if size <= way.limit else "host"
+                for i, size in enumerate(sizes)
+            )
+            found.append(_Row(left, states, way.stored))
     return found
 
 

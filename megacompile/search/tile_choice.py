@@ -66,11 +66,18 @@ def tried(rungs: Iterable[R], mode: Mode) -> Iterator[tuple[R, int]]:
 
 
 def choose(
-    rungs: Iterable[R], mode: Mode, budget_bytes: int, plan: Callable[[R], Planned], *, gathers: bool = False
+    rungs: Iterable[R],
+    mode: Mode,
+    budget_bytes: int,
+    plan: Callable[[R], Planned],
+    *,
+    gathers: bool = False,
+    resides: bool = False,
 ) -> tuple[R, Planned]:
     """The faster of the first rung that fits and the one after it; rungs come coarsest first.
 
-    Where the first needs no more than half of the budget, it is taken as it is. ``gathers`` says that the
+    Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
+    room on the device for more of the state, where that may be (``resides``). ``gathers`` says that the
     second rung gathers rows of tables: it moves fewer bytes, so it is the first, unless all state has room
     on the device, where tables are best. Raises what ``plan`` does for the rung of the least budget where
     none fits.
@@ -89,10 +96,15 @@ def choose(
             slower = planned.timeline.step_seconds > _GAIN * best[1].timeline.step_seconds
             return best if slower else (rung, planned)
         best = rung, planned
-        if 2 * need <= budget_bytes:
+        if 2 * need <= budget_bytes and not (resides and _travels(rung, planned)):
             return best
     assert tightest is not None
     return best or (tightest[1], plan(tightest[1]))
+
+
+def _travels(rung: _Rung, planned: Planned) -> bool:
+    """Whether the state of any group that is trained has no place on the device."""
+    return any(planned.plan.groups[g].state != "device" for g in rung.assembly.work.contributions)
 
 
 def least_step(work: Workload, mode: Mode) -> tuple[int, Plan, Step]:

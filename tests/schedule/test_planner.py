@@ -17,6 +17,7 @@ from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search import candidates
+from megacompile.search.arrange import _rounded
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
 from megacompile.step.operations import Step, host_bytes, peak_bytes
@@ -134,6 +135,11 @@ def test_with_plenty_nothing_is_streamed_twice_and_nothing_computed_twice() -> N
     kinds = [op.kind for op in search(work, TRAIN, MACHINE, PLENTY).step.ops]
     assert kinds.count("prefetch") == 5
     assert not {"recompute", "offload", "reload"} & set(kinds)
+
+
+def test_counts_are_rounded_to_what_there_is() -> None:
+    assert _rounded([0.5, 1.75, 0.75], 3) == [0, 2, 1]
+    assert sum(_rounded([0.0, 1e12, 2.0], 3)) == 3  # at once: what a program that counts too far gives
 
 
 def test_an_infeasible_budget_tells_what_needs_it() -> None:

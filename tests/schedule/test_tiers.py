@@ -99,6 +99,28 @@ def test_the_search_gives_up_host_bytes_for_less_on_the_drive(
         verify(planned.step, work, budget_bytes=budget)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+def test_no_placement_takes_more_of_the_drive_than_its_budget(
+    problem: tuple[Workload, list[GroupLayout], int, int], share: float
+) -> None:
+    """A step that has less of the drive gives up host bytes, as far as it can."""
+    work, groups, budget, whole = problem
+    tiers = Tiers("fp32", int(0.8 * whole), stored=True)
+
+    def found(drive: Drive) -> tuple[int, Planned]:
+        planned = search(work, TRAIN, MACHINE, budget, drive=drive)
+        places = place_groups(groups, "fp32", states(planned.plan))
+        spilled = sum(op.nbytes for op in planned.step.ops if op.kind == "write" and op.choice == "stash")
+        return sum(p.storage_bytes for p in places) + spilled, planned
+
+    plenty, _ = found(Drive.of(groups, tiers))
+    limit = int(share * plenty)
+    stored, planned = found(Drive.of(groups, replace(tiers, nvme_budget_bytes=limit)))
+    assert 0 < stored <= limit
+    fits = in_ram(groups, states(planned.plan), planned.plan.window) + host_bytes(planned.step, work)
+    assert (fits <= tiers.host_budget_bytes) == (share > 0.3)
+
+
 def test_nothing_wears_the_drive_where_a_plan_does_without(
     problem: tuple[Workload, list[GroupLayout], int, int],
 ) -> None:
