@@ -95,13 +95,15 @@ def draw(seed: int) -> Trial:
     length = rng.randint(2, 40)
     lengths = tuple(length if rng.random() < 0.8 else rng.randint(2, 40) for _ in range(micro))
     rates = ((1e-3, 0.01), (3e-3, 1.0), (1e-2, 0.0))[: rng.choice((1, 1, 2, 3))]
+    given = _defaults(name)
+    varied = len(set(lengths)) > 1
     return Trial(
         seed=seed,
         model=name,
         dtype=rng.choice(("float32", "bfloat16")),
         roles=roles,
-        changes=_changes(rng, _defaults(name)),
-        batch=rng.choice(BATCHES),
+        changes=_changes(rng, given) | (_without_dropout(given) if varied else {}),
+        batch=_batch_kind(rng.choice(BATCHES), causal=kind < 0.7),
         rows=rng.randint(1, 3),
         lengths=lengths,
         frozen=rng.choice(("nothing", "nothing", "nothing", "embeddings", "half", "first layer")),
@@ -111,8 +113,13 @@ def draw(seed: int) -> Trial:
         lora=rng.random() < 0.1,
         evaluates=rng.random() < 0.3,
         piece_bytes=rng.choice((0, 0, 1 << 9, 1 << 11, 1 << 13)),
-        options=_options(rng),
+        options=_options(rng) | ({"max_seq_len": max(lengths)} if varied else {}),
     )
+
+
+def _batch_kind(drawn: str, *, causal: bool) -> str:
+    """Losses of causal models alone are divided by a given number of items."""
+    return "plain" if drawn == "counted" and not causal else drawn
 
 
 def _options(rng: random.Random) -> dict[str, Any]:
@@ -180,6 +187,11 @@ def _changes(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:
+    """Batches that are padded draw other elements than eager does, which pads nothing."""
+    return {n: 0.0 for n in DROPOUTS if isinstance(given.get(n), (int, float))}
+
+
 def _rope(rng: random.Random) -> dict[str, Any]:
     before = {"original_max_position_embeddings": 16}
     return rng.choice(
@@ -204,7 +216,7 @@ def case(trial: Trial) -> Case:
             config.is_decoder = True
         model: nn.Module = model_class(config)
         _freeze(model, trial)
-        return _adapted(model) if trial.lora else model
+        return _adapted(model, 0.1 if len(set(trial.lengths)) == 1 else 0.0) if trial.lora else model
 
     return Case(
         f"seed {trial.seed}: {trial.model}", trial.batch, make, lambda seed: _batch(trial, seed),
@@ -222,11 +234,11 @@ def _freeze(model: nn.Module, trial: Trial) -> None:
         parameter.requires_grad_(not frozen[trial.frozen])
 
 
-def _adapted(model: nn.Module) -> nn.Module:
+def _adapted(model: nn.Module, dropout: float) -> nn.Module:
     """The model with adapters at its linear layers, which alone are trained; some are not zero at first."""
     import peft
 
-    given = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False)
+    given = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
     adapted: nn.Module = peft.get_peft_model(model, given)
     return adapted
 

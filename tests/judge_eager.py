@@ -188,7 +188,7 @@ def _cast(micro: Sequence[dict[str, Any]], dtype: torch.dtype | None) -> list[di
 
 
 def _gradients(model: nn.Module) -> Gradients:
-    return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
 
 
 def _farthest(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
