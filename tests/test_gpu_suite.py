@@ -107,6 +107,6 @@ def test_tables_say_what_was_not_measured(tmp_path: Path) -> None:
     page = markdown(tmp_path, PARTS)
     assert "# Measured on NVIDIA H200" in page
     assert "| a | 1.25 | True |" in page
-    assert "| b | not measured: deepspeed is not installed | |" in page
-    assert "| c | not measured: exit status 1: out of memory | |" in page
+    assert "- b: not measured: deepspeed is not installed" in page
+    assert "- c: not measured: exit status 1: out of memory" in page
     assert page.count("Not measured.") == len(PARTS) - 1

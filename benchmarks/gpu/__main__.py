@@ -43,7 +43,9 @@ def _measure(options: argparse.Namespace) -> int:
     if options.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     about = hardware() if options.dry_run else run_apart(Case("machine", "hardware", "record.hardware", {}))
-    about = {k: v for k, v in about.items() if k not in ("settings", "wall_seconds")}
+    about = {k: v for k, v in about.items() if k not in ("settings", "wall_seconds")} | {
+        "dry": options.dry_run
+    }
     (folder / "hardware.json").write_text(json.dumps(about, indent=1) + "\n")
     wrong = 0
     start = time.monotonic()

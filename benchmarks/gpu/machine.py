@@ -118,4 +118,5 @@ def kernels(operation: str, dry: bool) -> Result:
     if not done.stdout:
         lines = done.stderr.strip().splitlines()
         return {"failed": lines[-1] if lines else "megacompile bench kernels said nothing"}
-    return {"table": done.stdout, "right": done.returncode == 0}
+    table = "\n".join(line for line in done.stdout.splitlines() if not line.startswith(folder))
+    return {"table": table, "right": done.returncode == 0}

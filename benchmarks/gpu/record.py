@@ -132,25 +132,36 @@ def markdown(folder: Path, parts: Sequence[str]) -> str:
     """All results in one page; what was not measured says why."""
     first = folder / "hardware.json"
     about = json.loads(first.read_text()) if first.exists() else {}
-    lines = ["# Measured on " + str(about.get("device", "nothing yet")), ""]
-    lines += ["Hardware and versions: " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]
+    device = about.get("device", "nothing yet")
+    lines = [
+        f"# Dry run on {device}: nothing is measured" if about.get("dry") else f"# Measured on {device}",
+        "",
+    ]
+    lines += ["Hardware and versions: " + ", ".join(f"{k} {v}" for k, v in about.items() if k != "dry") + "."]
     for part in parts:
         known = results_of(part, folder)
-        lines += [f"## {part}", ""]
-        if not known:
-            lines += ["Not measured.", ""]
+        lines += ["", f"## {part}", *(_tables(known) if known else ["", "Not measured."])]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(known: dict[str, Result]) -> list[str]:
+    """A table for all cases that found the same kinds of things; then what was not measured, and why."""
+    hidden = ("settings", "log", "failed", "not measured", "table")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    missing = []
+    for name, result in known.items():
+        columns = tuple(k for k in result if k not in hidden)
+        why = result.get("not measured") or result.get("failed")
+        if why:
+            missing.append(f"- {name}: not measured: {why}")
             continue
-        hidden = ("settings", "log", "failed", "not measured", "table")
-        columns = list(dict.fromkeys(k for r in known.values() for k in r if k not in hidden))
-        lines += ["| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for name, result in known.items():
-            why = result.get("not measured") or result.get("failed")
-            if why:
-                lines.append(f"| {name} | not measured: {why} |" + " |" * (len(columns) - 1))
-            else:
-                lines.append(f"| {name} | " + " | ".join(_shown(result.get(c)) for c in columns) + " |")
-        lines += ["", *(result["table"] for result in known.values() if "table" in result)]
-    return "\n".join(lines)
+        cells = " | ".join(_shown(result[c]) for c in columns)
+        alike.setdefault(columns, []).append(f"| {name} | {cells} |")
+    lines = []
+    for columns, rows in alike.items():
+        lines += ["", "| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|", *rows]
+    lines += ["", *missing] if missing else []
+    return lines + [f"\n{result['table'].strip()}" for result in known.values() if "table" in result]
 
 
 def _shown(value: Any) -> str:
