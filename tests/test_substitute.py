@@ -134,3 +134,24 @@ def test_padding_on_the_left_sees_what_it_sees_in_the_attention_that_a_model_com
         loss.backward()
         found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    ("lead", "mask"),
+    [((3,), (5, 5)), ((3,), (3, 1, 5)), ((2, 3), (5, 5)), ((2, 3), (3, 5, 5)), ((2, 3), (2, 1, 5, 5)),
+     ((4, 2, 3), (5, 5)), ((4, 2, 3), (2, 1, 5, 5)), ((4, 2, 3), (4, 1, 3, 1, 5))],
+)  # fmt: skip
+def test_attention_of_any_number_of_dimensions_is_torch_s(
+    lead: tuple[int, ...], mask: tuple[int, ...], masked: torch.dtype | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*lead, 5, 8, generator=generator) for _ in range(3))
+    given = torch.randn(mask, generator=generator) if masked else None
+    if given is not None and masked == torch.bool:
+        given = given > -1
+        given[..., 0] = True
+    expected = F.scaled_dot_product_attention(q, k, v, given)
+    with our_operators(nn.Identity(), RNG):
+        found = F.scaled_dot_product_attention(q, k, v, given)
+    torch.testing.assert_close(found, expected)

@@ -8,23 +8,20 @@ registered attention function; any other module is covered by torch's functional
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.capture import operators as ops
 from megacompile.capture import recurrent
+from megacompile.capture.masks import Masks, as_additive
 from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
@@ -34,45 +31,16 @@ _current: list[_CallSites] = []
 _patching = threading.RLock()  # the functions that are replaced are the whole process's
 
 
-class _Mask(NamedTuple):
-    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
-    boolean one hides a key), and the plain band (causal, window) that it is, if any.
-    """
-
-    given: Tensor
-    version: int
-    additive: Tensor
-    pattern: tuple[bool, int] | None
-
-
 class _CallSites:
-    """Numbers the random calls of one forward, in call order, under one seed tensor."""
+    """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks."""
 
     def __init__(self, rng: Tensor) -> None:
         self.rng = rng
+        self.masks = Masks()
         self._count = itertools.count()
-        self._masks: list[_Mask] = []
 
     def next(self) -> int:
         return next(self._count)
-
-    def mark(self, mask: Tensor, dtype: torch.dtype, pattern: tuple[bool, int] | None) -> None:
-        """Remember a mask that a model is given, and the band that it is, as long as nothing changes it."""
-        additive = _additive(mask, dtype, -math.inf) if mask.dtype == torch.bool else mask
-        self._masks.append(_Mask(mask, mask._version, additive, pattern))
-
-    def known(self, mask: Tensor | None) -> _Mask | None:
-        """What is known of a marked mask, or of an unchanged alias of it."""
-        for known in self._masks:
-            if (
-                mask is not None
-                and mask.untyped_storage()._cdata == known.given.untyped_storage()._cdata
-                and mask.shape == known.given.shape
-                and mask.stride() == known.given.stride()
-                and mask._version == known.version
-            ):
-                return known
-        return None
 
 
 @contextlib.contextmanager
@@ -123,15 +91,16 @@ def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterat
                 configs[id(value)] = (value, value._attn_implementation_internal)
     for config, own in configs.values():
         config._attn_implementation_internal = _SDPA if own == _SDPA else _EAGER
-    attention, masks = (
+    attention, makers = (
         interface._global_mapping
         for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     )
+    masks = _current[-1].masks
     not_packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
     try:
         with (
             mock.patch.dict(attention, {_EAGER: _transformers_attention, _SDPA: _transformers_attention}),
-            mock.patch.dict(masks, {_EAGER: _transformers_mask, _SDPA: _boolean_mask}),
+            mock.patch.dict(makers, {_EAGER: masks.eager, _SDPA: masks.sdpa}),
             contextlib.nullcontext() if positions_given else not_packed,
         ):
             yield
@@ -152,11 +121,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.copy_(out) if inplace else out
 
 
-def _additive(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
-    """A boolean mask as what is added to scores."""
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
-
-
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -173,7 +137,7 @@ def _attend(
     sites = _current[-1]
     drops = dropout_p > 0.0
     if bias is not None and bias.dtype == torch.bool:
-        bias = _additive(bias, q.dtype, -math.inf)
+        bias = as_additive(bias, q.dtype)
     out: Tensor
     out, _ = ops.attention(
         q,
@@ -211,12 +175,12 @@ def _scaled_dot_product_attention(
         is_causal = False
 
     def to_four(x: Tensor) -> Tensor:
-        return x.reshape(-1, 1, *x.shape[-2:]) if x.dim() != 4 else x
+        return x.reshape(-1, 1, *x.shape[-2:]) if query.dim() != 4 else x
 
-    if attn_mask is not None and attn_mask.dim() != 4:
-        flat = attn_mask.expand(*lead, *attn_mask.shape[-2:]) if query.dim() != 4 else attn_mask
-        attn_mask = to_four(flat) if query.dim() != 4 else flat.view(1, *flat.shape[-3:])
-        attn_mask = attn_mask.view(1, 1, *flat.shape) if flat.dim() == 2 else attn_mask
+    if attn_mask is not None and query.dim() != 4:
+        attn_mask = to_four(attn_mask.expand(*lead, *attn_mask.shape[-2:]))
+    elif attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     out = _attend(
         to_four(query), to_four(key), to_four(value), attn_mask,
         scale=scale, causal=is_causal, dropout_p=dropout_p,
@@ -245,28 +209,22 @@ def _transformers_attention(
     """
     unknown = [n for n, v in rest.items() if isinstance(v, Tensor) and n not in _WITHOUT_EFFECT]
     if unknown:
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if own is None:
-            raise CaptureError(
-                f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which ours "
-                "does not take: report the model."
-            )
+        own = _own_attention(module, unknown)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = as_additive(attention_mask, query.dtype, torch.finfo(query.dtype).min)
         rest |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
         given = {n: v for n, v in rest.items() if v is not None}
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = _additive(attention_mask, query.dtype, torch.finfo(query.dtype).min)
-        found: tuple[Tensor, Any] = own(module, query, key, value, attention_mask, **given)
-        return found
-    known = _current[-1].known(attention_mask)
-    bias = attention_mask
-    if known is not None and known.pattern is not None:
-        (causal, window), bias = known.pattern, None
+        return own(module, query, key, value, attention_mask, **given)
+    known = _current[-1].masks.known(attention_mask)
+    bias: Tensor | None = None
+    causal, window = False, 0
+    if known is not None and known.band is not None:
+        causal, window = known.band
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = causal and query.shape[2] > 1, sliding_window or 0
     else:
-        causal, window = False, 0
         bias = attention_mask if known is None or position_bias is not None else known.additive
         bias = bias[..., : key.shape[2]]
     if position_bias is not None:
@@ -275,92 +233,19 @@ def _transformers_attention(
         else:
             bias = position_bias if bias is None else position_bias + bias
     out = _attend(
-        query,
-        key,
-        value,
-        bias,
-        scale=scaling,
-        causal=causal,
-        window=window,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-        dropout_p=dropout,
-    )
+        query, key, value, bias, scale=scaling, causal=causal, window=window,
+        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 
-def _transformers_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    dtype: torch.dtype = torch.float32,
-    boolean: bool = False,
-    **kwargs: Any,
-) -> Tensor:
-    """transformers' mask interface: always a dense mask, additive or ``boolean``, marked with its pattern.
-
-    Where the model hands the mask on untouched, attention uses the pattern and the dense mask is dead
-    code; where the model changes it, the mark no longer fits and the dense mask, which is right in
-    every case, is used.
-    """
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
-
-    function = mask_function or causal_mask_function
-    mask: Tensor = (sdpa_mask if boolean else eager_mask)(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        dtype=dtype,
-        **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
-    )
-    skippable = allow_is_causal_skip or allow_is_bidirectional_skip
-    plain = attention_mask is None and skippable and q_offset == kv_offset == 0
-    _current[-1].mark(mask, dtype, _recognise(function, q_length, kv_length, local_size) if plain else None)
-    return mask
-
-
-_boolean_mask = functools.partial(_transformers_mask, boolean=True)
-
-
-def _recognise(
-    function: Callable[..., Any], q_length: int, kv_length: int, local_size: int | None
-) -> tuple[bool, int] | None:
-    """(causal, window) whose band equals the mask function on sampled rows, or None.
-
-    Rows are compared on real tensors, outside any tracing. The sampled rows tell a causal band, a
-    causal window, a full mask and a chunked mask apart, which is all that transformers builds without
-    data-dependent parts.
-    """
-    window = local_size if local_size is not None and local_size < kv_length else 0
-    rows = sorted({0, q_length // 3, min(window + window // 2, q_length - 1), q_length - 1})
-    try:
-        with _disable_current_modes(), disable_proxy_modes_tracing():
-            q = torch.tensor(rows)[:, None]
-            k = torch.arange(kv_length)[None, :]
-            zero = torch.zeros((), dtype=torch.long)
-            mask = torch.as_tensor(function(zero, zero, q, k)).expand(len(rows), kv_length)
-            for causal in (True, False):
-                if causal and q_length != kv_length:
-                    continue
-                band = (k <= q) if causal else torch.ones_like(mask)
-                if window:
-                    band = band & ((q - k < window) if causal else ((q - k).abs() < window))
-                if torch.equal(mask, band):
-                    return causal, window
-    except Exception:  # a mask function over traced tensors cannot be sampled: the dense mask stands
-        return None
-    return None
+def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple[Tensor, Any]]:
+    """The eager attention of the file that a model comes from."""
+    own: Callable[..., tuple[Tensor, Any]] | None
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise CaptureError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which ours "
+            "does not take: report the model."
+        )
+    return own

@@ -1,0 +1,134 @@
+"""Attention masks that are made for transformers' models, and the plain patterns that they turn out to be.
+
+A mask has the form that the model's own attention takes, boolean for "sdpa" and additive for "eager": what
+a row without keys sees depends on it. A mask that is a plain band is still made, but attention that gets it
+untouched computes the band itself, and the mask is dead code.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+Band = tuple[bool, int]
+"""(causal, window): the keys that each query sees; a window of 0 is unlimited."""
+
+
+class Mask(NamedTuple):
+    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
+    boolean one hides a key), and the plain band that it is, if any.
+    """
+
+    given: Tensor
+    version: int
+    additive: Tensor
+    band: Band | None
+
+
+class Masks:
+    """Makes the masks of one forward, and knows them again where they are used."""
+
+    def __init__(self) -> None:
+        self._made: list[Mask] = []
+        self.eager: Callable[..., Tensor] = self._make
+        self.sdpa: Callable[..., Tensor] = functools.partial(self._make, boolean=True)
+
+    def known(self, mask: Tensor | None) -> Mask | None:
+        """What is known of a mask that was made here, or of an alias of it, as long as nothing changed it."""
+        for made in self._made:
+            if (
+                mask is not None
+                and mask.untyped_storage()._cdata == made.given.untyped_storage()._cdata
+                and mask.shape == made.given.shape
+                and mask.stride() == made.given.stride()
+                and mask._version == made.version
+            ):
+                return made
+        return None
+
+    def _make(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        dtype: torch.dtype = torch.float32,
+        boolean: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """transformers' mask interface: always a dense mask, additive or ``boolean``.
+
+        Where the model changes it, it is no longer known, and the dense mask, which is right in every case,
+        is used.
+        """
+        from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+        function = mask_function or causal_mask_function
+        mask: Tensor = (sdpa_mask if boolean else eager_mask)(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            dtype=dtype,
+            **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
+        )
+        skippable = allow_is_causal_skip or allow_is_bidirectional_skip
+        plain = attention_mask is None and skippable and q_offset == kv_offset == 0
+        band = _recognise(function, q_length, kv_length, local_size) if plain else None
+        additive = as_additive(mask, dtype) if mask.dtype == torch.bool else mask
+        self._made.append(Mask(mask, mask._version, additive, band))
+        return mask
+
+
+def as_additive(mask: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:
+    """A boolean mask as what is added to scores, ``hidden`` where it is False."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
+
+
+def _recognise(
+    function: Callable[..., Any], q_length: int, kv_length: int, local_size: int | None
+) -> Band | None:
+    """The band that equals the mask function on sampled rows, or None.
+
+    Rows are compared on real tensors, outside any tracing. The sampled rows tell a causal band, a
+    causal window, a full mask and a chunked mask apart, which is all that transformers builds without
+    data-dependent parts.
+    """
+    window = local_size if local_size is not None and local_size < kv_length else 0
+    rows = sorted({0, q_length // 3, min(window + window // 2, q_length - 1), q_length - 1})
+    try:
+        with _disable_current_modes(), disable_proxy_modes_tracing():
+            q = torch.tensor(rows)[:, None]
+            k = torch.arange(kv_length)[None, :]
+            zero = torch.zeros((), dtype=torch.long)
+            mask = torch.as_tensor(function(zero, zero, q, k)).expand(len(rows), kv_length)
+            for causal in (True, False):
+                if causal and q_length != kv_length:
+                    continue
+                band = (k <= q) if causal else torch.ones_like(mask)
+                if window:
+                    band = band & ((q - k < window) if causal else ((q - k).abs() < window))
+                if torch.equal(mask, band):
+                    return causal, window
+    except Exception:  # a mask function over traced tensors cannot be sampled: the dense mask stands
+        return None
+    return None
