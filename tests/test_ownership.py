@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ProgramError
+from megacompile.host.state import HostState
 from tests.models import Plain, batch_for
 
 
@@ -40,6 +41,29 @@ def test_a_refused_compile_leaves_model_and_optimizer_as_they_were(refused: dict
     options: dict[str, Any] = {"hbm_budget": "1GB", "optimizer": optimizer, "compute_dtype": torch.float32}
     with pytest.raises(megacompile.MegacompileError):
         megacompile.compile(model, **(options | refused), example_batch=batch_for("plain"))
+    train_plainly(model, optimizer)
+
+
+def test_ctrl_c_while_values_are_taken_over_leaves_them_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    before = copy.deepcopy(Plain().state_dict())
+    write, written = HostState.write_whole, []
+
+    def interrupted(self: HostState, *given: Any) -> None:
+        written.append(given)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        write(self, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostState, "write_whole", interrupted)
+        program, model, optimizer = owned(example_batch=None)
+        program.train_step(batch_for("plain"))
+    assert len(written) == 4
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    program.train_step(batch_for("plain"))  # takes over what is there
+    program.sync_to(model)
     train_plainly(model, optimizer)
 
 

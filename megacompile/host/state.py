@@ -87,22 +87,30 @@ class HostState:
         """Move each placed parameter's value here, one at a time, and leave NaN in its place.
 
         The model's storage is released parameter by parameter, so that no second copy of the model
-        ever exists on the host. ``weights`` gives the value of a parameter on the meta device.
+        ever exists on the host. ``weights`` gives the value of a parameter on the meta device. What does
+        not come to its end, by Ctrl-C too, is undone: the model then has its values again.
         """
-        for name, parameter in model.named_parameters():
-            value = parameter.data
-            if parameter.is_meta:
-                assert weights is not None
-                value = weights(name)
-            if name in homes:
-                self.write_whole(homes[name], value)
-                nothing = float("nan") if value.is_floating_point() or value.is_complex() else 0
-                value = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
-            elif parameter.is_meta:
-                value = value.clone()  # its file may change
-            set_value(parameter, value)
-            del value
-            trim_heap()
+        taken = []
+        try:
+            for name, parameter in model.named_parameters():
+                value = parameter.data
+                if parameter.is_meta:
+                    assert weights is not None
+                    value = weights(name)
+                if name in homes:
+                    self.write_whole(homes[name], value)
+                    taken.append((name, parameter))
+                    nothing = float("nan") if value.is_floating_point() or value.is_complex() else 0
+                    value = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
+                elif parameter.is_meta:
+                    value = value.clone()  # its file may change
+                set_value(parameter, value)
+                del value
+                trim_heap()
+        except BaseException:
+            for name, parameter in taken:
+                set_value(parameter, self.read_whole(homes[name]))
+            raise
 
     def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
         """Set a parameter that may be cut from a tensor of its whole shape."""
