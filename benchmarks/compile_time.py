@@ -27,6 +27,7 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
 
     from megacompile.capture.batch import read_batch
     from megacompile.compiler import Compiler
+    from megacompile.frontend import Frontend
     from megacompile.machine.rates import Machine
     from megacompile.plan.plan import Mode
 
@@ -38,9 +39,7 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).train()
     machine = Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
-    compiler = Compiler(
-        model, optimizer=None, compute_dtype=torch.bfloat16, budget_bytes=80 * 10**9, machine=machine
-    )
+    compiler = Compiler(Frontend(model, torch.bfloat16), 80 * 10**9, machine=machine)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     start = time.perf_counter()

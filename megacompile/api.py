@@ -16,6 +16,7 @@ from megacompile.arguments import check_model, check_settings, directories
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.frontend import Frontend
 from megacompile.host.formats import StateFormat, check_format
 from megacompile.host.optimizer import adopt, updates_like_adamw
 from megacompile.host.state import Weights
@@ -108,18 +109,23 @@ def compile(
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
     form = check_format(optimizer_state)
     folders = directories(offload_dir)
-    compiler = Compiler(
+    frontend = Frontend(
         model,
+        compute_dtype,
         optimizer=optimizer,
-        compute_dtype=compute_dtype,
-        budget_bytes=backend.plan_bytes(budget),
-        machine=backend.machine,
         loss_fn=loss_fn,
-        dump=Path(folder) if folder else None,
         kernels=kernels,
+        form=form,
+        gathers=not folders,
+        inductor=backend.device if inductor else None,
+    )
+    compiler = Compiler(
+        frontend,
+        backend.plan_bytes(budget),
+        machine=backend.machine,
+        dump=Path(folder) if folder else None,
         tiers=Tiers(form, host, bool(folders)),
         policy=chosen(policy, plan),
-        inductor=backend.device if inductor else None,
         device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
     )
     settings = Settings(

@@ -109,7 +109,7 @@ class Session:
         refuse_autocast()
         if not evaluate:
             self.check_model()
-        loss_fn = self.compiler.loss_fn
+        loss_fn = self.compiler.frontend.loss_fn
         settings = model_settings(self.model, evaluate=evaluate, loss_fn=loss_fn)  # once for all of them
         return [self._read(item, evaluate, settings) for item in items]
 
@@ -118,7 +118,7 @@ class Session:
         self._frozen.check()
 
     def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
-        own_loss = self.compiler.loss_fn is not None
+        own_loss = self.compiler.frontend.loss_fn is not None
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
         if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
             longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
@@ -131,7 +131,7 @@ class Session:
     def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:
         """The longer batch where its padding is hidden; where it is not, this model is not padded again."""
         if not self.compiler.knows(longer):
-            captured = self.compiler.captured(longer, evaluate=evaluate)
+            captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
             self._pads = hides_padding(self.model, captured, longer)
         return longer if self._pads else batch
 
@@ -181,7 +181,7 @@ class Session:
         )
         device = settings.open_device()  # what may be refused comes before the model is taken
         self.values.take_over(state, assembly.homes, self.finish)
-        self.compiler.layouts = assembly.groups
+        self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
@@ -195,7 +195,7 @@ class Session:
                 compiled.part,
                 compiled.templates,
                 compiled.assembly,
-                self.compiler.constants(compiled.captured),
+                self.compiler.frontend.constants(compiled.captured),
                 list(self.compiler.pieces),
                 self.runtime.device.torch_device,
             )

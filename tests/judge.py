@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile.compiler import Compiler, Front
+from megacompile.frontend import Front, Frontend
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
 from megacompile.host.bucket import slot_view
@@ -76,7 +76,7 @@ def judge(case: Case, dtype: torch.dtype) -> Verdict:
 class _Judge:
     def __init__(self, case: Case, dtype: torch.dtype, verdict: Verdict) -> None:
         self.case, self.dtype, self.verdict = case, dtype, verdict
-        self.before: Compiler | None = None
+        self.before: Frontend | None = None
 
     def run(self) -> None:
         self.eager = EagerRuns(self.case, self.dtype)
@@ -98,20 +98,20 @@ class _Judge:
             model, budget if isinstance(budget, str) else f"{budget}B", optimizer=habits.optimizer(model),
             max_grad_norm=habits.max_grad_norm, compute_dtype=self.dtype, **self.case.options, **options,
         )  # fmt: skip
-        self._share(program._session.compiler)
+        self._share(program._session.compiler.frontend)
         return program
 
-    def _share(self, compiler: Compiler) -> None:
+    def _share(self, frontend: Frontend) -> None:
         """What does not depend on the budget is compiled once for all programs; captured once of all."""
-        before, self.before = self.before, self.before or compiler
+        before, self.before = self.before, self.before or frontend
         if before is None:
             return
-        compiler._differentiated = before._differentiated
-        if compiler._kernels == before._kernels:
-            compiler._fronts, compiler._compiled = before._fronts, before._compiled
+        frontend._differentiated = before._differentiated
+        if frontend._kernels == before._kernels:
+            frontend._fronts, frontend._compiled = before._fronts, before._compiled
             return
         for key, front in before._fronts.items():
-            compiler._fronts[key] = Front(front.captured, *fuse(front.captured, compiler._kernels))
+            frontend._fronts[key] = Front(front.captured, *fuse(front.captured, frontend._kernels))
 
     def _least(self) -> int:
         micro = self.eager.given(self.eager.steps[0])

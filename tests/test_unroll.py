@@ -11,7 +11,7 @@ import torch
 from megacompile.capture.batch import read_batch
 from megacompile.cli.presets import Model, build
 from megacompile.cli.unroll import Repeated
-from megacompile.compiler import Compiler
+from megacompile.frontend import Frontend
 
 transformers = pytest.importorskip("transformers")
 _RUNGS = 3  # whole, and cut down to the layers
@@ -43,7 +43,7 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     model = small_model(kind)
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
-    whole = Compiler(model.module, optimizer=None, compute_dtype=torch.bfloat16, budget_bytes=1)
+    whole = Frontend(model.module, torch.bfloat16)
     monkeypatch.setattr("megacompile.tile.cuts.LEAST_PIECE", 2048)
     monkeypatch.setattr("megacompile.search.tile_choice.LEAST_PIECE", 2048)
     found_rungs = islice(Repeated(model, batch, torch.bfloat16).rungs(), _RUNGS)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.compiler import Compiled
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.options import DifferentiatedTemplate, Option
+from megacompile.frontend import Compiled
 from megacompile.host.arena import trim_heap
 from megacompile.machine.rates import Machine, copies_beside
 from megacompile.partition.blocks import Template

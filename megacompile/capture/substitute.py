@@ -241,11 +241,12 @@ def _transformers_attention(
 
 def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple[Tensor, Any]]:
     """The eager attention of the file that a model comes from."""
-    own: Callable[..., tuple[Tensor, Any]] | None
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
+    own: Callable[..., tuple[Tensor, Any]]
+    try:
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    except AttributeError:
         raise CaptureError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which ours "
             "does not take: report the model."
-        )
+        ) from None
     return own

@@ -24,8 +24,9 @@ from megacompile.cli.figures import (
 )
 from megacompile.cli.presets import Model
 from megacompile.cli.unroll import Repeated
-from megacompile.compiler import Compiled, Scheduled
+from megacompile.compiler import Scheduled
 from megacompile.errors import BudgetError
+from megacompile.frontend import Compiled
 from megacompile.machine.catalog import Dtype, MachineProfile
 from megacompile.machine.rates import Machine
 from megacompile.passes import lower

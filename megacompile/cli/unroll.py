@@ -1,7 +1,7 @@
 """Unroll: capture a model with few of its layers, then repeat their blocks to its whole depth.
 
 For planning only. In: a model by name on the meta device, a kind of batch. Out: a
-:class:`~megacompile.compiler.Compiled` of the whole model for each way of cutting its weights, whose
+:class:`~megacompile.frontend.Compiled` of the whole model for each way of cutting its weights, whose
 partition and assembly are those of a full capture (names, templates, bytes, dataflow), and whose graphs
 are those of the few layers. Where a model's layers are not of few kinds, or reach back further than one
 layer, the whole model is captured.
@@ -20,11 +20,10 @@ from torch import nn
 
 from megacompile.capture.batch import Batch
 from megacompile.cli.presets import Model, build
-from megacompile.compiler import Compiled, Compiler
+from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.assemble import assemble, cut_parameters
 from megacompile.search.residency import with_state
-from megacompile.search.tiers import Tiers
 from megacompile.tile.rewrite import Cuts
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
@@ -37,11 +36,12 @@ class Repeated:
         self, model: Model, batch: Batch, compute_dtype: torch.dtype, *, stored: bool = False
     ) -> None:
         self._model, self._batch = model, batch
-        self._whole = _compiler(model.module, compute_dtype, stored)
+        self._whole = Frontend(model.module, compute_dtype, gathers=not stored)
         self._layers = _layers(model)
         self._short = _shorten(model, self._layers) if self._layers is not None else None
-        short = self._short
-        self._few = self._whole if short is None else _compiler(short.module, compute_dtype, stored)
+        self._few = self._whole
+        if self._short is not None:
+            self._few = Frontend(self._short.module, compute_dtype, gathers=not stored)
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
 
     def rungs(self) -> Iterator[Compiled]:
@@ -74,12 +74,6 @@ class Repeated:
         parameters = cut_parameters(self._whole.parameters, cuts)
         assembly = with_state(assemble(part, compiled.templates, parameters, constants), "fp32")
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
-
-
-def _compiler(module: nn.Module, dtype: torch.dtype, stored: bool) -> Compiler:
-    """``stored``: state may go to NVMe."""
-    tiers = Tiers("fp32", 1, stored=True) if stored else None
-    return Compiler(module, optimizer=None, compute_dtype=dtype, budget_bytes=1, tiers=tiers)
 
 
 @dataclass(frozen=True)

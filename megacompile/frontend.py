@@ -1,0 +1,193 @@
+"""The stages before the plan: capture -> fuse -> tile -> partition -> differentiate.
+
+:class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
+the form of each parameter and the layout of the weight groups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.capture.batch import Batch
+from megacompile.capture.captured import Captured
+from megacompile.capture.forms import parameter_forms
+from megacompile.capture.graph import capture
+from megacompile.capture.loss import LossFn
+from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.fuse.placement import fuse, read_switches
+from megacompile.fuse.report import Fusions
+from megacompile.host.formats import StateFormat
+from megacompile.host.optimizer import param_group_of
+from megacompile.partition.blocks import Partition, Template, partition
+from megacompile.plan.assemble import Assembly, GroupLayout, Parameter, assemble, cut_parameters
+from megacompile.search.residency import with_state
+from megacompile.search.tile_choice import ladder
+from megacompile.tile.cuts import families, tables
+from megacompile.tile.rewrite import Cuts, Tiled, tile
+
+_TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
+
+
+@dataclass(frozen=True)
+class Front:
+    """One kind of batch, through the stages before weights are cut."""
+
+    captured: Captured
+    fused: Captured
+    fusions: Fusions
+
+
+@dataclass(frozen=True)
+class Compiled(Front):
+    """One kind of batch, through all stages that do not depend on the plan."""
+
+    tiled: Tiled
+    part: Partition
+    templates: tuple[DifferentiatedTemplate, ...]
+    assembly: Assembly
+
+
+class Frontend:
+    """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
+
+    ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
+    where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: LossFn | None = None,
+        kernels: Mapping[str, bool] | bool | None = None,
+        form: StateFormat = "fp32",
+        gathers: bool = True,
+        inductor: torch.device | None = None,
+    ) -> None:
+        self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
+        self.parameters = _describe(model, optimizer, compute_dtype)
+        self.layouts: tuple[GroupLayout, ...] = ()
+        self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
+        # what no optimizer holds is not updated, so it needs no gradient
+        held = {n for n, p in self.parameters.items() if optimizer is None or p.param_group >= 0}
+        self._trained = held & {n for n, p in model.named_parameters() if p.requires_grad}
+        self._kernels = read_switches(kernels)
+        self._form: StateFormat = form
+        self._gathers = gathers
+        self._inductor = inductor
+        self._fronts: dict[tuple[Any, ...], Front] = {}
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
+
+    def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
+        """The graph of one kind of batch; the stages after it use the same."""
+        return self._front(batch, evaluate).captured
+
+    def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
+        """Tables of which the host may gather the rows that this batch looks up."""
+        return tables(self._front(batch, evaluate).fused) if self._gathers else {}
+
+    def ladder(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
+        """Ways of cutting the weights: nothing cut, then ever smaller pieces."""
+        whole = self.tables(batch, evaluate=evaluate)
+        return ladder(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
+
+    def rungs(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
+        """One kind of batch cut in each of these ways; each made when asked for."""
+        for cuts in self.ladder(batch, evaluate=evaluate):
+            yield self.build(batch, cuts, evaluate=evaluate)
+
+    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Compiled:
+        """One kind of batch with its weights cut in this way.
+
+        Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
+        """
+        key = (batch.key, tuple(cuts.items()))
+        with _TRACING:
+            if key not in self._compiled:
+                self._compiled[key] = self._build(self._front(batch, evaluate), cuts)
+            return self._compiled[key]
+
+    def constants(self, captured: Captured) -> dict[str, Tensor]:
+        """Buffers and constants that the graph reads, by the names its blocks use."""
+        buffers = dict(self.model.named_buffers())
+        named = {name: buffers[name] for name in captured.buffers.values()}
+        return named | captured.constants
+
+    def _front(self, batch: Batch, evaluate: bool) -> Front:
+        """The stages before anything is cut."""
+        with _TRACING:
+            if batch.key not in self._fronts:
+                captured = capture(
+                    self.model,
+                    batch.args,
+                    batch.kwargs,
+                    forms=self._forms,
+                    trained=self._trained,
+                    loss_fn=self.loss_fn,
+                    evaluate=evaluate,
+                )
+                self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
+            return self._fronts[batch.key]
+
+    def _build(self, front: Front, cuts: Cuts) -> Compiled:
+        try:
+            tiled = tile(front.fused, cuts, gather=self._gathers)
+            part = partition(tiled.captured)
+            templates = tuple(self._differentiate(t, front.fused.fake_mode) for t in part.templates)
+        except MegacompileError:
+            raise
+        except RuntimeError as error:  # what an operator says about its arguments
+            reason = str(error).strip().splitlines()[0]
+            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
+        constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
+        parameters = cut_parameters(self.parameters, cuts)
+        assembly = assemble(part, templates, parameters, constants, self.layouts)
+        assembly = with_state(assembly, self._form)
+        _check_places(assembly, part)
+        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)
+
+    def _differentiate(self, template: Template, mode: FakeTensorMode) -> DifferentiatedTemplate:
+        """Templates of the same name and computation, in programs cut differently, are made once."""
+        key = (template.digest, template.name)
+        if key not in self._differentiated:
+            self._differentiated[key] = differentiate(template, mode, self._inductor)
+        return replace(self._differentiated[key], index=template.index)
+
+
+def _check_places(assembly: Assembly, part: Partition) -> None:
+    looked_up = {p for rows in part.rows.values() for p in rows.pieces}
+    unknown = looked_up.union(*(b.weights for b in part.blocks)) - set(assembly.places)
+    if unknown:
+        raise MegacompileError(
+            f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "
+            "give compile an example_batch that uses every parameter."
+        )
+    given = {group for block in assembly.work.blocks for group, _ in block.grad_groups}
+    untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
+    if untrained:
+        raise MegacompileError(
+            f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the "
+            "first one had no gradient: give compile an example_batch that trains every parameter."
+        )
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, compute_dtype: torch.dtype
+) -> Mapping[str, Parameter]:
+    owners = param_group_of(optimizer) if optimizer is not None else {}
+    forms = parameter_forms(model, compute_dtype)
+    return {
+        name: Parameter(name, tuple(p.shape), forms[name][1], forms[name][0], owners.get(id(p), -1))
+        for name, p in model.named_parameters()
+    }
