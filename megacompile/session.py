@@ -21,7 +21,7 @@ from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.padding import bucketed, hides_padding, pad_batch
 from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import CaptureError, MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import Weights
@@ -131,8 +131,11 @@ class Session:
     def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:
         """The longer batch where its padding is hidden; where it is not, this model is not padded again."""
         if not self.compiler.knows(longer):
-            captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
-            self._pads = hides_padding(self.model, captured, longer)
+            try:
+                captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
+                self._pads = hides_padding(self.model, captured, longer)
+            except CaptureError:  # not of this length
+                self._pads = False
         return longer if self._pads else batch
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:

@@ -78,6 +78,61 @@ def test_packed_rows_are_not_padded() -> None:
     program.close()
 
 
+def llama_with(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """A Llama whose forward adds a loss of the test's own."""
+    from transformers import LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Any = None) -> dict[str, Tensor]:
+            out = super().forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+            return {"loss": out.loss + loss(out.logits, labels)}
+
+    return Llama(llama().config).train()
+
+
+def train_varied(model: nn.Module, batches: list[dict[str, Any]]) -> None:
+    """Losses of batches of several lengths, beside eager ones."""
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    for batch in batches:
+        expected = eager(**batch)
+        assert float(program.train_step(batch).loss) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    program.close()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: (logits.view(-1, logits.shape[-1]).logsumexp(-1) ** 2).mean(),
+        lambda logits, labels: (logits[:, :-1].logsumexp(-1) ** 2).mean(),
+        lambda logits, labels: logits[:, :-1].gather(-1, labels[:, 1:, None]).sum() / labels.shape[1],
+    ],
+)
+def test_losses_of_the_user_s_own_do_not_see_padding(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    ids = [torch.randint(5, 64, (2, length)) for length in (16, 19)]
+    train_varied(llama_with(loss), [{"input_ids": i, "labels": i} for i in ids])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda ids: {"shift_labels": ids.roll(-1, 1)},
+        lambda ids: {
+            "position_ids": torch.arange(ids.shape[1])[None],
+            "attention_mask": torch.ones_like(ids),
+        },
+        lambda ids: {"logits_to_keep": ids.shape[1]},
+        lambda ids: {"attention_mask": torch.ones(2, 1, *ids.shape[1:] * 2, dtype=torch.bool).tril()},
+    ],
+)
+def test_entries_of_the_batch_that_padding_does_not_know(more: Callable[[Tensor], dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    ids = [torch.randint(5, 64, (2, length)) for length in (16, 19)]
+    train_varied(llama(), [{"input_ids": i, "labels": i, **more(i)} for i in ids])
+
+
 class Own(nn.Module):
     """A causal model in the manner of transformers whose positions a function of the test's own mixes."""
 

@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 from megacompile.capture.batch import Batch, is_transformers
 from megacompile.capture.captured import Captured
 
-_PADDING = {"labels": -100, "attention_mask": 0}
+_PADDING = {"labels": -100, "shift_labels": -100, "attention_mask": 0}
+_TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
+_LIBRARIES = {"torch", "transformers", "peft"}
 _MIXING = ("_fft_", "conv", "im2col", "pool", "flip", "roll", "einsum")  # positions, whatever a mask says
 _PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}  # over the left one's last dimension
 _WHOLE = {"sum", "mean", "max", "min", "prod", "std", "var", "norm", "linalg_vector_norm"}  # of all elements
@@ -42,12 +44,34 @@ def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) 
         return None
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return None  # one that lands in ``**kwargs`` may be dropped
-    if labels.shape != ids.shape or ids.dim() != 2:
+    if labels.shape != ids.shape or ids.dim() != 2 or not _made_of_tokens(batch):
         return None
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
         return None  # possibly packed, which a mask would hide from transformers
+    if not all(_is_a_library_s(module) for module in model.modules()):
+        return None  # a loss of the user's own may count all positions, in ways that a graph does not show
     length = bucket_length(ids.shape[1], longest=longest)
     return pad_batch(item, length) if length > ids.shape[1] else None
+
+
+def _made_of_tokens(batch: Batch) -> bool:
+    """Whether nothing in the batch but what has an entry for each token depends on the length."""
+    ids = batch.kwargs["input_ids"]
+    for name, value in batch.kwargs.items():
+        tokens = isinstance(value, Tensor) and value.shape == ids.shape
+        if name in _TOKENS and tokens and not (name.endswith("labels") and value.is_floating_point()):
+            continue
+        if ids.shape[1] in (value.shape if isinstance(value, Tensor) else (value,)):
+            return False
+    return not batch.args
+
+
+def _is_a_library_s(module: nn.Module) -> bool:
+    """Whether a module computes, and a model its loss, by functions of transformers, PEFT or torch alone."""
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    loss = getattr(module, "_loss_function", None)
+    made = {owner.__module__.split(".")[0], getattr(loss, "__module__", "torch").split(".")[0]}
+    return made <= _LIBRARIES and "forward" not in vars(module)
 
 
 def bucket_length(length: int, *, longest: int | None = None) -> int:
@@ -67,8 +91,7 @@ def pad_batch(batch: Any, length: int, pad_token: int = 0) -> Any:
     padded.setdefault("attention_mask", torch.ones_like(ids))
     for name, value in padded.items():
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape == ids.shape:
-            fill = _PADDING.get(name, pad_token)
-            padded[name] = nn.functional.pad(value, (0, short), value=fill)
+            padded[name] = nn.functional.pad(value, (0, short), value=_PADDING.get(name, pad_token))
     return padded
 
 
