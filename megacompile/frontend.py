@@ -150,11 +150,12 @@ class Frontend:
         except RuntimeError as error:  # what an operator says about its arguments
             reason = str(error).strip().splitlines()[0]
             raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
+        _check_uses(part, self.layouts)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
         parameters = cut_parameters(self.parameters, cuts)
         assembly = assemble(part, templates, parameters, constants, self.layouts)
         assembly = with_state(assembly, self._form)
-        _check_places(assembly, part)
+        _check_trains(assembly)
         return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)
 
     def _differentiate(self, template: Template, mode: FakeTensorMode) -> DifferentiatedTemplate:
@@ -165,14 +166,20 @@ class Frontend:
         return replace(self._differentiated[key], index=template.index)
 
 
-def _check_places(assembly: Assembly, part: Partition) -> None:
+def _check_uses(part: Partition, layouts: tuple[GroupLayout, ...]) -> None:
+    """Refuse a parameter that has no place in groups that are laid out already."""
     looked_up = {p for rows in part.rows.values() for p in rows.pieces}
-    unknown = looked_up.union(*(b.weights for b in part.blocks)) - set(assembly.places)
-    if unknown:
+    placed = {slot.parameter.name for layout in layouts for slot in layout.slots}
+    unknown = looked_up.union(*(b.weights for b in part.blocks)) - placed
+    if layouts and unknown:
         raise MegacompileError(
-            f"This batch uses the parameter {sorted(unknown)[0]}, which the first one did not: "
+            f"This batch uses the parameter {min(unknown)}, which the first one did not: "
             "give compile an example_batch that uses every parameter."
         )
+
+
+def _check_trains(assembly: Assembly) -> None:
+    """Refuse a gradient for a parameter that was laid out without optimizer state."""
     given = {group for block in assembly.work.blocks for group, _ in block.grad_groups}
     untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
     if untrained:

@@ -24,7 +24,8 @@ from tests.models import Plain, batch_for, build
 def compile_plain(model: nn.Module | None = None, budget: Any = "1GB", **options: Any) -> megacompile.Program:
     model = model if model is not None else Plain()
     options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return megacompile.compile(model, budget, compute_dtype=torch.float32, **options)
+    options.setdefault("compute_dtype", torch.float32)
+    return megacompile.compile(model, budget, **options)
 
 
 @pytest.mark.parametrize(
@@ -364,10 +365,29 @@ def test_a_mistake_in_the_users_own_code_is_told_as_it_is() -> None:
         compile_plain(nn.Linear(4, 4), loss_fn=lambda out: out.mean(), example_batch=torch.randn(2, 4))
 
 
-def test_frozen_batch_norm_is_fine() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_batch_norm_is_fine(dtype: torch.dtype) -> None:
     module = WithBatchNorm().eval()
-    program = compile_plain(module)
-    assert math.isfinite(program.train_step(batch_for("plain")).loss)
+    expected = float(copy.deepcopy(module)(**batch_for("plain")))
+    program = compile_plain(module, compute_dtype=dtype)
+    batch = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch_for("plain").items()}
+    assert float(program.train_step(batch).loss) == pytest.approx(expected, rel=2e-2)
+    program.close()
+
+
+def test_a_parameter_that_only_a_later_batch_uses_is_named() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, first: bool) -> Tensor:
+            return (self.a if first else self.b)(x).square().mean()  # type: ignore[no-any-return]
+
+    program = compile_plain(Either())
+    program.train_step({"x": torch.ones(2, 4), "first": True})
+    with pytest.raises(megacompile.MegacompileError, match=r"uses the parameter b\.bias"), pytest.warns():
+        program.train_step({"x": torch.ones(2, 4), "first": False})
     program.close()
 
 

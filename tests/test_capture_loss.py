@@ -119,6 +119,10 @@ def test_pairs_of_a_data_loader_train() -> None:
             r"loss_fn returned a tensor of shape \(6,\)",
         ),
         (Predicts, lambda out, batch: 1.0, (X, Y), "loss_fn returned a float"),
+        (Predicts, lambda out, batch: out.argmax(), (X, Y), r"loss is torch\.int64"),
+        (Predicts, lambda out, batch: torch.fft.fft(out).sum(), (X, Y), r"loss is torch\.complex64"),
+        (Predicts, lambda out, batch: out.detach().mean(), (X, Y), "no gradient for any parameter"),
+        (Predicts, lambda out, batch: out.argmax(-1).float().mean(), (X, Y), "no gradient for any parameter"),
         (Predicts, lambda out, batch: out.mean(), {"y": Y}, "needs x"),
     ],
 )

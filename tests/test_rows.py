@@ -19,6 +19,7 @@ from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.compiler import Compiler
 from megacompile.errors import ProgramError
+from megacompile.frontend import Frontend
 from megacompile.host.rows import add_rows, gather_rows
 from megacompile.runtime import step_run
 from megacompile.runtime.backends import Backend, open_backend
@@ -177,7 +178,7 @@ def test_gathered_rows_train_as_a_streamed_table(
     budget = "7MB"  # enough for the whole table, not for its state
     losses, state, gathers = trained(copy.deepcopy(model), budget, HABITS[2], steps(2), **options)
     assert gathers
-    monkeypatch.setattr("megacompile.frontend.tables", lambda captured: {})
+    monkeypatch.setattr("megacompile.api.Frontend", lambda *a, **k: Frontend(*a, **k | {"gathers": False}))
     plain, expected, gathers = trained(model, budget, HABITS[2], steps(2), **options)
     assert not gathers
     assert losses == plain

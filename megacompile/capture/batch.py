@@ -92,12 +92,13 @@ def read_batch(
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """What a program depends on: of a tensor its shape and dtype, of a constant that it is this one.
+    """What a program depends on: of a tensor its shape, dtype and order in memory, of a constant that it is
+    this one.
 
     1, 1.0 and True are equal, and 0.0 and -0.0, but models compute different things with them.
     """
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
+        return tuple(leaf.shape), leaf.dtype, None if leaf.is_contiguous() else leaf.stride()
     return type(leaf), repr(leaf)
 
 
@@ -121,7 +122,14 @@ def _checked(leaf: Any) -> Any:
             f"The batch holds a tensor of shape {tuple(leaf.shape)} that requires a gradient, which a "
             "program does not compute: detach it, or make it a parameter of the model."
         )
-    return leaf if leaf.device.type == "cpu" else leaf.cpu()
+    return _dense(leaf if leaf.device.type == "cpu" else leaf.cpu())
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    """The tensor, or a copy without gaps of rows that were cut from longer ones or are one row repeated."""
+    if leaf.is_contiguous() or leaf.stride() == torch.empty_like(leaf, device="meta").stride():
+        return leaf
+    return leaf.contiguous()
 
 
 def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, Form]:
-    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so.
+    """The form of each parameter: ``compute_dtype``, or fp32 where the model keeps it so; beside running
+    statistics, as these are, since torch takes no others there.
 
     transformers models name such modules in ``_keep_in_fp32_modules_strict``. Those that they name in
     ``_keep_in_fp32_modules`` are kept from fp16 alone; some forwards fail where they are fp32 beside bf16.
@@ -27,11 +28,15 @@ def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, F
     for module in model.modules():
         kept |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in sorted(kept)) or r"$^")
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    beside = {
+        id(p): m.running_mean.dtype for m in norms if m.running_mean is not None for p in m.parameters()
+    }
     forms: dict[str, Form] = {}
     for name, parameter in model.named_parameters():
         dtype = parameter.dtype
         if parameter.is_floating_point():
-            dtype = torch.float32 if pattern.search(name) else compute_dtype
+            dtype = torch.float32 if pattern.search(name) else beside.get(id(parameter), compute_dtype)
         forms[name] = (dtype, _dense_strides(parameter))
     return forms
 

@@ -13,11 +13,14 @@ import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
@@ -28,6 +31,7 @@ from megacompile.capture.clean import clean, handed_through
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
+from megacompile.capture.patching import in_this_thread
 from megacompile.capture.refusals import (
     no_own_gradients,
     refuse_mixed_products,
@@ -53,7 +57,7 @@ class _Loss(nn.Module):
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with no_own_gradients(), self.effects.noted(self.model):
+        with no_own_gradients(), _no_checkpoints(), self.effects.noted(self.model):
             taken, named, rest = (args, kwargs, ())
             if self._loss_fn is not None:
                 taken, named, rest = divide(self.model, args, kwargs)
@@ -80,7 +84,7 @@ def capture(
     traces in eval mode and without gradients instead.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
-    numbers that are not ours, or returns no scalar loss.
+    numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if trained is None:
@@ -100,6 +104,11 @@ def capture(
         effects.apply(copied)
         again = _trace(loss, inputs, model)
         refuse_other_forward(captured.graph, again.graph, changed, min(effects.changed, default=""))
+    if trained and not evaluate and not captured.trainable:
+        raise CaptureError(
+            f"The loss of {type(model).__name__} has no gradient for any parameter that the optimizer "
+            "trains: look for a detach, a no_grad or an argmax on the way to it."
+        )
     return captured
 
 
@@ -135,6 +144,19 @@ def _no_cache(model: nn.Module) -> None:
         for part in (config, getattr(config, "text_config", None)):
             if part is not None and getattr(part, "use_cache", False):
                 part.use_cache = False
+
+
+def _no_checkpoints() -> AbstractContextManager[object]:
+    """Run what checkpoints inside the model hold as it is: the plan decides what is recomputed, and export
+    mistakes how nested ones save their inputs for the end of a ``no_grad`` region.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+
+    def plain(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    ours = in_this_thread(plain, getattr(torch.utils.checkpoint, name))
+    return mock.patch.object(torch.utils.checkpoint, name, ours)
 
 
 def _keep_gradient_barriers(root: fx.GraphModule) -> None:

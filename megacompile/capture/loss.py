@@ -55,7 +55,7 @@ def apply_loss(
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise CaptureError(f"loss_fn returned {_kind(loss)}: it must return one number, as a tensor.")
-    return loss.reshape(())
+    return _real(loss)
 
 
 def find_loss(outputs: Any) -> Tensor:
@@ -71,6 +71,14 @@ def find_loss(outputs: Any) -> Tensor:
         raise CaptureError(
             f"The forward returned no scalar loss ({_kind(loss)}): pass labels in the batch, or "
             "loss_fn=lambda outputs, batch: ... to megacompile.compile."
+        )
+    return _real(loss)
+
+
+def _real(loss: Tensor) -> Tensor:
+    if not loss.is_floating_point():
+        raise CaptureError(
+            f"The loss is {loss.dtype}, which has no gradient: return a floating-point number."
         )
     return loss.reshape(())
 

@@ -61,6 +61,7 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
                     (F, "dropout", _dropout),
                     (torch, "dropout", _dropout),
                     (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
+                    (nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
                     (torch._VF, "lstm", recurrent.lstm),
                     (torch._VF, "gru", recurrent.gru),
                     (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
@@ -107,6 +108,11 @@ def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterat
     finally:
         for config, before in configs.values():
             config._attn_implementation_internal = before
+
+
+def _said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """torch would compare the mask's values with a causal one's; used as it is, it is right in every case."""
+    return is_causal is True
 
 
 def _not_packed(position_ids: Tensor) -> None:

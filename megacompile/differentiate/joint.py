@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.capture.views import storage_nbytes
-from megacompile.differentiate.meter import OVERSIZED
+from megacompile.differentiate.meter import is_oversized
 from megacompile.errors import CaptureError
 from megacompile.partition.blocks import Template
 
@@ -52,7 +52,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
     for node in list(traced.graph.nodes):
-        if node.target in OVERSIZED:
+        if is_oversized(node):
             _copy_after(traced.graph, node, mode)
     return traced.graph
 

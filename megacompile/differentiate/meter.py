@@ -7,13 +7,14 @@ and is not seen.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -31,6 +32,14 @@ OVERSIZED = frozenset(
     )
 )
 """Operators whose result stands in memory of their first argument's size, which fake tensors do not show."""
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+
+
+def is_oversized(node: fx.Node) -> bool:
+    """Whether a result stands in more memory than its fake tensor shows."""
+    if node.target is operator.getitem and node.args[1] == 1:
+        return isinstance(node.args[0], fx.Node) and node.args[0].target in _BAGS
+    return node.target in OVERSIZED
 
 
 _SEEN: dict[Any, tuple[int, list[int]]] = {}
@@ -79,8 +88,9 @@ class StorageMeter(TorchDispatchMode):
         if isinstance(out, Tensor):
             self.track(out, args[0].untyped_storage().nbytes() if func in OVERSIZED else 0)
         else:
-            for item in _tensors(out):
-                self.track(item)
+            for i, item in enumerate(_tensors(out)):
+                bags = i == 1 and func in _BAGS  # one entry more than there are indices, whatever it shows
+                self.track(item, args[1].nbytes + args[1].itemsize if bags else 0)
         return out
 
     def _inside(
