@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import operator
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.captured import Captured, given_gradients, strip
@@ -56,6 +58,12 @@ class _Loss(nn.Module):
         self.effects = effects
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        try:
+            return self._loss(rng, args, kwargs)
+        except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
+            raise CaptureError(_explain(error, self.model)) from error
+
+    def _loss(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
         with no_own_gradients(), _no_checkpoints(), self.effects.noted(self.model):
             taken, named, rest = (args, kwargs, ())
@@ -114,7 +122,7 @@ def capture(
 
 def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             exported = torch.export.export(loss, inputs, strict=False)
@@ -136,6 +144,17 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
 def _fake_leaf(leaf: Tensor) -> Tensor:
     """A fake tensor of its own for each leaf: one object passed twice would become one input."""
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """What torch logs of a failure says less than the error that is raised for it."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _no_cache(model: nn.Module) -> None:
@@ -250,10 +269,14 @@ def _explain(error: Exception, model: nn.Module) -> str:
     if frames:
         frame = frames[-1]
         where = f" at {Path(frame.filename).name}:{frame.lineno} ({frame.line})"
+    hint = "its control flow and shapes must not depend on the values of tensors"
+    if isinstance(error, GuardOnDataDependentSymNode):
+        if "layerdrop" in where:
+            hint = "layers that are dropped at random are not supported: set layerdrop to 0"
+        return f"The forward of {type(model).__name__} cannot be captured{where}: {hint}."
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
         return f"The forward of {type(model).__name__} fails{where}: {type(error).__name__}: {first_line}."
-    hint = "its control flow and shapes must not depend on the values of tensors"
     if "should be the same" in first_line or "dtype" in first_line:
         hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
     return f"The forward of {type(model).__name__} cannot be captured{where}: {first_line}; {hint}."
