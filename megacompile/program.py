@@ -74,7 +74,10 @@ class Program:
 
     @alone
     def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
-        """Add the gradient of ``weight`` times the batch's loss to those that wait on the host."""
+        """Add the gradient of ``weight`` times the batch's loss to those that wait on the host.
+
+        Parameters have no ``.grad``: ``max_grad_norm`` clips, when :meth:`optimizer_step` applies them.
+        """
         self._ready()
         micro = self._session.micro_batches(batch)
         weights = [weight] * len(micro)

@@ -121,6 +121,22 @@ def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
     program.close()
 
 
+def test_gradients_are_not_looked_for_where_they_are_not() -> None:
+    program, model, optimizer = owned()
+    program.forward_backward(batch_for("plain"))
+    with pytest.raises(ProgramError, match="max_grad_norm"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ProgramError, match="max_grad_norm"):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(ProgramError, match="forward_backward"):
+        next(model.parameters()).grad = torch.zeros(16, 16)
+    optimizer.zero_grad()
+    model.zero_grad()
+    program.optimizer_step()
+    program.sync_to(model)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
 def test_an_owned_model_is_not_saved_without_its_values(tmp_path: Path) -> None:
     program, model, optimizer = owned()
     for thing in (model, model.last, list(model.parameters()), optimizer):

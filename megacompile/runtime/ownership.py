@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
 
 _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
+
+
+class _Owned(nn.Parameter):
+    """A parameter whose gradients a program keeps: reading ``.grad`` would find none, and go on."""
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        if sys._getframe(1).f_code.co_name == "zero_grad":  # a module's or an optimizer's: nothing to do
+            return
+        raise ProgramError(
+            "This parameter belongs to a megacompile program, which keeps its gradients: give "
+            "megacompile.compile max_grad_norm to clip them, and read grad_norm of what a step returns."
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ProgramError(
+                "This parameter belongs to a megacompile program: its gradients come from "
+                "program.forward_backward and train_step alone."
+            )
 
 
 def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[str], nn.Parameter]) -> None:
@@ -39,6 +61,8 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[s
         optimizer.register_load_state_dict_pre_hook(_refuse_moments),
     ]
     for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = _Owned
         parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
     refuse_groups = types.MethodType(_refuse_groups, optimizer)
@@ -52,6 +76,8 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _EMPTY.difference_update(model.modules())
     vars(optimizer).pop("add_param_group", None)
     for parameter in model.parameters():
+        if isinstance(parameter, _Owned):
+            parameter.__class__ = nn.Parameter
         vars(parameter).pop("__reduce_ex__", None)
         vars(parameter).pop("__deepcopy__", None)
 
