@@ -3,8 +3,8 @@
     python -m benchmarks.fuzz_models --minutes 60
     python -m benchmarks.fuzz_models --seed 1234 --trials 1     # the one that was drawn from seed 1234
 
-Trial i is drawn from seed + i alone and printed on a line of its own. Results are kept in
-``build/fuzz``; ``docs/models.md`` counts them.
+Trial i is drawn from seed + i alone and printed on a line of its own. Results are kept in ``build/fuzz``;
+``--page`` writes those that are there to ``docs/fuzz.md``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.children import BAD, Result, judged
+from benchmarks.report import cell
 
-RESULTS = Path(__file__).parent.parent / "build" / "fuzz"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "build" / "fuzz"
+PAGE = ROOT / "docs" / "fuzz.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, help="how many; otherwise as many as there is time for")
+    parser.add_argument("--page", action="store_true", help="write the page from the results there are")
     options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(page([json.loads(path.read_text()) for path in RESULTS.glob("*.json")]))
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+        return 0
     RESULTS.mkdir(parents=True, exist_ok=True)
     end, results, seed = time.monotonic() + 60 * options.minutes, [], options.seed
     while len(results) < options.trials if options.trials else time.monotonic() < end:
@@ -68,6 +76,27 @@ def _judge(seed: int) -> Result:
         for module in (cuts, tile_choice):
             module.LEAST_PIECE = trial.piece_bytes
     return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
+
+
+_INTRODUCTION = """# Random configurations
+
+Drawn and tried by `python -m benchmarks.fuzz_models`: a type of model that transformers has, a small random
+configuration of it, random batches (lengths, masks, packing, several per step) and ways to train (param
+groups, clipping, accumulation, frozen parts, LoRA, evaluation in between, weights in pieces), each in one dtype at three
+budgets, judged beside eager PyTorch as on [the page of architectures](models.md).
+`python -m benchmarks.fuzz_models --seed SEED --trials 1` repeats a row.
+"""
+
+
+def page(results: list[Result]) -> str:
+    """All trials in Markdown."""
+    results = sorted(results, key=lambda r: r["seed"])
+    counts = Counter(r["status"] for r in results).most_common()
+    tally = f"{len(results)} trials: " + ", ".join(f"{n} {status}" for status, n in counts) + "."
+    rows = [f"| {r['seed']} | {r['name']} | {r['status']} | {cell(r['reason'], 160)} |" for r in results]
+    return "\n".join(
+        [_INTRODUCTION, tally, "", "| seed | model | verdict | why |", "|--:|---|---|---|", *rows, ""]
+    )
 
 
 def summary(results: list[Result]) -> str:

@@ -4,7 +4,7 @@
     python -m benchmarks.models --only llama --dtype float32
     python -m benchmarks.models --again                # forget earlier results
 
-Random configurations of them are what ``python -m benchmarks.fuzz_models`` tries.
+Random configurations of them are what ``python -m benchmarks.fuzz_models`` tries (``docs/fuzz.md``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.children import BAD, Result, judged
+from benchmarks.report import cell
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "build" / "models"
-FUZZ = ROOT / "build" / "fuzz"
 PAGE = ROOT / "docs" / "models.md"
 DTYPES = ("float32", "bfloat16")
 
@@ -102,6 +102,7 @@ chosen by rounded scores: where that draw does not suffice (marked ~), six runs 
 otherwise say it too, by their largest error, or their mean and four standard deviations. *Peak* says
 whether measured bytes equal predicted ones at all budgets. *Kernels* counts what `kernels=True` places.
 Results are kept from run to run, and so may be older than the code: `--again` makes all of them anew.
+[Random configurations](fuzz.md) of these models are tried apart.
 """
 
 
@@ -122,7 +123,6 @@ def page(results: list[Result]) -> str:
         _INTRODUCTION.format(version=transformers.__version__),
         *summary,
         "",
-        fuzzed(),
         "## What trains",
         "",
     ]
@@ -145,20 +145,8 @@ def page(results: list[Result]) -> str:
         rows = [r for r in rest if r["status"] == status]
         if rows:
             parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|"]
-            parts += [f"| {r['name']} | {r['dtype']} | {_cell(r['reason'])} |" for r in rows]
+            parts += [f"| {r['name']} | {r['dtype']} | {cell(r['reason'], 400)} |" for r in rows]
     return "\n".join(parts) + "\n"
-
-
-def fuzzed() -> str:
-    """What the random trials in ``build/fuzz`` came to, in a sentence."""
-    statuses = Counter(json.loads(p.read_text())["status"] for p in FUZZ.glob("*.json"))
-    if not statuses:
-        return ""
-    shares = ", ".join(f"{n} {status}" for status, n in statuses.most_common())
-    return (
-        f"Of random configurations, batches and training habits, `python -m benchmarks.fuzz_models` tried "
-        f"{statuses.total()}: {shares}.\n"
-    )
 
 
 def _row(result: Result) -> str:
@@ -176,10 +164,6 @@ def _row(result: Result) -> str:
 
 def _distance(value: float | None) -> str:
     return "–" if value is None else "bitwise" if value == 0 else f"{value:.0e}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:400]
 
 
 if __name__ == "__main__":

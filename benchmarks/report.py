@@ -1,4 +1,4 @@
-"""What every benchmark prints besides its figures: the machine and the versions."""
+"""What benchmarks print besides their figures: the machine and the versions, cells of tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
+
+
+def cell(text: str, characters: int) -> str:
+    """A text as a cell of a Markdown table, cut to so many characters."""
+    line = text.replace("|", "\\|").replace("\n", " ")
+    return line if len(line) <= characters else line[: characters - 2] + " …"
 
 
 def machine_line() -> str:
