@@ -82,8 +82,8 @@ _INTRODUCTION = """# Random configurations
 
 Drawn and tried by `python -m benchmarks.fuzz_models`: a type of model that transformers has, a small random
 configuration of it, random batches (lengths, masks, packing, several per step) and ways to train (param
-groups, clipping, accumulation, frozen parts, LoRA, evaluation in between, weights in pieces), each in one dtype at three
-budgets, judged beside eager PyTorch as on [the page of architectures](models.md).
+groups, clipping, accumulation, frozen parts, LoRA, evaluation in between, weights in pieces), each in one
+dtype at three budgets, judged beside eager PyTorch as on [the page of architectures](models.md).
 `python -m benchmarks.fuzz_models --seed SEED --trials 1` repeats a row.
 """
 
