@@ -78,6 +78,10 @@ class Candidates:
     def spent(self) -> bool:
         return self.lowered >= _LIMIT or self.evaluations >= _EVALUATIONS
 
+    def restart(self) -> None:
+        """A new start, far from those before, has all evaluations for itself."""
+        self.lowered = self.evaluations = 0
+
     def measure(self, plan: Plan) -> Measured:
         """The plan over its best placement and the step before its waits."""
         self.evaluations += 1

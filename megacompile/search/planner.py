@@ -158,7 +158,7 @@ def _run(found: Candidates, also: Sequence[Plan]) -> None:
     before = found.best
     all_resident(found)  # far from where counts lead; last, so that it costs no other start its evaluations
     if found.best is not before:
-        found.lowered = found.evaluations = 0  # from elsewhere, all over again
+        found.restart()
         _improve(found)
 
 
