@@ -31,9 +31,9 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
         warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
         optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise MegacompileError(
-            f"{type(optimizer).__name__} cannot run on the host: use torch.optim.AdamW or Adam."
-        )
+        inner = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Adam)
+        way_out = "give the optimizer that it wraps" if inner else "use torch.optim.AdamW or Adam"
+        raise MegacompileError(f"{type(optimizer).__name__} cannot run on the host: {way_out}.")
     _check_class(type(optimizer))
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
