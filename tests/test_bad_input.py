@@ -181,11 +181,11 @@ def test_no_trainable_parameter() -> None:
 
 def test_foreign_or_unknown_optimizer() -> None:
     model = Plain()
-    with pytest.raises(megacompile.MegacompileError, match="SGD .* use torch"):
+    with pytest.raises(megacompile.MegacompileError, match=r"SGD .* use torch"):
         compile_plain(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     wrapping = torch.optim.SGD(model.parameters())
     wrapping.optimizer = torch.optim.AdamW(model.parameters())  # type: ignore[attr-defined]  # as accelerate's
-    with pytest.raises(megacompile.MegacompileError, match="SGD .* that it wraps"):
+    with pytest.raises(megacompile.MegacompileError, match=r"SGD .* that it wraps"):
         compile_plain(model, optimizer=wrapping)
     with pytest.raises(megacompile.MegacompileError, match="not the model's"):
         compile_plain(model, optimizer=torch.optim.AdamW(Plain().parameters()))
