@@ -6,6 +6,7 @@ import operator
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from megacompile.capture.captured import module_path
 from megacompile.errors import CaptureError
@@ -49,8 +50,15 @@ def clean(graph: fx.Graph) -> None:
 
 
 def _refuse_call(node: fx.Node) -> None:
-    """Refuse an operator that draws random numbers or writes, and one whose gradient is sparse."""
+    """Refuse an operator that draws random numbers or writes, one of graphs, one whose gradient is sparse."""
     target, where = node.target, module_path(node) or "The model"
+    if isinstance(target, HigherOrderOperator):
+        raise CaptureError(_of_graphs(where, node, target))
+    if target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+        raise CaptureError(
+            f"{where} changes its running statistics: a recomputed block would change them twice; build it "
+            "with track_running_stats=False, or put it into eval mode."
+        )
     if target is aten.embedding.default and any(node.args[4:5]):
         raise CaptureError(
             f"{where} is an embedding with sparse=True, whose gradient no "
@@ -66,6 +74,19 @@ def _refuse_call(node: fx.Node) -> None:
             raise CaptureError(
                 f"{where} calls {target}, which writes in place: replace it by its out-of-place form."
             )
+
+
+def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:
+    """What is said of an operator whose operands are graphs, or another operator that writes."""
+    if "auto_functionalized" in str(target):
+        return (
+            f"{where} calls {node.args[0]}, which writes into its arguments: write it as an operator that "
+            "returns new tensors, with mutates_args=()."
+        )
+    return (
+        f"{where} calls torch's {target}, whose parts are graphs of their own: compute all branches and "
+        "choose by torch.where, and write loops in Python."
+    )
 
 
 def handed_through(owner: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.Node | None:

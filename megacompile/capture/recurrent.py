@@ -20,6 +20,10 @@ from megacompile.errors import CaptureError
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
 """(input's part of the gates, state, weights of the recurrent part) -> next state, its output first."""
+PACKED = (
+    "The forward packs sequences (pack_padded_sequence), whose shapes depend on the data: pass the padded "
+    "batch to the recurrent layer, and mask the loss."
+)
 
 
 def lstm(input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,10 +58,7 @@ def rnn(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, T
 def _refuse_packed(hx: Any, weights: Any) -> None:
     """``torch._VF`` takes packed data as (data, batch sizes, hx, ...)."""
     if isinstance(weights, Tensor) or (isinstance(weights, tuple) and isinstance(hx, Tensor)):
-        raise CaptureError(
-            "The forward packs sequences (pack_padded_sequence), whose shapes depend on the data: pass "
-            "the padded batch to the recurrent layer, and mask the loss."
-        )
+        raise CaptureError(PACKED)
 
 
 def _layers(
