@@ -47,7 +47,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
     traced = make_fx(joint)(inputs, grads)
     if any(_is_mutable(n) for n in traced.graph.nodes):
         # some gradient rules write in place; a second trace without autograd makes them functional
-        with mode:
+        with mode, torch.no_grad():
             traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
