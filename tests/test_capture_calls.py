@@ -57,6 +57,34 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
+LABELS, LENGTHS, COUNTS = torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+
+
+@torch.library.custom_op("test_capture_calls::ctc", mutates_args=())
+def ctc(x: Tensor, labels: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    return F.ctc_loss(x, labels, lengths, counts, reduction="none")
+
+
+@torch.library.custom_op("test_capture_calls::ctc_backward", mutates_args=())
+def ctc_backward(grad: Tensor, x: Tensor, labels: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    loss, alpha = torch.ops.aten._ctc_loss(x, labels, lengths, counts)
+    return torch.ops.aten._ctc_loss_backward(grad, x, labels, lengths, counts, loss, alpha, 0)
+
+
+ctc.register_fake(lambda x, *_: x.new_empty(x.shape[1]))
+ctc_backward.register_fake(lambda grad, x, *_: torch.empty_like(x))
+ctc.register_autograd(
+    lambda ctx, grad: (ctc_backward(grad, *ctx.saved_tensors), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def loss_of_labels(m: Any, x: Tensor) -> Tensor:
+    """What the refusal of ctc_loss proposes; eager calls ctc_loss itself."""
+    given = m.a(x)[:, None].log_softmax(-1), LABELS, LENGTHS, COUNTS
+    return ctc(*given) if torch.compiler.is_compiling() else F.ctc_loss(*given, reduction="none")
+
+
 def writes(m: Any, x: Tensor) -> Tensor:
     x = x.clone()
     twice_(x)
@@ -156,6 +184,7 @@ TRAINED: dict[str, Forward] = {
     "kl_divergence": lambda m, x: distributions.kl_divergence(
         distributions.Normal(m.a(x), m.b(x).exp()), distributions.Normal(0.0, 1.0)
     ),
+    "an operator around ctc_loss": loss_of_labels,
     "func.jvp": lambda m, x: torch.func.jvp(lambda t: m.a(t).tanh(), (x,), (x,))[1].square(),
     "InstanceNorm's own statistics": lambda m, x: m.norm.eval()(m.a(x)[None]).square(),
 }

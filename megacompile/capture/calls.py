@@ -26,7 +26,8 @@ _GRADIENT = (
 )
 _CTC = (
     "The forward calls ctc_loss, whose memory depends on the values of its lengths, so that torch cannot "
-    "trace it: wrap it in a torch.library.custom_op with register_fake and register_autograd."
+    "trace it: wrap it in a torch.library.custom_op, with another one as its gradient that calls "
+    "torch.ops.aten._ctc_loss and _ctc_loss_backward."
 )
 _GAUSSIAN = (
     "The forward calls gaussian_nll_loss, which looks at the values of var: write it out, as "
