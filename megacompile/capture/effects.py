@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megacompile.capture.captured import strip
 from megacompile.capture.patching import in_this_thread
-from megacompile.capture.snapshot import attributes, tensors_of
+from megacompile.capture.snapshot import attributes, global_state, tensors_of
 from megacompile.errors import CaptureError
 
 _WAY_OUT = "a program would not, so pass what changes in the batch, or change it between steps."
@@ -80,22 +80,32 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
 
 
 class Effects:
-    """What a forward left behind: attributes by name with what they hold now, tensors that it replaced."""
+    """What a forward left behind: attributes by name with what they hold now, tensors that it replaced.
+
+    ``advanced`` are the globals that it changed, by name.
+    """
 
     def __init__(self) -> None:
         self.changed: dict[str, Any] = {}
+        self.advanced: set[str] = set()
         self.replaced: list[object] = []
+
+    @property
+    def first(self) -> str:
+        """The name of one attribute or global that was left changed, if there is one."""
+        return min(self.changed.keys() | self.advanced, default="")
 
     def apply(self, model: nn.Module) -> None:
         """Make the model as the forward left it, and forget that it was not."""
         for name, value in self.changed.items():
             prefix, _, attribute = name.rpartition(".")
             vars(model.get_submodule(prefix))[attribute] = value
-        self.changed = {}
+        self.changed, self.advanced = {}, set()
 
     @contextlib.contextmanager
-    def noted(self, model: nn.Module) -> Iterator[None]:
+    def noted(self, model: nn.Module, loss_fn: Any) -> Iterator[None]:
         """Note what a forward in this thread does besides computing, and refuse what can't be noted."""
+        read = global_state(model, loss_fn)
         before, tensors, states, missing = attributes(model), tensors_of(model), _random_states(), set[str]()
         buffers = dict(model.named_buffers())
         with (
@@ -109,6 +119,8 @@ class Effects:
             known = name in before or name.rpartition(".")[2] not in missing
             if before.get(name, (None, described))[1] != described or not known:
                 self.changed[name] = value
+        now = global_state(model, loss_fn)
+        self.advanced |= {name for name, described in read.items() if now.get(name) != described}
         left = set(map(id, tensors_of(model)))
         self.replaced += [tensor for tensor in tensors if id(tensor) not in left]
         for name, buffer in model.named_buffers():

@@ -65,7 +65,7 @@ class _Loss(nn.Module):
 
     def _loss(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with no_own_gradients(), _no_checkpoints(), self.effects.noted(self.model):
+        with no_own_gradients(), _no_checkpoints(), self.effects.noted(self.model, self._loss_fn):
             taken, named, rest = (args, kwargs, ())
             if self._loss_fn is not None:
                 taken, named, rest = divide(self.model, args, kwargs)
@@ -107,11 +107,11 @@ def capture(
     effects = Effects()
     loss, inputs = _Loss(copied, loss_fn, effects), (rng, args, kwargs)
     captured = _trace(loss, inputs, model)
-    changed = min(effects.changed, default="")
+    changed = effects.first
     if changed:  # by the first forward: all later ones must compute the same
         effects.apply(copied)
         again = _trace(loss, inputs, model)
-        refuse_other_forward(captured.graph, again.graph, changed, min(effects.changed, default=""))
+        refuse_other_forward(captured.graph, again.graph, changed, effects.first)
     if trained and not evaluate and not captured.trainable:
         raise CaptureError(
             f"The loss of {type(model).__name__} has no gradient for any parameter that the optimizer "

@@ -7,10 +7,11 @@ refusals of what no program can follow. Data is compared by value, code and all 
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import itertools
 import marshal
 import types
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from megacompile.capture.code import is_library
+from megacompile.capture.values import CODE, EXACT, PLAIN, Reader, data_of
 from megacompile.errors import MegacompileError
 
-_PLAIN = {int, float, bool, str, bytes, complex, type(None)}
 _WAY_OUT = "undo that, or call program.sync_to(model) and compile the model again."
 _TORCHS = frozenset(vars(nn.Module()))  # what every module has
-_EXACT = 2  # a version of marshal whose bytes depend on types and values alone, not on who shares an object
-_CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
-_CODE = (*_CLOSURES, types.BuiltinFunctionType, type, torch.dtype, torch.device)
-_LARGE, _DEEP = 1000, 8  # containers of more items, or nested deeper, are looked at by identity
+_CALLED = {"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"}  # without being named
+
+Members = dict[str, list[tuple[str, Any]]]
+"""What classes hold under each name: the class's name and the value."""
 
 
 @dataclass(frozen=True)
@@ -39,70 +41,19 @@ class ModelSettings:
     held: tuple[object, ...] = field(compare=False, repr=False)
 
 
-class Reader:
-    """Describes values by plain ones: numbers, strings, containers and objects of those by what they hold.
-
-    ``held`` is everything that was described by its identity: tensors, functions, all other objects.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[object] = []
-        self._seen: dict[int, int] = {}
-
-    def read(self, value: Any, depth: int = 0) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        number = self._seen.get(id(value))
-        if number is not None:
-            return "seen", number
-        self._seen[id(value)] = len(self._seen)
-        if isinstance(value, (list, tuple, set, frozenset, dict)):
-            if len(value) <= _LARGE and depth < _DEEP:
-                items = itertools.chain(*value.items()) if isinstance(value, dict) else value
-                return kind.__name__, *[self.read(item, depth + 1) for item in items]
-        elif depth < _DEEP and isinstance(value, _CLOSURES):
-            self.held.append(value)
-            return id(value), *[self.read(item, depth + 1) for item in _closed_over(value)]
-        elif depth < _DEEP and _may_be_data(value):
-            already = len(self.held)
-            inside = self.read(vars(value), depth + 1)
-            if all(isinstance(held, (Tensor, *_CODE)) for held in self.held[already:]):
-                self.held.append(kind)
-                return id(kind), inside
-            del self.held[already:]
-        self.held.append(value)
-        return "is", id(value)
-
-
-def _closed_over(function: Any) -> Iterator[Any]:
-    """What a function, a method or a partial call brings along: of a function's globals the data alone."""
-    if isinstance(function, functools.partial):
-        yield from (function.func, function.args, function.keywords)
-    elif isinstance(function, types.MethodType):
-        yield from (function.__func__, function.__self__)
-    else:
-        yield function.__defaults__
-        named = (function.__globals__.get(name) for name in function.__code__.co_names)
-        yield from (value for value in named if not isinstance(value, (types.ModuleType, nn.Module, *_CODE)))
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not assigned yet
-                yield cell.cell_contents
-
-
-def _may_be_data(value: Any) -> bool:
-    """Whether an object may be one that holds settings, as a config does; torch's own are none."""
-    if isinstance(value, (nn.Module, Tensor, types.ModuleType, *_CODE)) or not hasattr(value, "__dict__"):
-        return False
-    return not type(value).__module__.startswith("torch.")
-
-
 def model_settings(model: nn.Module, *, evaluate: bool, loss_fn: Any = None) -> ModelSettings:
     """Types, attributes, hooks and code of all modules, which buffers they hold, and what ``loss_fn`` holds.
 
-    Equal ones mean equal values: 1, 1.0 and True differ. In eval mode nothing depends on ``training``.
+    Also what the code reads of globals. Equal ones mean equal values: 1, 1.0 and True differ. In eval mode
+    nothing depends on ``training``.
     """
-    reader, classes = Reader(), set[type]()
+    reader = Reader()
+    found = _settings(reader, model, evaluate, loss_fn)
+    return ModelSettings(marshal.dumps(found, EXACT), tuple(reader.held))
+
+
+def _settings(reader: Reader, model: nn.Module, evaluate: bool, loss_fn: Any) -> list[Any]:
+    classes = set[type]()
     found: list[Any] = []
     own = modules_of(loss_fn) if isinstance(loss_fn, nn.Module) else []
     for module in modules_of(model) + own:
@@ -113,7 +64,7 @@ def model_settings(model: nn.Module, *, evaluate: bool, loss_fn: Any = None) -> 
             found.append(module.training)
         for name in values.keys() - _TORCHS:
             value = values[name]
-            found += (name, value if type(value) in _PLAIN else reader.read(value))
+            found += (name, value if type(value) in PLAIN else reader.read(value))
         if module._buffers:
             found += map(id, module._buffers.values())
             reader.held += module._buffers.values()
@@ -123,8 +74,28 @@ def model_settings(model: nn.Module, *, evaluate: bool, loss_fn: Any = None) -> 
     for hooks in (global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks):
         found += _others(reader, hooks.values())
     found.append(reader.read(loss_fn))
-    found += (_code(reader, each) for each in sorted(classes, key=id))
-    return ModelSettings(marshal.dumps(found, _EXACT), tuple(reader.held))
+    members: Members = {}
+    found += (_code(reader, each, members) for each in sorted(classes, key=id))
+    return found + _reached(reader, members)
+
+
+def _reached(reader: Reader, members: Members) -> list[Any]:
+    """What of classes the code names that a forward may run, and of objects that hold more than data."""
+    found: list[Any] = []
+    reader.names |= _CALLED
+    for kind in sorted(reader.kinds.union(map(type, reader.mixed)), key=id):
+        for base in kind.__mro__:
+            _gather(base, members)
+    while named := members.keys() & reader.names:
+        for name in sorted(named):
+            for owner, member in members.pop(name):
+                found += (name, reader.read(member))
+                if not isinstance(member, CODE):
+                    reader.reached.append((f"{owner}.{name}", member))
+    for value in reader.mixed:  # grows
+        data = data_of(value) or {}
+        found += [(name, reader.read(data[name])) for name in sorted(data.keys() & reader.names)]
+    return found
 
 
 def _others(reader: Reader, hooks: Iterable[Any]) -> list[Any]:
@@ -132,14 +103,18 @@ def _others(reader: Reader, hooks: Iterable[Any]) -> list[Any]:
     return [reader.read(h) for h in hooks if not getattr(h, "__module__", "").startswith("megacompile.")]
 
 
-def _code(reader: Reader, kind: type) -> tuple[Any, ...]:
-    """The functions and plain attributes of a class and of its bases, without torch's and Python's own."""
+def _code(reader: Reader, kind: type, members: Members) -> tuple[Any, ...]:
+    """The functions and plain attributes of a class and of its bases, without torch's and Python's own.
+
+    To ``members`` goes what may have to be looked into, by its name.
+    """
     found: list[Any] = [id(kind)]
     for base in kind.__mro__:
         if base.__module__.startswith("torch.") or base is object:
             continue
+        _gather(base, members)
         for name, value in vars(base).items():
-            if type(value) in _PLAIN and not name.startswith("__"):
+            if type(value) in PLAIN and not name.startswith("__"):
                 found += (name, value)
             elif isinstance(value, types.FunctionType):
                 found.append(id(value))
@@ -147,12 +122,43 @@ def _code(reader: Reader, kind: type) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _gather(base: type, members: Members) -> None:
+    if not is_library(base):
+        for name, value in vars(base).items():
+            inside = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            members.setdefault(name, []).append((base.__name__, inside))
+
+
 class _Kinds(Reader):
-    """Describes what is no data by its type alone."""
+    """Describes what is no data by its type alone, iterators by how far they are."""
 
     def read(self, value: Any, depth: int = 0) -> Any:
         found = super().read(value, depth)
-        return ("a", type(value).__qualname__) if found == ("is", id(value)) else found
+        if found != ("is", id(value)):
+            return found
+        return "a", type(value).__qualname__, _position(value)
+
+
+def _position(value: Any) -> Any:
+    """What changes in an iterator of Python's own as it advances."""
+    if not isinstance(value, Iterator) or type(value).__module__ not in ("builtins", "itertools"):
+        return ""
+    if isinstance(value, types.GeneratorType):
+        return _Kinds().read(inspect.getgeneratorlocals(value))
+    with warnings.catch_warnings(), contextlib.suppress(TypeError):
+        warnings.simplefilter("ignore")  # Python will no longer pickle some of them
+        return _Kinds().read(value.__reduce_ex__(2))
+    return repr(value)
+
+
+def global_state(model: nn.Module, loss_fn: Any) -> dict[str, list[Any]]:
+    """What the code of a model and its loss reads of globals and classes, by its name there, described."""
+    reader = Reader()
+    _settings(reader, model, True, loss_fn)
+    found: dict[str, list[Any]] = {}
+    for name, value in reader.reached:
+        found.setdefault(name, []).append(_Kinds().read(value))
+    return found
 
 
 def attributes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
