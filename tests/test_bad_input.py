@@ -357,6 +357,20 @@ def test_models_that_would_train_wrong(
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
 
 
+def test_a_buffer_of_another_dtype_than_the_model_computes_in_is_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.last = nn.Embedding(16, 8), nn.Linear(8, 8)
+            self.register_buffer("table", torch.randn(6, 8))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(self.embed(ids) + self.table).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(megacompile.CaptureError, match=r"last multiplies .* cast the buffer table"):
+        compile_plain(Positions(), compute_dtype=torch.bfloat16, example_batch=torch.arange(12).view(2, 6))
+
+
 def test_floats_of_another_dtype_than_the_models_are_named() -> None:
     floats = batch_for("plain")
     program = megacompile.compile(Plain(), "1GB")
@@ -374,6 +388,7 @@ def test_a_mistake_in_the_users_own_code_is_told_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_batch_norm_is_fine(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     module = WithBatchNorm().eval()
     expected = float(copy.deepcopy(module)(**batch_for("plain")))
     program = compile_plain(module, compute_dtype=dtype)

@@ -94,7 +94,7 @@ def test_num_items_in_batch_is_the_trainers_convention() -> None:
         loss = trainer.backward(given, [1.0, 1.0])
         trainer.update()
         assert float(out.loss) == pytest.approx(float(loss), rel=1e-6)
-    assert len(program._session.compiler._fronts) == 1
+    assert len(program._session.compiler.frontend._fronts) == 1
     state = program.state_dict()
     for name, value in trainer.model.named_parameters():
         torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
@@ -320,7 +320,7 @@ def test_outputs_with_several_fields_and_constants_in_the_batch() -> None:
         batch = {**batch_for("plain"), "scale": scale, "name": "any"}
         assert float(program.train_step(batch).loss) == trainer.train_step([batch])
     assert_equal(program, trainer)
-    assert len(program._session.compiler._fronts) == 2  # one per value of the constant
+    assert len(program._session.compiler.frontend._fronts) == 2  # one per value of the constant
     program.close()
 
 

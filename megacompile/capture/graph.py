@@ -235,7 +235,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     clean(graph)
-    refuse_mixed_products(graph)
+    refuse_mixed_products(graph, buffers)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
     if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
         raise CaptureError(

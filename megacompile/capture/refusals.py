@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -23,10 +23,8 @@ _PRODUCTS = {
 }
 _AS_TORCH_WOULD = {
     "transformers.models.bloom.modeling_bloom.GeLUFunction",
-    "torch.utils.checkpoint._NoopSaveInputs",  # of torch before 2.12, where use_reentrant=False
 }
-"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well, or
-that compute nothing."""
+"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
 
 
 @contextlib.contextmanager
@@ -86,18 +84,35 @@ def refuse_writes(exported: torch.export.ExportedProgram) -> None:
                 )
 
 
-def refuse_mixed_products(graph: fx.Graph) -> None:
-    """Refuse a product of two dtypes, which tracing lets pass and running does not."""
+def refuse_mixed_products(graph: fx.Graph, buffers: Mapping[str, str]) -> None:
+    """Refuse a product of two dtypes, which tracing lets pass and running does not.
+
+    ``buffers`` are the model's names of placeholders; one whose dtype spread to the product is named.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
             continue
         values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
         dtypes = sorted({str(v.dtype) for v in values if isinstance(v, Tensor)})
         if len(dtypes) > 1:
+            wide = _buffer_above(node, buffers)
+            cast = f"cast the buffer {wide} where it is used" if wide else "cast the batch's floats"
             raise CaptureError(
-                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: cast the batch's "
-                "floats to the dtype in which the model computes, or choose another one by compute_dtype=."
+                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: {cast} to the dtype "
+                "in which the model computes, or choose another one by compute_dtype=."
             )
+
+
+def _buffer_above(product: fx.Node, buffers: Mapping[str, str]) -> str:
+    """The nearest FP32 buffer from which only FP32 leads to an operand, if there is one."""
+    waiting = list(product.all_input_nodes)
+    for node in waiting:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
+            if node.name in buffers:
+                return buffers[node.name]
+            waiting += (n for n in node.all_input_nodes if n not in waiting)
+    return ""
 
 
 def refuse_mutations(signature: ExportGraphSignature) -> None:

@@ -121,10 +121,10 @@ def start(setup: Setup, budget: str = "1GB", **options: Any) -> megacompile.Prog
         model, budget, optimizer=setup.habits.optimizer(model), max_grad_norm=setup.clip,
         compute_dtype=torch.float32, **options,
     )  # fmt: skip
-    compiler = program._session.compiler
-    before = _CAPTURED.setdefault(setup, compiler)
-    compiler._fronts, compiler._compiled = before._fronts, before._compiled
-    compiler._differentiated = _CAPTURED.setdefault("templates", {})
+    frontend = program._session.compiler.frontend
+    before = _CAPTURED.setdefault(setup, frontend)
+    frontend._fronts, frontend._compiled = before._fronts, before._compiled
+    frontend._differentiated = _CAPTURED.setdefault("templates", {})
     return program
 
 
