@@ -23,7 +23,7 @@ class _Owned(nn.Parameter):
     """A parameter whose gradients a program keeps: reading ``.grad`` would find none, and go on."""
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         if sys._getframe(1).f_code.co_name == "zero_grad":  # a module's or an optimizer's: nothing to do
             return
         raise ProgramError(
@@ -77,7 +77,7 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).pop("add_param_group", None)
     for parameter in model.parameters():
         if isinstance(parameter, _Owned):
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         vars(parameter).pop("__reduce_ex__", None)
         vars(parameter).pop("__deepcopy__", None)
 
