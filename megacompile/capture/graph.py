@@ -28,6 +28,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.calls import only_calls_that_trace
 from megacompile.capture.captured import Captured, given_gradients, strip
 from megacompile.capture.clean import clean, handed_through
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
@@ -65,7 +66,12 @@ class _Loss(nn.Module):
 
     def _loss(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with no_own_gradients(), _no_checkpoints(), self.effects.noted(self.model, self._loss_fn):
+        with (
+            no_own_gradients(),
+            only_calls_that_trace(),
+            _no_checkpoints(),
+            self.effects.noted(self.model, self._loss_fn),
+        ):
             taken, named, rest = (args, kwargs, ())
             if self._loss_fn is not None:
                 taken, named, rest = divide(self.model, args, kwargs)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
-from megacompile.capture.calls import only_calls_that_trace
 from megacompile.capture.captured import module_path, strip
 from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
@@ -29,10 +28,7 @@ _AS_TORCH_WOULD = {
 
 @contextlib.contextmanager
 def no_own_gradients() -> Iterator[None]:
-    """Refuse gradients that a forward in this thread defines or computes itself, and what no graph can hold.
-
-    A graph knows torch's rules alone.
-    """
+    """Refuse gradients that a forward in this thread defines itself: a graph knows torch's rules alone."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +53,6 @@ def no_own_gradients() -> Iterator[None]:
         )
 
     with (
-        only_calls_that_trace(),
         mock.patch.object(
             torch.autograd.Function, "apply", classmethod(in_this_thread(refuse_function, apply))
         ),
