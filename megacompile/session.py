@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
-from megacompile.capture.padding import bucketed, hides_padding, pad_batch
+from megacompile.capture.padding import bucketed, computes_as_libraries_do, hides_padding, pad_batch
 from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import CaptureError, MegacompileError, ProgramError
@@ -131,12 +131,15 @@ class Session:
     def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:
         """The longer batch where its padding is hidden; where it is not, this model is not padded again."""
         if not self.compiler.knows(longer):
-            try:
-                captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
-                self._pads = hides_padding(self.model, captured, longer)
-            except CaptureError:  # not of this length
-                self._pads = False
+            self._pads = computes_as_libraries_do(self.model) and self._hides_padding(longer, evaluate)
         return longer if self._pads else batch
+
+    def _hides_padding(self, longer: Batch, evaluate: bool) -> bool:
+        try:
+            captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
+        except CaptureError:  # not of this length
+            return False
+        return hides_padding(self.model, captured, longer)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""

@@ -48,8 +48,6 @@ def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) 
         return None
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
         return None  # possibly packed, which a mask would hide from transformers
-    if not all(_is_a_library_s(module) for module in model.modules()):
-        return None  # a loss of the user's own may count all positions, in ways that a graph does not show
     length = bucket_length(ids.shape[1], longest=longest)
     return pad_batch(item, length) if length > ids.shape[1] else None
 
@@ -66,8 +64,15 @@ def _made_of_tokens(batch: Batch) -> bool:
     return not batch.args
 
 
+def computes_as_libraries_do(model: nn.Module) -> bool:
+    """Whether all modules, and losses, are computed by functions of transformers, PEFT or torch alone.
+
+    A loss of the user's own may count all positions, in ways that a graph does not show.
+    """
+    return all(map(_is_a_library_s, model.modules()))
+
+
 def _is_a_library_s(module: nn.Module) -> bool:
-    """Whether a module computes, and a model its loss, by functions of transformers, PEFT or torch alone."""
     owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
     loss = getattr(module, "_loss_function", None)
     made = {owner.__module__.split(".")[0], getattr(loss, "__module__", "torch").split(".")[0]}

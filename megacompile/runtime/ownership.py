@@ -19,7 +19,7 @@ _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.We
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
-class _Owned(nn.Parameter):
+class _OwnedParameter(nn.Parameter):
     """A parameter whose gradients a program keeps: reading ``.grad`` would find none, and go on."""
 
     @property
@@ -62,7 +62,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[s
     ]
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter:
-            parameter.__class__ = _Owned
+            parameter.__class__ = _OwnedParameter
         parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
     refuse_groups = types.MethodType(_refuse_groups, optimizer)
@@ -76,7 +76,7 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _EMPTY.difference_update(model.modules())
     vars(optimizer).pop("add_param_group", None)
     for parameter in model.parameters():
-        if isinstance(parameter, _Owned):
+        if isinstance(parameter, _OwnedParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         vars(parameter).pop("__reduce_ex__", None)
         vars(parameter).pop("__deepcopy__", None)
