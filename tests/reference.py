@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from megacompile.capture.loss import apply_loss, divide, find_loss
 from megacompile.capture.substitute import our_operators
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
+from megacompile.program import Program
 from megacompile.session import step_seed
 
 
@@ -127,3 +130,16 @@ def train_eager(trainer: EagerTrainer, steps: Sequence[Any]) -> Trace:
         trainer.train_step(batches if isinstance(batches, list) else [batches], trace)
     trace.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     return trace
+
+
+def check_beside_eager(
+    program: Program, trainer: EagerTrainer, batches: Sequence[Any], *, rel: float = 1e-6
+) -> None:
+    """Each step's loss, and all weights after the last, are the eager trainer's; closes the program."""
+    for batch in batches:
+        expected = trainer.train_step([copy.deepcopy(batch)])
+        assert float(program.train_step(batch).loss) == pytest.approx(expected, rel=rel)
+    state = program.state_dict()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+    program.close()

@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import megacompile
 from megacompile.capture.calls import only_calls_that_trace
-from tests.reference import EagerTrainer
+from tests.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 Forward = Callable[[Any, Tensor], Tensor]
@@ -196,14 +196,7 @@ def test_what_stands_beside_them_trains_as_in_eager(name: str) -> None:
     model = Given(TRAINED[name])
     eager = copy.deepcopy(model)
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2, eps=1e-3))
-    program = compiled(model)
-    for _ in range(3):
-        loss = trainer.train_step([copy.deepcopy(BATCH)])
-        assert float(program.train_step(BATCH).loss) == pytest.approx(loss, rel=1e-5)
-    state = program.state_dict()
-    for key, parameter in eager.named_parameters():
-        torch.testing.assert_close(state[key], parameter.detach(), rtol=1e-5, atol=1e-6)
-    program.close()
+    check_beside_eager(compiled(model), trainer, [BATCH] * 3, rel=1e-5)
 
 
 def test_distributions_check_values_everywhere_else() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import megacompile
-from tests.reference import EagerTrainer
+from tests.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 Forward = Callable[[Any, Tensor], Tensor]
@@ -42,15 +42,8 @@ def compiled(model: nn.Module) -> megacompile.Program:
 
 
 def check_as_eager(model: nn.Module, eager: nn.Module) -> None:
-    program = compiled(model)
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2, weight_decay=0.1))
-    for _ in range(3):
-        loss = trainer.train_step([copy.deepcopy(BATCH)])
-        assert float(program.train_step(BATCH).loss) == pytest.approx(loss, rel=1e-6)
-    state = program.state_dict()
-    for name, parameter in eager.named_parameters():
-        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
-    program.close()
+    check_beside_eager(compiled(model), trainer, [BATCH] * 3)
 
 
 def without_gradient_first(m: Any, x: Tensor) -> Tensor:

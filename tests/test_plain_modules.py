@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megacompile
-from tests.reference import EagerTrainer
+from tests.reference import EagerTrainer, check_beside_eager
 
 
 def train_beside_eager(model: nn.Module, batches: list[Any], budget: str = "1GB", **options: Any) -> None:
@@ -25,13 +25,7 @@ def train_beside_eager(model: nn.Module, batches: list[Any], budget: str = "1GB"
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Compiling another program")
-        for batch in batches:
-            expected = trainer.train_step([batch])
-            assert float(program.train_step(batch).loss) == pytest.approx(expected, rel=1e-6)
-    state = program.state_dict()
-    for name, parameter in eager.named_parameters():
-        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
-    program.close()
+        check_beside_eager(program, trainer, batches)
 
 
 def least_budget(model: nn.Module, batch: Any) -> str:
