@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.padding import bucketed, computes_as_libraries_do, hides_padding, pad_batch
+from megacompile.capture.rotary import turning_lengths
 from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import CaptureError, MegacompileError, ProgramError
@@ -81,6 +82,7 @@ class Session:
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self._pads = True  # until a capture shows that this model would see the padding
+        self._turning = turning_lengths(model)
         self._bound: dict[int, BoundStep] = {}
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -121,7 +123,8 @@ class Session:
         own_loss = self.compiler.frontend.loss_fn is not None
         batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
         if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
-            longer = bucketed(item, batch, self.model, longest=self.settings.max_seq_len)
+            longest = self.settings.max_seq_len
+            longer = bucketed(item, batch, self.model, longest=longest, turning=self._turning)
             if longer is not None:
                 padded = read_batch(longer, self.model, evaluate=evaluate, settings=settings)
                 batch = self._padded(batch, padded, evaluate)

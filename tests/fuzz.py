@@ -201,6 +201,7 @@ def _rope(rng: random.Random) -> dict[str, Any]:
             {"rope_type": "dynamic", "factor": 2.0},
             {"rope_type": "yarn", "factor": 4.0, **before},
             {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **before},
+            {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [2.0], **before},
             {"partial_rotary_factor": 0.5},
         )
     )

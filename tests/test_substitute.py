@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import megacompile
 from megacompile.capture import operators as ops
 from megacompile.capture.substitute import our_operators
 from megacompile.errors import CaptureError
@@ -155,3 +157,19 @@ def test_attention_of_any_number_of_dimensions_is_torch_s(
     with our_operators(nn.Identity(), RNG):
         found = F.scaled_dot_product_attention(q, k, v, given)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["SwitchTransformers", "LongT5"])
+def test_models_that_make_their_own_mask_make_it_in_a_capture_too(name: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, num_decoder_layers=1, dropout_rate=0.0, decoder_start_token_id=0, num_experts=2
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    ids = torch.randint(1, 64, (2, 16))
+    expected = float(model(input_ids=ids, labels=ids).loss)
+    adamw = torch.optim.AdamW(model.parameters())
+    program = megacompile.compile(model, "1GB", optimizer=adamw, compute_dtype=torch.float32)
+    assert float(program.train_step({"input_ids": ids, "labels": ids}).loss) == pytest.approx(expected)
+    program.close()

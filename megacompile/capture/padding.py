@@ -37,8 +37,13 @@ _KEEPING = {
 }
 
 
-def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) -> Any:
-    """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed."""
+def bucketed(
+    item: Any, batch: Batch, model: nn.Module, *, longest: int | None, turning: Collection[int] = ()
+) -> Any:
+    """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed.
+
+    Beyond a ``turning`` length the model computes otherwise: no sequence is padded past one.
+    """
     ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
         return None
@@ -48,8 +53,10 @@ def bucketed(item: Any, batch: Batch, model: nn.Module, *, longest: int | None) 
         return None
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
         return None  # possibly packed, which a mask would hide from transformers
-    length = bucket_length(ids.shape[1], longest=longest)
-    return pad_batch(item, length) if length > ids.shape[1] else None
+    own, length = ids.shape[1], bucket_length(ids.shape[1], longest=longest)
+    if length <= own or any(own <= turn < length for turn in turning):
+        return None
+    return pad_batch(item, length)
 
 
 def _made_of_tokens(batch: Batch) -> bool:

@@ -23,10 +23,12 @@ from megacompile.capture import operators as ops
 from megacompile.capture import recurrent
 from megacompile.capture.masks import Masks, as_additive
 from megacompile.capture.patching import in_this_thread
+from megacompile.capture.rotary import frequencies_in_the_graph
 from megacompile.errors import CaptureError
 
 _EAGER, _SDPA = "eager", "sdpa"
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
+_MAKE_MASKS = ("longt5", "switch_transformers", "udop")  # of ones, but not while torch compiles them
 _current: list[_CallSites] = []
 _patching = threading.RLock()  # the functions that are replaced are the whole process's
 
@@ -70,6 +72,7 @@ def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = Fals
                     ours = in_this_thread(replacement, getattr(owner, name))
                     stack.enter_context(mock.patch.object(owner, name, ours))
                 stack.enter_context(_attention_implementation(model, positions_given))
+                stack.enter_context(frequencies_in_the_graph(model, positions_given=positions_given))
                 yield
         finally:
             _current.pop()
@@ -103,11 +106,24 @@ def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterat
             mock.patch.dict(attention, {_EAGER: _transformers_attention, _SDPA: _transformers_attention}),
             mock.patch.dict(makers, {_EAGER: masks.eager, _SDPA: masks.sdpa}),
             contextlib.nullcontext() if positions_given else not_packed,
+            _masks_of_ones(),
         ):
             yield
     finally:
         for config, before in configs.values():
             config._attn_implementation_internal = before
+
+
+@contextlib.contextmanager
+def _masks_of_ones() -> Iterator[None]:
+    """Models that need a mask, and make one where the batch has none, make it in a capture too."""
+    with contextlib.ExitStack() as stack:
+        for name in _MAKE_MASKS:
+            file = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+            if file is not None:
+                ours = in_this_thread(lambda: False, file.is_torchdynamo_compiling)
+                stack.enter_context(mock.patch.object(file, "is_torchdynamo_compiling", ours))
+        yield
 
 
 def _said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
