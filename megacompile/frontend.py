@@ -120,7 +120,7 @@ class Frontend:
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""
-        buffers = dict(self.model.named_buffers())
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         named = {name: buffers[name] for name in captured.buffers.values()}
         return named | captured.constants
 

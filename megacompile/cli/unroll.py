@@ -68,7 +68,7 @@ class Repeated:
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
             return self._whole.build(self._batch, cuts, evaluate=False)
-        buffers = dict(self._model.module.named_buffers())
+        buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
         parameters = cut_parameters(self._whole.parameters, cuts)
