@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,41 @@ def test_gradients_are_not_looked_for_where_they_are_not() -> None:
     program.optimizer_step()
     program.sync_to(model)
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "zeros_": nn.init.zeros_,
+    "fill_ of data": lambda p: p.data.fill_(1.0),
+    "detached": lambda p: p.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_in_an_owned_model_is_not_lost_silently(name: str) -> None:
+    program, model, _ = owned()
+    before = program.state_dict()
+    WRITES[name](model.get_parameter("last.weight"))
+    with pytest.raises(megacompile.MegacompileError, match=r"last\.weight was written .*load_state_dict"):
+        program.train_step(batch_for("plain"))
+    program.load_state_dict({n: torch.full_like(v, 0.1) for n, v in before.items()})
+    assert torch.isfinite(program.train_step(batch_for("plain")).loss)
+    program.sync_to(model)
+    nn.init.zeros_(model.last.weight)
+    program.close()
+
+
+def test_an_owned_model_is_neither_assigned_nor_cast_and_may_be_moved_where_it_is() -> None:
+    program, model, _ = owned()
+    with pytest.raises(ProgramError, match=r"program\.load_state_dict"):
+        model.last.weight.data = torch.zeros_like(model.last.weight)
+    with pytest.raises(ProgramError, match="cast"):
+        model.to(torch.bfloat16)
+    model.to("cpu").float()
+    program.train_step(batch_for("plain"))
+    program.sync_to(model)
+    assert all(p.dtype == torch.float32 and not p.isnan().any() for p in model.parameters())
+    model.to(torch.bfloat16)
+    program.close()
 
 
 def test_an_owned_model_is_not_saved_without_its_values(tmp_path: Path) -> None:

@@ -100,8 +100,7 @@ class HostState:
                 if name in homes:
                     self.write_whole(homes[name], value)
                     taken.append((name, parameter))
-                    nothing = float("nan") if value.is_floating_point() or value.is_complex() else 0
-                    value = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
+                    value = nothing_for(parameter)
                 elif parameter.is_meta:
                     value = value.clone()  # its file may change
                 set_value(parameter, value)
@@ -282,11 +281,18 @@ def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat
     return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
 
 
+def nothing_for(parameter: nn.Parameter) -> Tensor:
+    """NaN, or zeros of integers, in the shape of a parameter and the memory of one element."""
+    floating = parameter.is_floating_point() or parameter.is_complex()
+    value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype)
+    return value.expand(parameter.shape)
+
+
 def set_value(target: Tensor, value: Tensor) -> None:
     """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype."""
     fresh = value.to(target.dtype)
     if not target.is_meta:
-        target.data = fresh
+        Tensor.data.__set__(target, fresh)  # type: ignore[attr-defined]  # an owned one refuses .data = fresh
         return
     if isinstance(target, nn.Parameter):
         fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)

@@ -20,11 +20,27 @@ _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned mod
 
 
 class _OwnedParameter(nn.Parameter):
-    """A parameter whose gradients a program keeps: reading ``.grad`` would find none, and go on."""
+    """A parameter whose values and gradients a program keeps.
+
+    Reading ``.grad`` would find none, and go on; what is assigned to ``.data`` would be in no step.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()  # a write into it is counted, as one into the real one is not
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
+            raise ProgramError(
+                "This parameter belongs to a megacompile program and cannot be assigned, moved or cast: set "
+                "its values by program.load_state_dict, or call program.sync_to(model) first."
+            )
 
     @property
     def grad(self) -> None:
-        if sys._getframe(1).f_code.co_name == "zero_grad":  # a module's or an optimizer's: nothing to do
+        caller = sys._getframe(1).f_code.co_name
+        if caller in ("zero_grad", "_apply"):  # a module's or an optimizer's: nothing to do
             return
         raise ProgramError(
             "This parameter belongs to a megacompile program, which keeps its gradients: give "
@@ -85,6 +101,11 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def is_owned(model: nn.Module) -> bool:
     """Whether a program already owns this model, or a part of it."""
     return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
+
+
+def mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """What is another one after a write into an owned parameter, which no step would see."""
+    return parameter.data_ptr(), parameter._version
 
 
 def _refuse_use(module: nn.Module, args: Any) -> None:
