@@ -58,6 +58,26 @@ def test_hyperparameters_changed_between_steps() -> None:
     program.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_how_weights_decay_is_what_the_param_group_says(kind: Any, decoupled: bool) -> None:
+    model = Plain()
+    eager = copy.deepcopy(model)
+    plain, ours = (kind(m.parameters(), lr=1e-2, weight_decay=0.5, eps=1e-3) for m in (eager, model))
+    program = compiled(model, optimizer=ours)
+    for step in range(3):
+        for optimizer in (plain, ours):
+            optimizer.param_groups[0]["decoupled_weight_decay"] = decoupled
+        program.train_step(batch_for("plain", step))
+        plain.zero_grad()
+        eager(**batch_for("plain", step)).backward()
+        plain.step()
+    state = program.state_dict()
+    for name, value in eager.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-5)
+    program.close()
+
+
 def test_token_weighted_accumulation_inside_and_by_hand() -> None:
     """Micro-batches of different token counts, weighted by tokens: as one large batch would train."""
     batches = [batch_for("gpt2", i, size=s) for i, s in enumerate((1, 3, 2))]

@@ -115,10 +115,9 @@ def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
 
 def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the device's AdamW kernel takes the steps that this optimizer would."""
-    return all(
-        isinstance(optimizer, torch.optim.AdamW) or g.get("decoupled_weight_decay") or not g["weight_decay"]
-        for g in optimizer.param_groups
-    ) and not any(g.get("maximize") for g in optimizer.param_groups)
+    return all(_decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
+        g.get("maximize") for g in optimizer.param_groups
+    )
 
 
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -137,16 +136,20 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper
     for option in _UNSUPPORTED:
         if group.get(option):
             raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
     return AdamHyper(
         lr=_number("lr", group["lr"]),
         beta1=_number("first beta", group["betas"][0]),
         beta2=_number("second beta", group["betas"][1]),
         eps=_number("eps", group["eps"]),
         weight_decay=_number("weight_decay", group["weight_decay"]),
-        decoupled=bool(decoupled),
+        decoupled=_decouples(optimizer, group),
         maximize=bool(group.get("maximize", False)),
     )
+
+
+def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's weights decay beside Adam's update: as the group says, whatever the class is."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def _number(what: str, value: Any) -> float:
