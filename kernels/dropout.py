@@ -79,7 +79,7 @@ def dropout_keys(rng: Tensor, site: int) -> Tensor:
     return keys
 
 
-def _hash_chunks(rng: Tensor, site: int, count: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+def hash_chunks(rng: Tensor, site: int, count: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """(elements, their 32-bit hashes as int64) in chunks; the buffer is used again."""
     first, second = dropout_keys(rng.to(device), site).unbind()
     buffer = torch.empty((2, min(count, CHUNK)), dtype=torch.int64, device=device)
@@ -97,7 +97,7 @@ def random_words(rng: Tensor, site: int, shape: Sequence[int], device: torch.dev
     """The 32-bit hash of every element: int64 ``shape``, contiguous, in [0, 2**32)."""
     device = rng.device if device is None else device
     words = torch.empty(math.prod(shape), dtype=torch.int64, device=device)
-    for part, x in _hash_chunks(rng, site, words.numel(), device):
+    for part, x in hash_chunks(rng, site, words.numel(), device):
         words[part] = x
     return words.view(tuple(shape))
 
@@ -120,7 +120,7 @@ def dropout_mask(
     least = threshold(p)
     device = rng.device if device is None else torch.device(device)
     keep = torch.empty(math.prod(shape), dtype=torch.bool, device=device)
-    for part, x in _hash_chunks(rng, site, keep.numel(), device):
+    for part, x in hash_chunks(rng, site, keep.numel(), device):
         torch.ge(x.bitwise_right_shift_(8), least, out=keep[part])
     return keep.view(tuple(shape))
 

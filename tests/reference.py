@@ -1,4 +1,4 @@
-"""The reference that programs are measured against: eager PyTorch with our operators and Adam."""
+"""The reference that programs are measured against: eager PyTorch with our operators, draws and Adam."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
 from megacompile.program import Program
 from megacompile.session import step_seed
+from tests.draws import OurDraws
 
 
 @dataclass
@@ -71,7 +72,7 @@ class EagerTrainer:
         one = read_batch(batch, self.model)
         rng = torch.tensor([step_seed(self.seed, self.steps + call, micro), 0])
         given = one.kwargs.get("position_ids") is not None
-        with our_operators(self.model, rng, positions_given=given):
+        with our_operators(self.model, rng, positions_given=given), OurDraws(rng):
             if self.loss_fn is None:
                 return find_loss(self.model(*one.args, **one.kwargs))
             args, kwargs, rest = divide(self.model, one.args, one.kwargs)

@@ -67,8 +67,8 @@ def _refuse_call(node: fx.Node) -> None:
     if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise CaptureError(
-                f"{where} calls {target}, whose randomness a recompute "
-                "cannot repeat: use torch.nn.Dropout, or move the random numbers into the batch."
+                f"{where} calls {target}, whose randomness a recompute cannot repeat: make the numbers from "
+                "torch.rand or randn without a generator, or move them into the batch."
             )
         if target._schema.is_mutable:
             raise CaptureError(

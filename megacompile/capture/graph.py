@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.calls import only_calls_that_trace
 from megacompile.capture.captured import Captured, given_gradients, strip
 from megacompile.capture.clean import clean, handed_through
+from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
@@ -240,6 +241,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
             constants[name] = exported.constants[str(spec.target)]
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
+    replace_draws(graph, nodes[rng])
     clean(graph)
     refuse_mixed_products(graph, buffers)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}

@@ -21,10 +21,10 @@ from torch import Tensor, fx
 
 from megacompile.capture.captured import Captured, Rows, given_gradients, loss_of
 from megacompile.capture.cut import SHARE, cut
+from megacompile.capture.draws import site_of
 from megacompile.capture.views import is_view, storage_nbytes, view_base
 
 InputKind = Literal["weight", "buffer", "value", "rng"]
-_RANDOM = {"dropout": (1, 2), "attention": (5, 11)}  # our operators: positions of (rng, site)
 
 
 @dataclass(frozen=True)
@@ -270,15 +270,12 @@ def _base_name(node: fx.Node) -> str:
 
 def _relative_site(node: fx.Node, first: list[int]) -> None:
     """Number the random calls of a block from 0; ``first`` keeps the site of the block's first one."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "megacompile":
-        return
-    for name, (rng, site) in _RANDOM.items():
-        if target._schema.name == f"megacompile::{name}" and node.args[rng] is not None:
-            number = node.args[site]
-            assert isinstance(number, int)
-            first.append(number)
-            node.update_arg(site, number - first[0])
+    places = site_of(node.target, node.args)
+    if places is not None:
+        number = node.args[places[1]]
+        assert isinstance(number, int)
+        first.append(number)
+        node.update_arg(places[1], number - first[0])
 
 
 def _digest(graph: fx.Graph, kinds: tuple[InputKind, ...], grads: tuple[bool, ...]) -> str:
