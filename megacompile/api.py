@@ -74,7 +74,8 @@ def compile(
     example_batch: compile for this batch now; otherwise the first batch is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
     dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.
-    seed: of dropout; the same seed gives bitwise the same training run on one machine.
+    seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training
+        run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
         what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
     inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are

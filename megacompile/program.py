@@ -227,7 +227,10 @@ class Program:
 
     @alone
     def sync_to(self, model: nn.Module) -> None:
-        """Copy the masters into a model of the same shape, which is then an ordinary model again."""
+        """Copy the masters into a model of the same shape, which is then an ordinary model again.
+
+        The program keeps its own values: what is changed in the model later is in no step.
+        """
         self.wait()
         self._session.values.copy_to(model)
 
