@@ -33,7 +33,7 @@ class OurDraws(TorchDispatchMode):
         value = func(*args, **kwargs)
         if not isinstance(value, Tensor):
             return value
-        drawn = draw(Draw(target, args, kwargs, value, self._uniform, _run), target)
+        drawn = draw(Draw(target, args, kwargs, value, self._uniform, _run))
         if drawn is None:
             return value
         return drawn if target is func else value.copy_(drawn)

@@ -83,7 +83,7 @@ class Draw:
         arguments = target._schema.arguments
         self._given = {a.name: a.default_value for a in arguments}
         self._given |= dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
-        self.value, self.call, self._uniform = value, call, uniform
+        self.target, self.value, self.call, self._uniform = target, value, call, uniform
         self.wide = torch.float64 if value.dtype == torch.float64 else torch.float32
 
     def argument(self, name: str, default: Any = None) -> Any:
@@ -107,9 +107,9 @@ class Draw:
         return self.call(aten.log1p.default, self.call(aten.neg.default, numbers))
 
 
-def draw(one: Draw, target: Any) -> Any:
+def draw(one: Draw) -> Any:
     """The result of a random call, in its dtype, or None where no rule knows it."""
-    rule = _RULES.get(target)
+    rule = _RULES.get(one.target)
     if rule is None or one.argument("generator") is not None:
         return None
     drawn = rule(one)
@@ -136,7 +136,7 @@ def _replace(graph: fx.Graph, rng: fx.Node, node: fx.Node, numbering: Numbering)
 
     assert isinstance(node.target, torch._ops.OpOverload)
     with graph.inserting_before(node):
-        new = draw(Draw(node.target, node.args, node.kwargs, node.meta["val"], numbers, call), node.target)
+        new = draw(Draw(node.target, node.args, node.kwargs, node.meta["val"], numbers, call))
     if new is not None:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
