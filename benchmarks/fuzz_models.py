@@ -54,12 +54,13 @@ def try_one(seed: int) -> Result:
     """Judge what is drawn from a seed; the result holds the trial, so that it can be read."""
     from tests.fuzz import draw
 
-    place = RESULTS / f"{seed}.json"
-    place.unlink(missing_ok=True)
+    part = RESULTS / f"{seed}.part"
+    part.unlink(missing_ok=True)
     trial = draw(seed)
     name = f"{trial.model} {trial.dtype}"
-    found = {**judged(_judge, (seed,), place), "name": name, "seed": seed, "trial": repr(trial)}
-    place.write_text(json.dumps(found, indent=1))
+    found = {**judged(_judge, (seed,), part), "name": name, "seed": seed, "trial": repr(trial)}
+    part.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    part.unlink()
     return found
 
 
