@@ -161,8 +161,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         r"ctc_loss, .*custom_op",
     ),
     "a draw of a distribution": (
-        lambda m, x: distributions.Normal(m.a(x), 1.0).rsample(),
-        r"^The model calls aten\.normal.*into the batch",
+        lambda m, x: distributions.Poisson(m.a(x).exp()).sample() * m.a(x),
+        r"^The model calls aten\.poisson.*into the batch",
     ),
 }
 
@@ -181,6 +181,7 @@ TRAINED: dict[str, Forward] = {
     "rfft2": lambda m, x: torch.fft.rfft2(m.a(x)).abs(),
     "stft": lambda m, x: torch.stft(m.a(x), 8, 4, window=torch.hann_window(8), return_complex=True).abs(),
     "log_prob": lambda m, x: distributions.Normal(m.a(x), m.b(x).exp()).log_prob(x),
+    "rsample": lambda m, x: distributions.Normal(m.a(x), m.b(x).exp()).rsample(),
     "kl_divergence": lambda m, x: distributions.kl_divergence(
         distributions.Normal(m.a(x), m.b(x).exp()), distributions.Normal(0.0, 1.0)
     ),
