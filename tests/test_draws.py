@@ -129,6 +129,27 @@ def test_a_program_trains_as_eager_does_with_the_same_draws(budget: str) -> None
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
 
 
+class Gated(nn.Module):
+    """A gate that only a coin toss depends on, to which no gradient but zeros comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(x) * torch.bernoulli(self.gate(x).sigmoid())).square().mean()
+
+
+def test_what_only_a_coin_toss_depends_on_decays_as_in_eager() -> None:
+    torch.manual_seed(0)
+    model, eager = Gated(), Gated()
+    eager.load_state_dict(model.state_dict())
+    before = eager.gate.weight.detach().clone()
+    program = megacompile.compile(model, "1GB", optimizer=adamw(model), compute_dtype=torch.float32)
+    check_beside_eager(program, EagerTrainer(eager, adamw(eager)), [torch.rand(4, 8) for _ in range(3)])
+    assert not torch.equal(eager.gate.weight, before)
+
+
 def test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code() -> None:
     torch.manual_seed(0)
     model = Variational(dropout=0.0)

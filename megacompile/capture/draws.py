@@ -179,9 +179,12 @@ def _exponential(one: Draw) -> Any:
 
 
 def _bernoulli(one: Draw) -> Any:
+    """What gives a probability gets a gradient of zeros, as in torch: AdamW decays it."""
     p = one.argument("p", one.argument("self"))
-    less = aten.lt.Scalar if isinstance(p, float) else aten.lt.Tensor
-    return one.call(less, one.uniform(), p)
+    if isinstance(p, float):
+        return one.call(aten.lt.Scalar, one.uniform(), p)
+    kept = one.call(aten.lt.Tensor, one.uniform(), p)
+    return one.call(aten.add.Tensor, one.call(aten.mul.Scalar, p, 0.0), kept)
 
 
 def _integers(one: Draw) -> Any:
