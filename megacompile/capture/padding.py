@@ -38,7 +38,7 @@ _KEEPING = {
 
 
 def bucketed(
-    item: Any, batch: Batch, model: nn.Module, *, longest: int | None, turning: Collection[int] = ()
+    item: Any, batch: Batch, model: nn.Module, *, longest: int | None, turning: Collection[int]
 ) -> Any:
     """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed.
 
