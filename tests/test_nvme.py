@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,16 +95,17 @@ def test_blocks_that_changed_places_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moved", [1, PAGE, PAGE + 5, 3 * PAGE])
 def test_short_transfers_are_completed(moved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second transfer moves little: what is left is asked for again, from a page's start."""
-    calls = 0
+    """Every second transfer of a thread is short: what is left is asked for again, from a page's start."""
+    calls: Counter[int] = Counter()  # of each thread, which moves one block after another
 
     def short(call: Callable[..., int]) -> Callable[..., int]:
         def run(file: int, buffers: list[memoryview], offset: int) -> int:
-            nonlocal calls
-            calls += 1
+            thread = threading.get_ident()
+            calls[thread] += 1
             assert offset % PAGE == 0
-            part = buffers[0][: max(PAGE, moved // PAGE * PAGE)] if calls % 2 else buffers[0]
-            return min(call(file, [part], offset), moved if calls % 2 else len(buffers[0]))
+            if calls[thread] % 2 == 0:
+                return call(file, buffers, offset)
+            return min(call(file, [buffers[0][: max(PAGE, moved // PAGE * PAGE)]], offset), moved)
 
         return run
 
