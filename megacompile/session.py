@@ -116,9 +116,8 @@ class Session:
         return [self._read(item, evaluate, settings) for item in items]
 
     def check_model(self) -> None:
-        """Refuse what was changed at the model, its weights or its param groups since it was compiled."""
+        """Refuse what was changed at the model or its param groups since it was compiled."""
         self._frozen.check()
-        self.values.check_untouched()
 
     def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
         own_loss = self.compiler.frontend.loss_fn is not None

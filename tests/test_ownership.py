@@ -138,32 +138,55 @@ def test_gradients_are_not_looked_for_where_they_are_not() -> None:
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
 
 
-WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "zeros_": nn.init.zeros_,
     "fill_ of data": lambda p: p.data.fill_(1.0),
-    "detached": lambda p: p.detach().zero_(),
+    "detach": lambda p: p.detach(),
+    "assigned data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "copy_": lambda p: p.data.copy_(torch.zeros(p.shape)),
+    "foreach": lambda p: torch._foreach_mul_([p.data], 2.0),
+    "norm": lambda p: p.norm(),
+    "average": lambda p: torch.zeros(p.shape).lerp_(p, 0.1),
+    "item": lambda p: p[0, 0].item(),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.data.numpy(),
+    "transposed": lambda p: p.T,
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "cast": lambda p: p.to(torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_in_an_owned_model_is_not_lost_silently(name: str) -> None:
+@pytest.mark.parametrize("name", USES)
+def test_values_of_an_owned_model_are_neither_read_nor_written(name: str) -> None:
+    """torch would read NaN, or write what no step sees; the program goes on as if nothing had been tried."""
     program, model, _ = owned()
     before = program.state_dict()
-    WRITES[name](model.get_parameter("last.weight"))
-    with pytest.raises(megacompile.MegacompileError, match=r"last\.weight was written .*load_state_dict"):
-        program.train_step(batch_for("plain"))
-    program.load_state_dict({n: torch.full_like(v, 0.1) for n, v in before.items()})
+    with pytest.raises(
+        ProgramError, match=r"read them from program\.state_dict, set them by program\.load_state"
+    ):
+        USES[name](model.get_parameter("last.weight"))
+    for key, value in program.state_dict().items():
+        assert torch.equal(value, before[key])
     assert torch.isfinite(program.train_step(batch_for("plain")).loss)
     program.sync_to(model)
-    nn.init.zeros_(model.last.weight)
+    USES[name](model.get_parameter("last.weight").requires_grad_(False))
     program.close()
 
 
-def test_an_owned_model_is_neither_assigned_nor_cast_and_may_be_moved_where_it_is() -> None:
+def test_what_is_no_value_is_known_of_an_owned_parameter() -> None:
     program, model, _ = owned()
-    with pytest.raises(ProgramError, match=r"program\.load_state_dict"):
-        model.last.weight.data = torch.zeros_like(model.last.weight)
-    with pytest.raises(ProgramError, match="cast"):
+    weight = model.last.weight
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 32), torch.float32, "cpu")
+    assert (weight.numel(), weight.is_floating_point(), weight.requires_grad) == (96, True, True)
+    assert str(weight) == "<kept by a megacompile program: shape (3, 32), torch.float32>"
+    assert torch.equal(torch.zeros_like(weight), torch.zeros(3, 32))
+    assert weight.new_ones(2).tolist() == [1.0, 1.0]
+    program.close()
+
+
+def test_an_owned_model_is_not_cast_and_may_be_moved_where_it_is() -> None:
+    program, model, _ = owned()
+    with pytest.raises(ProgramError, match="to move, cast or compute"):
         model.to(torch.bfloat16)
     model.to("cpu").float()
     program.train_step(batch_for("plain"))

@@ -6,11 +6,13 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
@@ -19,7 +21,33 @@ _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.We
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
-class _OwnedParameter(nn.Parameter):
+class _ValuesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that see values: all but those that make a tensor like another one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_like") or name.startswith("new_"):
+            return func(*args, **(kwargs or {}))
+        return _refuse_values()
+
+
+class _OwnedValues(Tensor):
+    """What a program keeps: its shape, dtype and device are known, and its values are not."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        captured = is_in_torch_dispatch_mode()  # by a program, or by a user who has a mode of their own
+        with torch._C.DisableTorchFunctionSubclass(), nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
+
+    def tolist(self) -> NoReturn:
+        _refuse_values()  # which no operator would
+
+    def __repr__(self, **given: Any) -> str:  # type: ignore[override]
+        return f"<kept by a megacompile program: shape {tuple(self.shape)}, {self.dtype}>"
+
+
+class _OwnedParameter(_OwnedValues, nn.Parameter):
     """A parameter whose values and gradients a program keeps.
 
     Reading ``.grad`` would find none, and go on; what is assigned to ``.data`` would be in no step.
@@ -27,15 +55,13 @@ class _OwnedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()  # a write into it is counted, as one into the real one is not
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(_OwnedValues)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
-            raise ProgramError(
-                "This parameter belongs to a megacompile program and cannot be assigned, moved or cast: set "
-                "its values by program.load_state_dict, or call program.sync_to(model) first."
-            )
+            _refuse_values()
 
     @property
     def grad(self) -> None:
@@ -56,8 +82,13 @@ class _OwnedParameter(nn.Parameter):
             )
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[str], nn.Parameter]) -> None:
-    """A program holds the model's values and does the optimizer's updates from now on.
+def take(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    held: Container[str],
+    copied: Callable[[str], nn.Parameter],
+) -> None:
+    """A program does the optimizer's updates from now on, and has the values of the parameters ``held``.
 
     ``copied`` gives a copy of a parameter, by name, for deep copies; it is held by a weak reference.
     """
@@ -77,7 +108,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer, copied: Callable[[s
         optimizer.register_load_state_dict_pre_hook(_refuse_moments),
     ]
     for name, parameter in model.named_parameters():
-        if type(parameter) is nn.Parameter:
+        if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
         parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
@@ -103,9 +134,12 @@ def is_owned(model: nn.Module) -> bool:
     return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
 
 
-def mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """What is another one after a write into an owned parameter, which no step would see."""
-    return parameter.data_ptr(), parameter._version
+def _refuse_values() -> NoReturn:
+    raise ProgramError(
+        "This parameter belongs to a megacompile program and holds no values: read them from "
+        "program.state_dict, set them by program.load_state_dict, or, to move, cast or compute with them, "
+        "call program.sync_to(model) first."
+    )
 
 
 def _refuse_use(module: nn.Module, args: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError
-from megacompile.host.state import HostState, Weights, nothing_for, set_value
+from megacompile.host.state import HostState, Weights, set_value
 from megacompile.runtime import ownership
 
 
@@ -28,7 +28,6 @@ class ModelValues:
         self._owns = False
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
-        self._marks: list[tuple[str, nn.Parameter, tuple[int, int]]] = []  # while the model holds nothing
 
     def take_over(
         self, state: HostState, homes: Mapping[str, Sequence[tuple[int, int]]], finish: Callable[[], None]
@@ -41,22 +40,8 @@ class ModelValues:
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
         self._finish = weakref.WeakMethod(finish)  # of what holds these values itself
-        ownership.take(self.model, self._optimizer, self.copied)
+        ownership.take(self.model, self._optimizer, homes, self.copied)
         self._owns = True
-        self._mark()
-
-    def _mark(self) -> None:
-        placed = ((n, p) for n, p in self.model.named_parameters() if n in self._homes)
-        self._marks = [(n, p, ownership.mark(p)) for n, p in placed]
-
-    def check_untouched(self) -> None:
-        """Refuse, by name, a parameter that was written in the model, which the state would not follow."""
-        for name, parameter, mark in self._marks:
-            if ownership.mark(parameter) != mark:
-                raise MegacompileError(
-                    f"{name} was written in the model, which holds no values while a program trains it: set "
-                    "it by program.load_state_dict."
-                )
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
@@ -102,11 +87,6 @@ class ModelValues:
         firsts, targets = first_names(self.model), self._targets()
         for name, value in values.items():
             self._write(firsts[name], targets[firsts[name]], value)
-        for _, parameter, mark in self._marks:
-            if ownership.mark(parameter) != mark:  # what was written there is no longer asked for
-                set_value(parameter, nothing_for(parameter))
-        if self._owns:
-            self._mark()
 
     def _targets(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | self.buffers()
@@ -123,7 +103,7 @@ class ModelValues:
                 if own.is_meta or name in self._homes:
                     set_value(own, value)
             ownership.give_back(model, self._optimizer)
-            self._owns, self._marks = False, []
+            self._owns = False
             return
         targets = self._counterparts(model)
         for name, value in itertools.chain(self.parameters(), self.buffers().items()):
