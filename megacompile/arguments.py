@@ -62,6 +62,11 @@ def check_model(model: Any, weights: Any) -> None:
             "give weights=, or load the model first."
         )
     for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise MegacompileError(
+                f"The parameter {name} has a gradient, which no step would apply: call optimizer.step() or "
+                "optimizer.zero_grad() before you compile."
+            )
         if parameter.requires_grad and parameter.is_complex():
             raise MegacompileError(
                 f"The parameter {name} is {parameter.dtype}, and no masters are kept in complex numbers: "

@@ -420,6 +420,15 @@ def test_gradient_hooks_are_refused() -> None:
         compile_plain(model)
 
 
+def test_gradients_from_before_are_not_lost_silently() -> None:
+    model = build("plain")
+    model(**batch_for("plain")).backward()
+    with pytest.raises(megacompile.MegacompileError, match=r"first\.weight has a gradient, .*zero_grad"):
+        compile_plain(model)
+    model.zero_grad()
+    compile_plain(model).close()
+
+
 def test_owned_model_says_the_way_out() -> None:
     model, batch = build("plain"), batch_for("plain")
     program = compile_plain(model)
