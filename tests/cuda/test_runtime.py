@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -163,13 +163,25 @@ def test_the_proof_finds_a_move_that_waits_for_nothing(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gradient to which the host still adds another one is not there to be moved."""
-    add = cuda_module.add_gradients
+    add, prepare, ready = cuda_module.add_gradients, Runtime._prepare, CudaDevice.prepare
+    moved = threading.Event()
 
     def late(*args: Any) -> None:
-        time.sleep(0.05)
+        assert moved.wait(60)
         add(*args)
 
+    def after_the_move(self: CudaDevice, *args: Any) -> Any:
+        moved.set()
+        return ready(self, *args)
+
+    def before_its_pushes(self: Runtime, program: Any, inputs: Any) -> None:
+        prepare(self, program, inputs)
+        if not program.updates:
+            moved.clear()
+
     monkeypatch.setattr(cuda_module, "add_gradients", late)
+    monkeypatch.setattr(CudaDevice, "prepare", after_the_move)
+    monkeypatch.setattr(Runtime, "_prepare", before_its_pushes)
     monkeypatch.setattr(Runtime, "finish", lambda self: None)
     fits, moves, _ = moving(gpu)
     assert fits != moves
