@@ -135,13 +135,24 @@ def test_a_disk_that_fills_up_later_is_named(tmp_path: Path, monkeypatch: pytest
         storage.write("layers.0", source)
 
 
-def test_space_is_taken_at_the_start_or_refused_with_the_bytes(tmp_path: Path) -> None:
-    status = os.statvfs(tmp_path)
-    nbytes = 2 * status.f_blocks * status.f_frsize // PAGE * PAGE
-    with pytest.raises(BudgetError, match=rf"offload_dir=.* needs {nbytes} bytes .* and has \d+ "):
+def test_space_is_taken_at_the_start_or_refused_with_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is planted: a file system that takes all it has before it refuses has none for others."""
+    take, nbytes = os.posix_fallocate, 1 << 34
+
+    def limited(file: int, start: int, length: int) -> None:
+        if length == nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        take(file, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    with pytest.raises(BudgetError, match=rf"offload_dir=.* needs {nbytes} bytes .* and has \d+ .*No space"):
         Storage([tmp_path], {"state": nbytes})
     assert not list(tmp_path.glob("*.scratch"))
-    Storage([tmp_path], {"state": PAGE}).close()  # and the directory is free again
+    storage = Storage([tmp_path], {"state": 1 << 20})  # and the directory is free again
+    assert storage.paths[0].stat().st_blocks * 512 >= 1 << 20
+    storage.close()
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
