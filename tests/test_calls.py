@@ -117,7 +117,7 @@ def test_calls_of_several_threads_come_one_after_the_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert not failures
     for _ in range(15):
         trainer.train_step([batch])

@@ -53,7 +53,7 @@ LAYERS = 30
 
 def updates_of_a_process(way: str, code: int) -> int:
     """How many updates ended in a process that does not wait for them, and exits with ``code``."""
-    result = subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=900)
     assert result.returncode == code, result.stderr
     return result.stdout.count("updated")
 

@@ -172,7 +172,7 @@ import sys, time
 from megacompile.host.nvme import Storage
 storage = Storage([sys.argv[1]], {"state": 1 << 20})
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -190,7 +190,7 @@ def test_a_second_process_is_refused_and_what_a_killed_one_left_is_removed(tmp_p
 
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
-    code = HOLDER.replace("time.sleep(60)", "raise SystemExit")
+    code = HOLDER.replace("time.sleep(600)", "raise SystemExit")
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True)
     assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
 

@@ -15,7 +15,7 @@ from tests.cuda.fake import FakeCuda, FakeEvent, FakeStream
 from tests.cuda.programs import program, within
 from tests.models import Deep, batch_for, build
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 def faulty(real: Any, thread: str) -> Any:

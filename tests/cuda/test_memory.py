@@ -108,5 +108,5 @@ def test_a_program_that_is_dropped_ends_its_threads(gpu: FakeCuda, kind: str) ->
     del trained
     gc.collect()
     for thread in own:
-        thread.join(10.0)
+        thread.join(60.0)
     assert not any(thread.is_alive() for thread in own)

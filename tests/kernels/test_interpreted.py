@@ -63,7 +63,7 @@ def shards(records: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("part", range(SHARDS))
 def test_kernels_in_the_interpreter(shards: list[subprocess.Popen[str]], part: int) -> None:
-    output, _ = shards[part].communicate(timeout=600)
+    output, _ = shards[part].communicate(timeout=3000)
     assert shards[part].returncode == 0, output[-6000:]
     assert " passed" in output, output[-6000:]
 
@@ -84,7 +84,7 @@ def test_every_kernel_was_given_every_kind_of_input(
 ) -> None:
     """The table of kernels and inputs comes from the calls themselves; ``-s`` prints it."""
     for shard in shards:
-        shard.wait(timeout=600)
+        shard.wait(timeout=3000)
     seen: dict[str, set[str]] = defaultdict(set)
     for file in records.glob("*.json"):
         for name, kinds in json.loads(file.read_text()).items():
