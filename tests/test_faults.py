@@ -209,7 +209,7 @@ def test_an_exception_ends_a_process_with_a_program() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs rlimits")
 def test_a_memory_limit_is_a_clear_error() -> None:
-    """31 M parameters are 376 MB of state under a limit that leaves 400 MB to it and to what compiling takes."""
+    """31 M parameters are 376 MB of state under a limit that leaves 400 MB to it and to compiling."""
     limit = """
 import resource
 model = Plain(1400)
