@@ -155,6 +155,15 @@ def test_space_is_taken_at_the_start_or_refused_with_the_bytes(
     storage.close()
 
 
+def test_a_task_that_holds_the_last_reference_releases_the_files(tmp_path: Path) -> None:
+    """Its thread cannot wait for itself; a task holds its storage a moment longer than its caller waits."""
+    held = [Storage([tmp_path], {"state": PAGE})]
+    pool = held[0]._readers
+    pool.submit(held.clear).result()
+    assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
+    Storage([tmp_path], {"state": PAGE}).close()
+
+
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(MegacompileError, match=r"nowhere' is no directory: make it first"):
         Storage([tmp_path / "nowhere"], {})

@@ -195,5 +195,5 @@ def test_peak_is_the_masters_and_one_shard(tmp_path: Path) -> None:
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     masters, grown = map(int, output.split())
     assert masters >= 4 * sum(p.numel() for p in model.parameters())
-    # and a chunk of FP32 values, and the second halves of huge pages that are not full
-    assert grown <= masters + largest + 4 * 32_000 * 256 + (8 << 20)
+    # and a chunk of FP32 values, second halves of huge pages, what the page cache holds: less than a shard
+    assert grown <= masters + largest + 4 * 32_000 * 256 + (14 << 20)

@@ -11,6 +11,7 @@ process left is removed by the next that uses the directory. A lock file keeps o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -278,7 +279,8 @@ def _release(
     if os.getpid() != owner:
         return  # a forked child leaves its parent's files alone
     for pool in pools:
-        pool.shutdown()
+        with contextlib.suppress(RuntimeError):  # a thread of its own, which held the last reference
+            pool.shutdown()
     for file in files:
         os.close(file)
     for path in paths:
