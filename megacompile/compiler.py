@@ -22,7 +22,7 @@ from megacompile.schedule.schedule import Schedule
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import follow, search
 from megacompile.search.policies import Policy
-from megacompile.search.residency import reside, trained_groups
+from megacompile.search.residency import not_gathered, reside, trained_groups
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.search.tile_choice import choose
 from megacompile.step.emit import emit_step
@@ -173,7 +173,7 @@ class Compiler:
         if self._tiers is not None and not self._tiers.stored:
             state = sum(state_bytes(assembly.groups, self._tiers.form).values())
             host = max(0, self._tiers.host_budget_bytes - state)
-        resident = self._may_reside(mode)
+        resident = not_gathered(work, self._may_reside(mode) or ())
         if resident:  # state that need not move between programs, if its place can be spared
             with contextlib.suppress(BudgetError):
                 room = host if drive is None else drive.room

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import megacompile
+from megacompile.errors import ScheduleError
 from megacompile.frontend import Front, Frontend
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
@@ -64,10 +65,10 @@ def judge(case: Case, dtype: torch.dtype) -> Verdict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _Judge(case, dtype, verdict).run()
+    except (WrongError, ScheduleError) as error:  # no schedule here is the user's own
+        verdict.status, verdict.reason = "WRONG", str(error)
     except megacompile.MegacompileError as error:
         verdict.status, verdict.reason = "refused", str(error)
-    except WrongError as error:
-        verdict.status, verdict.reason = "WRONG", str(error)
     except EagerError as error:
         verdict.status, verdict.reason = "eager fails", str(error)
     return verdict

@@ -124,6 +124,13 @@ class EagerTrainer:
         self.steps += 1
 
 
+def assert_equal(program: Program, trainer: EagerTrainer) -> None:
+    """Every weight of a program is the trainer's, bit for bit."""
+    state = program.state_dict()
+    for name, value in trainer.model.named_parameters():
+        assert torch.equal(state[name], value), name
+
+
 def train_eager(trainer: EagerTrainer, steps: Sequence[Any]) -> Trace:
     """Run ``steps``, each a batch or a list of micro-batches."""
     trace = Trace()

@@ -19,7 +19,7 @@ from megacompile.errors import ProgramError
 from megacompile.host import adam
 from megacompile.host.state import HostState
 from tests.models import Plain, batch_for
-from tests.reference import EagerTrainer
+from tests.reference import EagerTrainer, assert_equal
 
 
 def made(budget: str = "80KB", **options: Any) -> tuple[megacompile.Program, EagerTrainer]:
@@ -29,12 +29,6 @@ def made(budget: str = "80KB", **options: Any) -> tuple[megacompile.Program, Eag
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     program = megacompile.compile(model, budget, optimizer=optimizer, compute_dtype=torch.float32, **options)
     return program, EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2))
-
-
-def assert_equal(program: megacompile.Program, trainer: EagerTrainer) -> None:
-    state = program.state_dict()
-    for name, value in trainer.model.named_parameters():
-        assert torch.equal(state[name], value), name
 
 
 MODES = {

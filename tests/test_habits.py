@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megacompile
 from tests.models import Plain, batch_for, build
-from tests.reference import EagerTrainer
+from tests.reference import EagerTrainer, assert_equal
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -32,12 +32,6 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[megacompile.Pro
     model = make()
     eager = copy.deepcopy(model)
     return compiled(model, **options), EagerTrainer(eager, adamw(eager), **options)
-
-
-def assert_equal(program: megacompile.Program, trainer: EagerTrainer) -> None:
-    state = program.state_dict()
-    for name, value in trainer.model.named_parameters():
-        assert torch.equal(state[name], value), name
 
 
 def gpt2() -> nn.Module:

@@ -249,6 +249,28 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
     program.close()
 
 
+def test_rows_are_not_gathered_from_state_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long batch streams a cut table of which pieces stay on the device; a short one gathers its rows."""
+    for module in ("tile.cuts", "search.tile_choice"):
+        monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 14)
+    torch.manual_seed(0)
+    model, habits = Reader(tied=True, rows=512), Habits(0.1)
+    model.table.weight.requires_grad_(False)
+    long, short = ({k: v.repeat(1, n) for k, v in batch(rows=512).items()} for n in (11, 1))
+    trainer = habits.trainer(copy.deepcopy(model))
+    program = start(model, "740kB", habits, example_batch=long)
+    assert program._session.scheduled().planned.step.resident
+    for given in (long, short, long, short):
+        wanted = trainer.train_step([given])
+        assert float(program.train_step(given).loss) == pytest.approx(wanted, rel=1e-6)
+        assert looks_up(program) is (given is short)
+    assert float(program.evaluate(short)) == pytest.approx(float(trainer.model(**short).detach()), rel=1e-6)
+    state = program.state_dict()
+    for name, value in trainer.model.named_parameters():  # cut heads round otherwise
+        torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-6)
+    program.close()
+
+
 def give_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compile open a CUDA device over a fake of CUDA."""
     monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # Adam of another kind

@@ -41,10 +41,11 @@ def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
 
 def trained_groups(work: Workload) -> tuple[int, ...]:
     """Groups whose masters and moments may be on the device: not those whose rows the host gathers."""
-    return _not_gathered(work, sorted(work.contributions))
+    return not_gathered(work, sorted(work.contributions))
 
 
-def _not_gathered(work: Workload, groups: Iterable[int]) -> tuple[int, ...]:
+def not_gathered(work: Workload, groups: Iterable[int]) -> tuple[int, ...]:
+    """Those of these groups whose rows no batch of this kind has gathered on the host, from masters there."""
     gathered = {g for found in work.gathered.values() for g in found}
     return tuple(g for g in groups if g not in gathered)
 
@@ -65,7 +66,7 @@ def reside(
     """
     if candidates is None:
         candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
-    candidates = _not_gathered(work, candidates)
+    candidates = not_gathered(work, candidates)
     again = {g for block in work.blocks for c in block.choices
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
     frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]

@@ -47,20 +47,24 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
 
 def check_weights(step: Step) -> None:
     """All of a step's computation sees the weights that the step began with, and those that are kept."""
+    for op in step.ops:
+        if _fetched(op) & set(step.resident):
+            raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
     if not any(op.kind == "backward" for op in step.ops):
         return
     updated: set[int] = set()
     for op in step.ops:
         if op.kind == "adam":
             updated.add(op.group)
-        elif op.kind in ("prefetch", "load"):
-            masters = {t[1] for t in op.reads if t[0] == "master"}
-            if masters & updated:
-                raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
-            if masters & set(step.resident):
-                raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
+        elif _fetched(op) & updated:
+            raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
         elif op.kind != "norm" and any(t[0] == "resident" and t[1] in updated for t in op.reads):
             raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
+
+
+def _fetched(op: Op) -> set[int]:
+    """The groups whose masters on the host an operation reads for the device."""
+    return {t[1] for t in op.reads if t[0] == "master" and op.kind in ("prefetch", "load")}
 
 
 def check_window(step: Step) -> None:
