@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
@@ -36,7 +36,8 @@ class _OwnedValues(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        captured = is_in_torch_dispatch_mode()  # by a program, or by a user who has a mode of their own
+        # by a program, or by a user who has a mode of their own; torch's flag for it is not of one thread
+        captured = _get_current_dispatch_mode() is not None
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 
