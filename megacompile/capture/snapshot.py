@@ -205,10 +205,6 @@ class Frozen:
 
     def check(self) -> None:
         """Refuse, by name, a parameter, a param group or a gradient hook that changed since compilation."""
-        with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
-            self._check()
-
-    def _check(self) -> None:
         if list(self._find()) != self._parameters:
             before = dict(self._parameters)
             for name, parameter in self._model.named_parameters():

@@ -36,7 +36,7 @@ class _OwnedValues(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # by a program, or by a user who has a mode of their own; torch's flag for it is not of one thread
+        # by a program, or under a user's mode; of this thread, as torch's own flag for it is not
         captured = _get_current_dispatch_mode() is not None
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))

@@ -45,7 +45,7 @@ def trained_groups(work: Workload) -> tuple[int, ...]:
 
 
 def not_gathered(work: Workload, groups: Iterable[int]) -> tuple[int, ...]:
-    """Those of these groups whose rows no batch of this kind has gathered on the host, from masters there."""
+    """``groups`` without those whose rows the host gathers, from masters in its memory."""
     gathered = {g for found in work.gathered.values() for g in found}
     return tuple(g for g in groups if g not in gathered)
 
