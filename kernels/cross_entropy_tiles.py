@@ -1,5 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Cross-entropy of logits that come in vocabulary tiles; ``cross_entropy.py`` has the formula.
+"""Cross-entropy of logits that come in vocabulary tiles, one loss per token.
+
+    z = softcap * tanh(logits / softcap)  (where softcap > 0; Gemma 2, arXiv:2408.00118)
+    lse = logsumexp(z)
+    loss = lse - (1 - s) * z[label] - s * mean(z) + z_loss * lse**2
+
+with label smoothing s (Szegedy et al. 2015, arXiv:1512.00567) and z-loss (PaLM, arXiv:2204.02311).
+labels: int64 [T]; ``ignore_index`` gives loss 0 and gradient 0, any other label outside [0, V) a NaN loss.
+Stats are the maximum of z and the logarithm of the sum of exp(z - maximum). Their sum is lse, but rounded
+to one float32 it would cost 0.4 % of every probability at logits of 60000.
 
 ``accumulate`` folds a tile of logits [T, columns] into a running state [4, T] (maximum, sum of
 exponentials, z at the label, sum of z; Milakov and Gimelshein 2018, arXiv:1805.02867), ``finish`` turns
@@ -87,12 +96,11 @@ def accumulate_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr, out_ptr, labels_ptr, stats_ptr, grad_ptr,
-    stride, out_stride, rows, columns, start, vocabulary,
+    logits_ptr, labels_ptr, stats_ptr, grad_ptr, stride, rows, columns, start, vocabulary,
     ignore_index, label_smoothing, z_loss, softcap,
     CAPPED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token; ``out`` may be ``logits``. With p = exp(z - lse):
+    """One program: BLOCK columns of one token, overwritten. With p = exp(z - lse):
 
     grad * (p * (1 + 2 * z_loss * lse) - s / V - (1 - s) * [column == label]) * (1 - (z / softcap)**2)
     """
@@ -110,7 +118,7 @@ def gradient_kernel(
     if CAPPED:
         slope = slope * (1.0 - (z / softcap) * (z / softcap))
     slope = tl.where(label == ignore_index, 0.0, slope)
-    tl.store(out_ptr + row * out_stride + col, slope.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(logits_ptr + row * stride + col, slope.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def new_state(logits: Tensor, tokens: int) -> Tensor:
@@ -170,40 +178,30 @@ def finish(state: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]
     return torch.where(labels == terms.ignore_index, 0.0, loss), torch.stack((top, rest))
 
 
-def gradient_(
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    grad: Tensor,
-    start: int,
-    terms: Terms,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient of a tile of logits, written over it or to ``out``; grad: [T], of the losses."""
-    out = logits if out is None else out
-    if not runs_triton(logits):
-        for part in chunks(*logits.shape):
-            given = logits[part], labels[part], stats[:, part], grad[part]
-            out[part] = gradient_reference(*given, start, terms)
-        return out
-    return gradient_triton(logits, labels, stats, grad, start, terms, out)
+def gradient_(logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms) -> None:
+    """The gradient of a tile of logits, written over it; grad: [T], of the losses."""
+    if runs_triton(logits):
+        gradient_triton(logits, labels, stats, grad, start, terms)
+        return
+    for part in chunks(*logits.shape):
+        given = logits[part], labels[part], stats[:, part], grad[part]
+        logits[part] = gradient_reference(*given, start, terms)
 
 
 def gradient_triton(
-    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms, out: Tensor
-) -> Tensor:
-    """``gradient_`` by the kernel; logits and out must have unit column stride."""
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms
+) -> None:
+    """``gradient_`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK // 2, next_power_of_2(logits.shape[1]))
     launch(
         gradient_kernel,
         (logits.shape[0] * ceil_div(logits.shape[1], block),),
-        *(logits, out, labels, stats, grad, logits.stride(0), out.stride(0), *logits.shape, start),
+        *(logits, labels, stats, grad, logits.stride(0), *logits.shape, start),
         *astuple(terms),
         CAPPED=terms.softcap > 0,
         ACC=accumulator(logits.dtype),
         BLOCK=block,
     )
-    return out
 
 
 def gradient_reference(
@@ -233,7 +231,7 @@ def _aot() -> list[AotCase]:
         labels = torch.empty(4096, dtype=torch.int64, device="meta")
         state = new_state(logits, 4096)
         accumulate_triton(state, logits, labels, 0, terms)
-        gradient_triton(logits, labels, state, state[0], 0, terms, logits)
+        gradient_triton(logits, labels, state, state[0], 0, terms)
 
     whole, every = Terms(128256), Terms(128256, -100, 0.1, 1e-4, 30.0)
     return [

@@ -28,9 +28,8 @@ from tests.models import batch_for, build
 CPU = torch.device("cpu")
 SMALL: dict[str, Shape] = {
     "rms_norm": (33, 96), "add_rms_norm": (33, 96), "layer_norm": (33, 96), "glu": (33, 96),
-    "clamped_glu": (33, 96), "rope": (2, 4, 33, 16), "cross_entropy": (33, 300),
-    "linear_cross_entropy": (33, 32, 300),
-    "embedding": (33, 32, 100), "attention": (2, 4, 2, 33, 16), "capped_attention": (2, 4, 2, 33, 16),
+    "clamped_glu": (33, 96), "rope": (2, 4, 33, 16), "linear_cross_entropy": (33, 32, 300),
+    "attention": (2, 4, 2, 33, 16), "capped_attention": (2, 4, 2, 33, 16),
 }  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -67,7 +66,7 @@ def rows(name: str, *files: Path, timer: FakeTimer | None = None) -> list[Row]:
 def test_every_operation_is_right_in_both_forms(name: str, dtype: torch.dtype) -> None:
     found = list(bench().rows(OPERATIONS[name], SMALL[name], dtype))
     assert {r.provider: r.note for r in found} == {"eager": "checked", "megacompile": "checked"}
-    assert all(0 < r.error < 0.05 or name == "embedding" for r in found)
+    assert all(0 < r.error < 0.05 for r in found)
 
 
 def test_three_passes_are_timed_and_rated() -> None:

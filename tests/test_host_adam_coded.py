@@ -15,8 +15,8 @@ from torch import Tensor
 from megacompile.host import adam as host_adam
 from megacompile.host.adam import AdamHyper, adamw_step, join, split
 from megacompile.host.adam_coded import Coded, coded_adamw_step, decode, encode
+from megacompile.host.code_books import BOOKS
 from megacompile.host.formats import CODINGS, Coding
-from megacompile.kernels.quantize import BOOKS
 
 HYPER = AdamHyper(lr=1e-3, weight_decay=0.1, step=3)
 TIE = 1e-6  # of the midpoint: how near a value must be to it for the backends to disagree
@@ -188,8 +188,8 @@ def test_is_the_fp32_step_between_decoding_and_coding(
 ) -> None:
     w, first, second, grad = random_state(n, coding, seed)
     state = (w, first, second, grad.bfloat16() if bf16 else grad)
-    weight, m = w.clone(), decode(first, coding, coding.first_book, n)
-    v = decode(second, coding, coding.second_book, n)
+    weight, m = w.clone(), decode(first, coding, coding.first_book)
+    v = decode(second, coding, coding.second_book)
     adamw_step(weight, m, v, state[3], HYPER)
     got = take(state, coding)
     assert torch.equal(got[0], weight)
@@ -229,7 +229,7 @@ def test_zero_tiny_and_nonfinite_blocks(any_backend: str, coding: Coding) -> Non
     assert first.scales[0] == second.scales[0] == 0
     assert first.scales[1:3].isinf().all() and second.scales[1:3].isinf().all()
     assert first.scales[3].isfinite() and second.scales[3].isfinite()
-    values = decode(first, coding, coding.first_book, x.numel()).view(4, block)
+    values = decode(first, coding, coding.first_book).view(4, block)
     assert (values[0] == 0).all() and values[3].isfinite().all()
     assert not values[1:3].isfinite().all(1).any()
 

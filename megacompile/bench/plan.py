@@ -51,8 +51,6 @@ def _operation(call: KernelCall) -> tuple[str, Shape, str] | None:
         return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
     if name == "rope" and len(shapes[0]) == 4:
         return name, shapes[0], kind
-    if name == "cross_entropy":
-        return name, shapes[0], kind
     if name == "linear_cross_entropy":
         return name, (*shapes[0], shapes[1][0]), kind
     plain = "True" in call.constants and "0.0" in call.constants and len(shapes) in (3, 5)

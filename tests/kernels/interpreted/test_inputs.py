@@ -22,29 +22,11 @@ from megacompile.kernels import dropout as dropout_module
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference
 from megacompile.kernels.add_rms_norm import add_rms_norm
 from megacompile.kernels.clamped_glu import clamped_glu
-from megacompile.kernels.cross_entropy import cross_entropy
-from megacompile.kernels.embedding import embedding
 from megacompile.kernels.glu import glu
-from megacompile.kernels.gradient_bucket import accumulate_gradient, accumulate_reference
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
-from megacompile.kernels.quantize import (
-    book_tables,
-    dequantize,
-    dequantize_reference,
-    quantize,
-    quantize_reference,
-)
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
-from megacompile.kernels.rounding import (
-    join_halves,
-    join_reference,
-    split_halves,
-    split_reference,
-    stochastic_round,
-    stochastic_round_reference,
-)
 
 RNG = torch.tensor([5, 6])
 ROWS, COLUMNS = 7, 41
@@ -114,18 +96,10 @@ CASES = {
         lambda x: test_clamped_glu.eager(x[:, : x.shape[1] // 2 * 2]),
     ),
     "rope": Case(rope, test_rope.eager, table),
-    "cross_entropy": Case(
-        lambda x: cross_entropy(x, labels(*x.shape)),
-        lambda x: test_cross_entropy.eager(x, labels(*x.shape)),
-    ),
     "linear_cross_entropy": Case(
         lambda h, w: linear_cross_entropy(h, w, labels(len(h), len(w))),
         lambda h, w: test_cross_entropy.eager(F.linear(h, w), labels(len(h), len(w))),
         lambda r, c: (randn(300, c, scale=c**-0.5),),
-    ),
-    "embedding": Case(
-        lambda w: embedding(w, labels(len(w), max(1, len(w) - 1))),
-        lambda w: F.embedding(labels(len(w), max(1, len(w) - 1)), w),
     ),
     "attention": Case(
         heads(lambda v, q, k: Flash.apply(q, k, v, None, {"scale": 0.2})),
@@ -154,54 +128,28 @@ def test_differentiable(name: str, kind: str) -> None:
     compare(case.ours, case.eager, inputs, torch.float32, grads=grads, floor=floor)
 
 
-def _adamw(run: Callable[..., None], x: Tensor, *rest: Any) -> list[Tensor]:
-    state = [x.float().clone(), torch.zeros(x.numel()), torch.zeros(x.numel())]
-    run(state[0], None, *state[1:], x, *rest)
-    return state
+def _state(x: Tensor) -> list[Tensor]:
+    return [x.float().clone(), torch.zeros(x.numel()), torch.zeros(x.numel())]
 
 
-def _bucket(run: Callable[..., Tensor], x: Tensor, *rest: Any) -> list[Tensor]:
-    bucket = torch.ones(x.numel())
-    return [run(bucket, x, *rest), bucket]
+def _adamw(x: Tensor) -> list[Tensor]:
+    weight, *moments = _state(x)
+    adamw_(weight, None, *moments, x, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, None)
+    return [weight, *moments]
 
 
-def _dequantized(run: Callable[..., Tensor], x: Tensor, *rest: Any) -> list[Tensor]:
-    codes, scales = quantize_reference(x, book_tables("dynamic8", x.device)[1], "dynamic8", 64)
-    return [run(codes, scales, *rest)]
+def _adamw_reference(x: Tensor) -> list[Tensor]:
+    weight, first, second = _state(x)
+    adamw_reference((weight, None, first, second), x, Constants.of(1e-2, 0.9, 0.999, 1e-8, 0.1, 3), None)
+    return [weight, first, second]
 
 
 FLAT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
-    "split_halves": (split_halves, split_reference),
-    "join_halves": (
-        lambda x: join_halves(*split_reference(x)),
-        lambda x: join_reference(*split_reference(x)),
-    ),
-    "stochastic_round": (
-        lambda x: stochastic_round(x, RNG, 1),
-        lambda x: stochastic_round_reference(x, RNG, 1),
-    ),
     "dropout": (
         lambda x: dropout_module.dropout(x, RNG, 1, 0.3),
         lambda x: dropout_module.dropout_reference(x, RNG, 1, 0.3),
     ),
-    "quantize": (
-        lambda x: quantize(x, "dynamic8", 64),
-        lambda x: quantize_reference(x, book_tables("dynamic8", x.device)[1], "dynamic8", 64),
-    ),
-    "dequantize": (
-        lambda x: _dequantized(dequantize, x, list(x.shape), x.dtype, "dynamic8", 64),
-        lambda x: _dequantized(
-            dequantize_reference, x, book_tables("dynamic8", x.device)[0], "dynamic8", 64, torch.empty_like(x)
-        ),
-    ),
-    "accumulate_gradient": (
-        lambda x: _bucket(accumulate_gradient, x, 0, None, True),
-        lambda x: _bucket(accumulate_reference, x, None, True),
-    ),
-    "adamw_": (
-        lambda x: _adamw(adamw_, x, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, None, None),
-        lambda x: _adamw(adamw_reference, x, Constants.of(1e-2, 0.9, 0.999, 1e-8, 0.1, 3), None, None),
-    ),
+    "adamw_": (_adamw, _adamw_reference),
 }
 
 
