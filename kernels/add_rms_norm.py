@@ -18,35 +18,18 @@ from megacompile.kernels.rms_norm import backward_triton, forward_triton
 MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
 
 
-def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, sum, rstd) in plain torch."""
-    total = (x + residual).contiguous()
-    y, rstd = rms_norm_reference(total, weight, eps, offset, cast_early)
-    return y, total, rstd
-
-
 @torch.library.custom_op("megacompile::add_rms_norm", mutates_args=())
 def add_rms_norm_op(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, sum, rstd); see the module's docstring."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError("add_rms_norm needs x and residual of one shape and type")
-    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
-        return add_rms_norm_reference(x, residual, weight, eps, offset, cast_early)
-    return forward_triton(x, residual, weight, eps, offset, cast_early)
+    if runs_triton(x) and x.shape[-1] <= MAX_ROW:
+        return forward_triton(x, residual, weight, eps, offset, cast_early)
+    total = (x + residual).contiguous()
+    y, rstd = rms_norm_reference(total, weight, eps, offset, cast_early)
+    return y, total, rstd
 
 
 @torch.library.custom_op("megacompile::add_rms_norm_backward", mutates_args=())
@@ -68,12 +51,7 @@ def add_rms_norm_backward_op(
 
 @add_rms_norm_op.register_fake
 def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
     return empty_output(x, weight, cast_early), x.new_empty(x.shape), rstd

@@ -18,7 +18,7 @@ def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd) in plain torch."""
     y = empty_output(x, weight, cast_early)

@@ -182,7 +182,7 @@ def backward_triton(
 
 @torch.library.custom_op("megacompile::rms_norm", mutates_args=())
 def rms_norm_op(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd); see the module's docstring."""
     if not runs_triton(x) or x.shape[-1] > MAX_ROW:
@@ -202,9 +202,7 @@ def rms_norm_backward_op(
 
 
 @rms_norm_op.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
     return empty_output(x, weight, cast_early), rstd
 

@@ -16,12 +16,11 @@ import torch
 import megacompile
 from megacompile.bench.cases import OPERATIONS, Shape
 from megacompile.bench.kernels import Bench, Row
-from megacompile.bench.plan import targets, worth
+from megacompile.bench.plan import read_calls, targets, worth
 from megacompile.bench.providers import providers
 from megacompile.bench.tables import compare, markdown, read_rows, write
 from megacompile.bench.timing import Roofline, Times
 from megacompile.cli.main import main
-from megacompile.differentiate.kernel_calls import read_calls
 from megacompile.errors import MegacompileError
 from tests.models import batch_for, build
 

@@ -85,8 +85,8 @@ def test_grids_of_many_heads_and_tokens_fit() -> None:
     table = torch.empty((4096, 32, 1, 64), dtype=torch.bfloat16, device="meta")
     rule = attention.Rule(0.1)
     with recording(90) as launches:
-        out, lse = attention.forward_triton(q, q, q, rule, None, None)
-        attention.backward_triton(out, q, q, q, out, lse, rule, None, None)
+        out, lse = attention.forward_triton(q, q, q, rule)
+        attention.backward_triton(out, q, q, q, out, lse, rule)
         rope.rope_triton(q, table, table, False, False, q)
     assert len(launches) == 5
     for launch in launches:

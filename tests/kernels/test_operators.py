@@ -45,10 +45,10 @@ def _rope(rotary: int, interleaved: bool) -> tuple[object, ...]:
 
 
 OPERATORS = {
-    "rms_norm": case("rms_norm", (3, 5), (5,), rest=(1e-6,)),
+    "rms_norm": case("rms_norm", (3, 5), (5,), rest=(1e-6, 0.0, True)),
     "rms_norm gemma": case("rms_norm", (2, 3, 5), (5,), rest=(1e-6, 1.0, False)),
-    "rms_norm bare": case("rms_norm", (3, 5), rest=(None, 1e-6)),
-    "add_rms_norm": case("add_rms_norm", (3, 5), (3, 5), (5,), rest=(1e-6,)),
+    "rms_norm bare": case("rms_norm", (3, 5), rest=(None, 1e-6, 0.0, True)),
+    "add_rms_norm": case("add_rms_norm", (3, 5), (3, 5), (5,), rest=(1e-6, 0.0, True)),
     "layer_norm": case("layer_norm", (3, 5), (5,), (5,), rest=(1e-5,)),
     "layer_norm bare": case("layer_norm", (3, 5), rest=(None, None, 1e-5)),
     "glu silu": case("glu", (3, 5), (3, 5), rest=("silu",)),

@@ -63,29 +63,29 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        ("the plan", "ring", 0),
-        ("the plan", "window", 0),
-        ("the plan", "ring", 2.0),
-        ("the plan", "ring", True),
-        ("the plan", "grad_lag", -1),
-        ("the plan", "grad_lag", "1"),
-        ("the plan", "order", "width"),
-        ("the plan", "order", None),
-        ("groups[0]", "lead", -1),
-        ("groups[0]", "lead", [2]),
-        ("groups[0]", "keep", "forever"),
-        ("groups[0]", "state", "tape"),
-        ("blocks[1]", "stash", "disk"),
-        ("blocks[1]", "choice", 3),
+        ("", "ring", 0),
+        ("", "window", 0),
+        ("", "ring", 2.0),
+        ("", "ring", True),
+        ("", "grad_lag", -1),
+        ("", "grad_lag", "1"),
+        ("", "order", "width"),
+        ("", "order", None),
+        ("groups[0].", "lead", -1),
+        ("groups[0].", "lead", [2]),
+        ("groups[0].", "keep", "forever"),
+        ("groups[0].", "state", "tape"),
+        ("blocks[1].", "stash", "disk"),
+        ("blocks[1].", "choice", 3),
     ],
 )
 def test_a_wrong_value_is_named(where: str, name: str, value: Any) -> None:
     fields = json.loads(PLAN.to_json())
-    target = {"the plan": fields, "groups[0]": fields["groups"][0], "blocks[1]": fields["blocks"][1]}
+    target = {"": fields, "groups[0].": fields["groups"][0], "blocks[1].": fields["blocks"][1]}
     target[where][name] = value
     with pytest.raises(MegacompileError) as caught:
         Plan.from_json(json.dumps(fields))
-    assert f"wrong at {where}: {name} is {value!r}" in str(caught.value)
+    assert f"The plan file.{where}{name} is {value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
@@ -97,7 +97,7 @@ def test_fields_must_be_exactly_those_of_a_plan(where: str, change: str) -> None
         del target[{"plan": "order", "block": "stash", "group": "lead"}[where]]
     else:
         target["colour"] = "blue"
-    with pytest.raises(MegacompileError, match="it needs"):
+    with pytest.raises(MegacompileError, match="lacks" if change == "missing" else "has a field 'colour'"):
         Plan.from_json(json.dumps(fields))
 
 

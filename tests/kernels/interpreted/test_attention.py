@@ -10,6 +10,7 @@ from megacompile.kernels.attention import (
     flash_attention_backward,
     flash_attention_forward,
 )
+from megacompile.kernels.attention_reference import Rule
 
 CASES = {
     "causal": {},
@@ -26,7 +27,7 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, options):
-        out, lse = flash_attention_forward(q, k, v, sinks=sinks, **options)
+        out, lse = flash_attention_forward(q, k, v, Rule(sinks=sinks, **options))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.options = options
         return out
@@ -34,7 +35,7 @@ class Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *saved, sinks = ctx.saved_tensors
-        dq, dk, dv, dsinks = flash_attention_backward(grad, *saved, sinks=sinks, **ctx.options)
+        dq, dk, dv, dsinks = flash_attention_backward(grad, *saved, Rule(sinks=sinks, **ctx.options))
         return dq, dk, dv, dsinks if sinks is not None else None, None
 
 
@@ -112,8 +113,8 @@ def test_packed_documents(causal, dtype):
     assert bounds[:, 0, [0, 69, 70, 145]].tolist() == [[0, 5, 70, 140], [5, 70, 71, 140]]
     check((1, 4, 2, 150, 150, 24, 24), dtype, causal=causal, bounds=bounds)
     q, k, v = torch.randn(3, 1, 2, 150, 24)
-    out, lse = flash_attention_forward(q, k, v, 0.2, causal, bounds=bounds)
-    alone, _ = flash_attention_forward(*(x[:, :, 5:70] for x in (q, k, v)), 0.2, causal)
+    out, lse = flash_attention_forward(q, k, v, Rule(0.2, causal, bounds=bounds))
+    alone, _ = flash_attention_forward(*(x[:, :, 5:70] for x in (q, k, v)), Rule(0.2, causal))
     torch.testing.assert_close(out[:, :, 5:70], alone)
     assert not out[:, :, 140:].any() and (lse[:, :, 140:] == float("-inf")).all()
 
@@ -130,8 +131,9 @@ def test_one_row_of_documents_for_a_batch():
     q, k, v = torch.randn(3, 2, 2, 40, 16)
     sinks = torch.randn(4)
     sparse = bounds.expand(2, 2, 40).mT.contiguous().mT
-    ours = flash_attention_forward(q, k, v, 0.2, sinks=sinks[::2], bounds=sparse)
-    dense = flash_attention_forward(q, k, v, 0.2, sinks=sinks[::2].clone(), bounds=sparse.contiguous())
+    ours = flash_attention_forward(q, k, v, Rule(0.2, sinks=sinks[::2], bounds=sparse))
+    rule = Rule(0.2, sinks=sinks[::2].clone(), bounds=sparse.contiguous())
+    dense = flash_attention_forward(q, k, v, rule)
     torch.testing.assert_close(ours, dense, rtol=0, atol=0)
 
 
@@ -139,12 +141,12 @@ def test_layouts_and_determinism():
     """Heads inside tokens, strided columns; the same bits from every run."""
     q, k, v = torch.randn(3, 2, 70, 2, 24)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = flash_attention_forward(q, k, v, 0.2)
+    out, lse = flash_attention_forward(q, k, v, Rule(0.2))
     assert out.transpose(1, 2).is_contiguous()
-    again, _ = flash_attention_forward(strided(q), strided(k), strided(v).detach(), 0.2)
+    again, _ = flash_attention_forward(strided(q), strided(k), strided(v).detach(), Rule(0.2))
     assert torch.equal(out, again)
     grad = torch.randn(2, 2, 24, 70).mT
-    first, second = (flash_attention_backward(grad, q, k, v, out, lse, 0.2) for _ in range(2))
+    first, second = (flash_attention_backward(grad, q, k, v, out, lse, Rule(0.2)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

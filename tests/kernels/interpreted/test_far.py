@@ -120,12 +120,12 @@ def test_attention(lazy, dim):
     torch.manual_seed(1)
     q, k, v = torch.randn(3, 4, 4, 20, 16, dtype=LOW[0])
     rule = Rule(0.2)
-    grad, out, lse = q.flip(0), *forward_reference(q, k, v, rule, None, None)
-    ours = attention.forward_triton(*(far_apart(x, dim) for x in (q, k, v)), rule, None, None)
+    grad, out, lse = q.flip(0), *forward_reference(q, k, v, rule)
+    ours = attention.forward_triton(*(far_apart(x, dim) for x in (q, k, v)), rule)
     torch.testing.assert_close(ours[0], out, atol=2e-3, rtol=2e-3)
     far = [far_apart(x, dim) for x in (grad, q, k, v, out)]
-    found = attention.backward_triton(*far, lse, rule, None, None)
-    expected = backward_reference(grad, q, k, v, out, lse, rule, None, None)
+    found = attention.backward_triton(*far, lse, rule)
+    expected = backward_reference(grad, q, k, v, out, lse, rule)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
