@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
-from megacompile.host.state import HostState, shapes_of
+from megacompile.host.state import HostState
+from megacompile.host.views import shapes_of
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
 
 
