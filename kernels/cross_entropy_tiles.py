@@ -29,8 +29,8 @@ from megacompile.kernels._triton import (
     AotCase,
     accumulator,
     aot_cases,
-    ceil_div,
     launch,
+    launch_columns,
     next_power_of_2,
     runs_triton,
     tile_at,
@@ -193,14 +193,11 @@ def gradient_triton(
 ) -> None:
     """``gradient_`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK // 2, next_power_of_2(logits.shape[1]))
-    launch(
-        gradient_kernel,
-        (logits.shape[0] * ceil_div(logits.shape[1], block),),
+    launch_columns(
+        *(gradient_kernel, *logits.shape, block, logits.dtype),
         *(logits, labels, stats, grad, logits.stride(0), *logits.shape, start),
         *astuple(terms),
         CAPPED=terms.softcap > 0,
-        ACC=accumulator(logits.dtype),
-        BLOCK=block,
     )
 
 

@@ -24,18 +24,13 @@ def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
     ops = list(step.ops)
-    _stage_weights(ops, states, work, plan.window, before, after)
+    _stage_weights(ops, states, plan.window, before, after)
     _pass_state(ops, states, work, plan.window, before, after)
     return step.with_(ops=weave(ops, before, after), window=plan.window)
 
 
 def _stage_weights(
-    ops: list[Op],
-    states: Sequence[str],
-    work: Workload,
-    window: int,
-    before: dict[int, list[Op]],
-    after: dict[int, list[Op]],
+    ops: list[Op], states: Sequence[str], window: int, before: dict[int, list[Op]], after: dict[int, list[Op]]
 ) -> None:
     """Buffers are filled in turn; one is filled again right after the last prefetch out of it."""
     buffers: list[tuple[int, int]] = [(-1, -1)] * window  # (group, its last prefetch)

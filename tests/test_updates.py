@@ -88,16 +88,13 @@ class Branches(nn.Module):
         return nn.functional.mse_loss(h, y)
 
 
-def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorder) -> None:
-    """Bias correction goes by each group's own updates, as torch counts them by parameter."""
-    torch.manual_seed(0)
-    model = Branches()
+def as_eager_trains(model: nn.Module, batches: list[dict[str, Any]], **settings: float) -> None:
+    """Hold a program to eager PyTorch over steps whose batches use different parameters."""
     eager = copy.deepcopy(model)
-    plain = torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = torch.optim.AdamW(eager.parameters(), lr=1e-2, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
     program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
-    for index, both in enumerate((True, False, False, True, False, True)):
-        values = {**batch(index), "both": both}
+    for values in batches:
         program.train_step(values)
         plain.zero_grad()
         eager(**values).backward()
@@ -106,6 +103,13 @@ def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorde
     for name, parameter in eager.named_parameters():
         torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
     program.close()
+
+
+def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorder) -> None:
+    """Bias correction goes by each group's own updates, as torch counts them by parameter."""
+    torch.manual_seed(0)
+    uses = (True, False, False, True, False, True)
+    as_eager_trains(Branches(), [{**batch(index), "both": both} for index, both in enumerate(uses)])
 
 
 class Detached(nn.Module):
@@ -123,21 +127,9 @@ class Detached(nn.Module):
 def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
     """As in torch, whose optimizers pass over parameters without a gradient; a zero one is something else."""
     torch.manual_seed(0)
-    model = Detached()
-    eager = copy.deepcopy(model)
-    plain = torch.optim.AdamW(eager.parameters(), lr=1e-2, weight_decay=0.5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
-    for index, cut in enumerate((False, True, True, False)):
-        values = {**batch(index), "cut": cut}
-        program.train_step(values)
-        plain.zero_grad()
-        eager(**values).backward()
-        plain.step()
-    state = program.state_dict()
-    for name, parameter in eager.named_parameters():
-        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6)
-    program.close()
+    cuts = (False, True, True, False)
+    batches = [{**batch(index), "cut": cut} for index, cut in enumerate(cuts)]
+    as_eager_trains(Detached(), batches, weight_decay=0.5)
 
 
 def test_a_parameter_that_gets_its_first_gradient_later_is_named() -> None:

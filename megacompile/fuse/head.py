@@ -169,17 +169,13 @@ def _emit(
 
 
 @register_flop_formula(torch.ops.megacompile.linear_cross_entropy)
-def linear_cross_entropy_flops(
-    hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
+def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     """One product of hidden and the head's weight."""
     return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
 
 
 @register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)
-def linear_cross_entropy_backward_flops(
-    grad: Any, hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
+def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     """The logits again, and two products for the gradients."""
-    product: int = linear_cross_entropy_flops(hidden, weight)
+    product: int = head_flops(hidden, weight)
     return 3 * product

@@ -56,7 +56,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checkpoint.json`` holds."""
+    """What ``checkpoint.json`` holds.
+
+    ``files`` names every file of the folder beside it.
+    """
 
     version: int
     progress: Progress
