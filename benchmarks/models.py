@@ -106,6 +106,15 @@ Results are kept from run to run, and so may be older than the code: `--again` m
 """
 
 
+_TITLES = {
+    "refused": "What is refused",
+    "eager fails": "What plain PyTorch does not train in this form",
+    "WRONG": "What trains wrong",
+    "crashed": "What crashes",
+    "too slow": "What took too long",
+}
+
+
 def page(results: list[Result]) -> str:
     """The whole page in Markdown."""
     import transformers
@@ -119,13 +128,7 @@ def page(results: list[Result]) -> str:
     ]
     right = [r for r in results if r["status"] == "right"]
     rest = [r for r in results if r["status"] != "right"]
-    parts = [
-        _INTRODUCTION.format(version=transformers.__version__),
-        *summary,
-        "",
-        "## What trains",
-        "",
-    ]
+    parts = [_INTRODUCTION.format(version=transformers.__version__), *summary, "", "## What trains", ""]
     missing = 2 * len(cases()) - len(results)
     if missing:
         parts.insert(1, f"Not tried yet: {missing} of {2 * len(cases())} pairs of architecture and dtype.\n")
@@ -135,13 +138,7 @@ def page(results: list[Result]) -> str:
         "|---|---|---|--:|--:|--:|---|---|--:|",
         *map(_row, right),
     ]
-    for status, title in (
-        ("refused", "What is refused"),
-        ("eager fails", "What plain PyTorch does not train in this form"),
-        ("WRONG", "What trains wrong"),
-        ("crashed", "What crashes"),
-        ("too slow", "What took too long"),
-    ):
+    for status, title in _TITLES.items():
         rows = [r for r in rest if r["status"] == status]
         if rows:
             parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|"]

@@ -43,10 +43,9 @@ def add_rms_norm_backward_op(
     cast_early: bool,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x and of residual, dw)."""
-    args = grad, grad_sum, total, weight, rstd, offset, cast_early
-    if not runs_triton(total) or total.shape[-1] > MAX_ROW_BACKWARD:
-        return rms_norm_backward_reference(*args)
-    return backward_triton(*args)
+    fits = runs_triton(total) and total.shape[-1] <= MAX_ROW_BACKWARD
+    run = backward_triton if fits else rms_norm_backward_reference
+    return run(grad, grad_sum, total, weight, rstd, (offset, cast_early))
 
 
 @add_rms_norm_op.register_fake
@@ -97,6 +96,6 @@ def _aot() -> list[AotCase]:
         x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
         _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
         if width <= MAX_ROW_BACKWARD:
-            backward_triton(x, x, total, x[0], rstd, 0.0, True)
+            backward_triton(x, x, total, x[0], rstd, (0.0, True))
 
     return [(f"{n} bf16", partial(case, n)) for n in ROW_WIDTHS]

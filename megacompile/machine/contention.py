@@ -7,7 +7,7 @@ for is over; what runs changes only when one ends, so a step takes as many momen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import STREAMS, Event, Op
@@ -44,14 +44,7 @@ def shared_times(
             _release(index, effects, waiting, ready)
         if not running:
             break
-        cores = memory = 0.0
-        for index in running:
-            cores += draws[index][0]
-            memory += draws[index][1]
-        slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
-        pace = {
-            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running
-        }
+        pace = _paces(running, draws)
         if machine.shared_cores:
             _slow_each_other(pace, computes, machine)
         passed = min(left * pace[i] for i, left in running.items())
@@ -63,6 +56,16 @@ def shared_times(
                 ends[index] = now
                 _release(index, effects, waiting, ready)
     return starts, ends
+
+
+def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict[int, float]:
+    """How many times longer each running operation takes than alone."""
+    cores = memory = 0.0
+    for index in running:
+        cores += draws[index][0]
+        memory += draws[index][1]
+    slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
+    return {i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running}
 
 
 def _slow_each_other(pace: dict[int, float], computes: Sequence[bool], machine: Machine) -> None:
