@@ -168,14 +168,15 @@ def _emit(
     return loss
 
 
-@register_flop_formula(torch.ops.megacompile.linear_cross_entropy)
 def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
-    """One product of hidden and the head's weight."""
+    """One product of hidden and the head's weight, by their shapes."""
     return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
 
 
-@register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)
 def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     """The logits again, and two products for the gradients."""
-    product: int = head_flops(hidden, weight)
-    return 3 * product
+    return 3 * head_flops(hidden, weight)
+
+
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(head_flops)
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)(head_backward_flops)
