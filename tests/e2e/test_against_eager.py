@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megacompile
-from tests.models import MODELS, batch_for, build
-from tests.reference import EagerTrainer, Trace, train_eager
+from tests.support.models import MODELS, batch_for, build
+from tests.support.reference import EagerTrainer, Trace, train_eager
 
 STEPS = 5
 # where activation gradients of several blocks meet in one value, sums may round differently

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from tests.judge import judge
-from tests.zoo import cases
+from tests.support.judge import judge
+from tests.support.zoo import cases
 
 FP32 = (
     "U-Net",  # skips, convolutions, gradients that are slices of one tensor

@@ -18,7 +18,7 @@ import megacompile
 from megacompile.capture.batch import check_signature, read_batch
 from megacompile.runtime import backends
 from megacompile.units import parse_bytes
-from tests.models import Plain, batch_for, build
+from tests.support.models import Plain, batch_for, build
 
 
 def compile_plain(model: nn.Module | None = None, budget: Any = "1GB", **options: Any) -> megacompile.Program:

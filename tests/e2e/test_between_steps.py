@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.host.state import HostState
 from megacompile.runtime.step_io import NonFiniteError
-from tests.reference import EagerTrainer, Trace
+from tests.support.reference import EagerTrainer, Trace
 
 
 class Branches(nn.Module):

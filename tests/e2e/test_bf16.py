@@ -14,8 +14,8 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.substitute import our_operators
 from megacompile.host.bucket import slot_view
 from megacompile.session import step_seed
-from tests.models import batch_for, build
-from tests.zoo import causal, token_batch
+from tests.support.models import batch_for, build
+from tests.support.zoo import causal, token_batch
 
 TOLERANCE = 1e-2  # of a gradient's scale, beyond what plain bf16 eager is off by
 

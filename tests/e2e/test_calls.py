@@ -18,8 +18,8 @@ from megacompile.differentiate.meter import StorageMeter
 from megacompile.errors import ProgramError
 from megacompile.host import adam
 from megacompile.host.state import HostState
-from tests.models import Plain, batch_for
-from tests.reference import EagerTrainer, assert_equal
+from tests.support.models import Plain, batch_for
+from tests.support.reference import EagerTrainer, assert_equal
 
 
 def made(budget: str = "80KB", **options: Any) -> tuple[megacompile.Program, EagerTrainer]:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.storage import checkpoint as checkpoints
 from megacompile.storage.durable import recover, replacing
-from tests.models import Plain
+from tests.support.models import Plain
 
 RESUME = """
 import sys
-from tests.test_checkpoint import digest, start, step
+from tests.e2e.test_checkpoint import digest, start, step
 program = start()
 step(program, 9)  # to be loaded over
 program.load(sys.argv[1])
@@ -92,7 +92,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     program.save(tmp_path / "a")
     assert [*first, step(program, 2).hex()] == straight[:3]  # saving changes nothing
     program.close()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", RESUME, str(tmp_path / "a")]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [" ".join(straight[2:]), final]
@@ -338,7 +338,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> No
     slot = Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0)
     state = HostState([GroupLayout(0, "g", torch.float32, True, (slot,), n)])
     folder, chance = tmp_path / "run", random.Random(0)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
@@ -494,7 +494,7 @@ print(sum(t.nbytes for t in state.arrays[0].values()), saving, peak - before)
 
 
 def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     state, saving, loading = map(int, output.split())

@@ -12,7 +12,7 @@ from torch import nn
 
 from megacompile.schedule.plots import _layers, loss_curve, memory_timeline
 from megacompile.step.operations import Op, Step, memory_curve, peak_bytes
-from tests.examples import load_example
+from tests.support.examples import load_example
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -16,7 +16,7 @@ from megacompile.cli.presets import PRESETS
 from megacompile.machine.catalog import load_machine
 from megacompile.schedule.page import _SCRIPTS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "cli.md")
 
 

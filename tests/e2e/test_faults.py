@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
-from tests.models import batch_for, build
-from tests.reference import EagerTrainer
+from tests.support.models import batch_for, build
+from tests.support.reference import EagerTrainer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def compiled(model: nn.Module, **options: Any) -> megacompile.Program:
@@ -188,7 +188,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 PRELUDE = """
 import torch, megacompile
-from tests.models import Plain, batch_for
+from tests.support.models import Plain, batch_for
 def make(width=32):
     model = Plain(width)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)

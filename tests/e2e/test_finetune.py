@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.examples import load_example
+from tests.support.examples import load_example
 
 
 @pytest.fixture(scope="module")

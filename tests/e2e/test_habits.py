@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import megacompile
-from tests.models import Plain, batch_for, build
-from tests.reference import EagerTrainer, assert_equal
+from tests.support.models import Plain, batch_for, build
+from tests.support.reference import EagerTrainer, assert_equal
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:

@@ -345,7 +345,7 @@ print(peak, program.memory.device_peak_bytes)
 
 def test_the_process_stays_within_host_budget(tmp_path: Path) -> None:
     """151 MB of state; resident memory is measured, less the emulated device's, which is host memory too."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     peak, device = map(int, output.split())

@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch
 import megacompile
 from megacompile.errors import ProgramError
 from megacompile.host.state import HostState
-from tests.models import Plain, batch_for
+from tests.support.models import Plain, batch_for
 
 
 def owned(**options: Any) -> tuple[megacompile.Program, Plain, torch.optim.AdamW]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megacompile
-from tests.reference import EagerTrainer, check_beside_eager
+from tests.support.reference import EagerTrainer, check_beside_eager
 
 
 def train_beside_eager(model: nn.Module, batches: list[Any], budget: str = "1GB", **options: Any) -> None:

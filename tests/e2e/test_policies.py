@@ -17,7 +17,7 @@ from megacompile.machine.rates import Machine
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import with_late
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 
 def trained(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import megacompile
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,7 +190,7 @@ def test_peak_is_the_masters_and_one_shard(tmp_path: Path) -> None:
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="17MB")
     largest = max(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
     assert largest < 20 << 20
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     masters, grown = map(int, output.split())

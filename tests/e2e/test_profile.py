@@ -9,7 +9,7 @@ import torch
 
 import megacompile
 from megacompile.schedule.schedule import Schedule
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 
 @pytest.fixture

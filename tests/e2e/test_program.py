@@ -20,8 +20,8 @@ import megacompile
 from megacompile.compiler import Compiler
 from megacompile.host import bucket
 from megacompile.runtime import cpu as runtime_cpu
-from tests.models import Plain, batch_for, build
-from tests.reference import EagerTrainer
+from tests.support.models import Plain, batch_for, build
+from tests.support.reference import EagerTrainer
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:

@@ -23,9 +23,9 @@ from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
 from megacompile.step.operations import peak_bytes
 from megacompile.step.verify import verify
-from tests.cuda.fake import FakeCuda
-from tests.models import batch_for, build
-from tests.schedule.problems import chain, uniform
+from tests.support.fake_cuda import FakeCuda
+from tests.support.models import batch_for, build
+from tests.support.problems import chain, uniform
 
 TRANSFERS = {"prefetch", "evict", "push_grad", "offload", "reload"}
 

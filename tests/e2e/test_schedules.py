@@ -23,7 +23,7 @@ import megacompile
 from megacompile.machine.rates import Machine
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
-from tests.reference import Habits, train_eager
+from tests.support.reference import Habits, train_eager
 
 WIDTH, ROWS, STEPS = 8, 12, 2
 FEW = settings(

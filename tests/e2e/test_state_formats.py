@@ -15,7 +15,7 @@ from megacompile.compiler import Compiler
 from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, group_runs, state_bytes
 from megacompile.host.state import HostState
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
-from tests.models import Plain
+from tests.support.models import Plain
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "int8", "int4")
 

@@ -11,7 +11,7 @@ import torch
 
 import megacompile
 from megacompile.step.operations import Stream
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.host.state import HostState
-from tests.models import Plain
-from tests.reference import EagerTrainer
+from tests.support.models import Plain
+from tests.support.reference import EagerTrainer
 
 
 def batch(seed: int) -> dict[str, Tensor]:

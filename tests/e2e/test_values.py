@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import ProgramError
 from megacompile.runtime.values import ModelValues
-from tests.models import Plain, batch_for, build
+from tests.support.models import Plain, batch_for, build
 
 
 def trained(model: nn.Module, batch: Any = None) -> megacompile.Program:

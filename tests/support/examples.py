@@ -10,7 +10,7 @@ from types import ModuleType
 
 def load_example(name: str) -> ModuleType:
     """The script ``examples/<name>.py``, its ``main`` not run."""
-    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

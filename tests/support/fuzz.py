@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference import Habits
-from tests.shrink import shrink
-from tests.zoo import Batch, Case, causal_types, config_class_of, generator, model_class_of
+from tests.support.reference import Habits
+from tests.support.shrink import shrink
+from tests.support.zoo import Batch, Case, causal_types, config_class_of, generator, model_class_of
 
 ENCODERS = (
     "AlbertForMaskedLM", "BertForMaskedLM", "BigBirdForMaskedLM", "CamembertForMaskedLM",

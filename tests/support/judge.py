@@ -1,7 +1,7 @@
 """Judge one architecture by the contract on exactness, beside eager PyTorch, at several budgets.
 
-In: a :class:`~tests.zoo.Case`. Out: a :class:`Verdict`. What programs are held against comes from
-:mod:`tests.judge_eager`.
+In: a :class:`~tests.support.zoo.Case`. Out: a :class:`Verdict`. What programs are held against comes from
+:mod:`tests.support.judge_eager`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megacompile.frontend import Front, Frontend
 from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
 from megacompile.host.bucket import slot_view
-from tests.judge_eager import EagerError, EagerRuns, Gradients, WrongError
-from tests.zoo import Case
+from tests.support.judge_eager import EagerError, EagerRuns, Gradients, WrongError
+from tests.support.zoo import Case
 
 GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of a gradient's scale
 FUSED = {torch.float32: 5e-4, torch.bfloat16: 1e-2}

@@ -1,4 +1,4 @@
-"""What a model gives in plain PyTorch: the references that :mod:`tests.judge` holds programs against.
+"""What a model gives in plain PyTorch: the references that :mod:`tests.support.judge` holds programs against.
 
 The reference is eager PyTorch with our attention and dropout operators and the same Adam; that these
 operators stand for what the model itself computes is checked apart, with dropout off, against the
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megacompile.capture.batch import is_transformers, read_batch
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.loss import find_loss
-from tests.reference import Trace, train_eager
-from tests.zoo import Case
+from tests.support.reference import Trace, train_eager
+from tests.support.zoo import Case
 
 STEPS = 3
 NEIGHBOURS = 6  # eager runs in low precision where one is not enough

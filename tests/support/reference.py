@@ -18,7 +18,7 @@ from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
 from megacompile.program import Program
 from megacompile.session import step_seed
-from tests.draws import OurDraws
+from tests.support.draws import OurDraws
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference import Habits
-from tests.shrink import VOCABULARY, shrink
+from tests.support.reference import Habits
+from tests.support.shrink import VOCABULARY, shrink
 
 Batch = dict[str, Any]
 

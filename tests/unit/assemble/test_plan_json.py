@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megacompile.errors import MegacompileError
 from megacompile.plan.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
-from tests.schedule.problems import plans, workloads
+from tests.support.problems import plans, workloads
 
 PLAN = Plan(
     (BlockPlan("none"), BlockPlan("all", "host")), (GroupPlan("micro", 3, "nvme"),), "breadth", 0, 4, 3

@@ -23,7 +23,7 @@ from megacompile.bench.timing import Roofline, Times
 from megacompile.cli.main import main
 from megacompile.differentiate.kernel_calls import read_calls
 from megacompile.errors import MegacompileError
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Shape] = {

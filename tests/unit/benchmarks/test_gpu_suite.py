@@ -17,7 +17,7 @@ from benchmarks.gpu.record import Case, markdown, rates, run_case
 from megacompile.machine.rates import Machine
 from megacompile.plan.plan import Mode
 from megacompile.schedule.schedule import Schedule
-from tests.schedule.problems import chain, uniform
+from tests.support.problems import chain, uniform
 
 
 def test_every_part_has_cases_in_both_sizes() -> None:

@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import megacompile
 from megacompile.capture.calls import only_calls_that_trace
-from tests.reference import EagerTrainer, check_beside_eager
+from tests.support.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 Forward = Callable[[Any, Tensor], Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import megacompile
 from megacompile import CaptureError
 from megacompile.capture.draws import uniform
-from tests.draws import OurDraws
-from tests.reference import EagerTrainer, check_beside_eager
+from tests.support.draws import OurDraws
+from tests.support.reference import EagerTrainer, check_beside_eager
 
 RNG = torch.tensor([11, 3])
 MANY = (1 << 8, 1 << 8)

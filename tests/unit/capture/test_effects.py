@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import megacompile
-from tests.reference import EagerTrainer, check_beside_eager
+from tests.support.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 Forward = Callable[[Any, Tensor], Tensor]

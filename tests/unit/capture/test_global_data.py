@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.snapshot import model_settings
-from tests.reference import EagerTrainer
+from tests.support.reference import EagerTrainer
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 NUMBER, TENSOR = 1.0, torch.tensor(1.0)

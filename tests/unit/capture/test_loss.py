@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
-from tests.reference import EagerTrainer
+from tests.support.reference import EagerTrainer
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 3, 4, 5])
 SCALES = [1.0]

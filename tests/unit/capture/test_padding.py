@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from tests.models import build
+from tests.support.models import build
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "pad_token_id": 0,

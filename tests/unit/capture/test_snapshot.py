@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.snapshot import model_settings
-from tests.reference import EagerTrainer
+from tests.support.reference import EagerTrainer
 
 BATCH = {"x": torch.linspace(-1, 1, 16).view(2, 8)}
 

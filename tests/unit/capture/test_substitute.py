@@ -14,7 +14,7 @@ import megacompile
 from megacompile.capture import operators as ops
 from megacompile.capture.substitute import our_operators
 from megacompile.errors import CaptureError
-from tests.zoo import causal, padded_batch
+from tests.support.zoo import causal, padded_batch
 
 RNG = torch.tensor([3, 0])
 CELLS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {

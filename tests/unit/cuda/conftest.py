@@ -13,7 +13,7 @@ from megacompile import api as api_module
 from megacompile.compiler import Compiler
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
-from tests.cuda.fake import FakeCuda
+from tests.support.fake_cuda import FakeCuda
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megacompile.runtime.cuda import _LANDING, CudaDevice, _Landing
-from tests.cuda.fake import FakeCuda, FakeEvent, FakeStream
-from tests.cuda.programs import program, within
-from tests.models import Deep, batch_for, build
+from tests.support.cuda_programs import program, within
+from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.support.models import Deep, batch_for, build
 
 SECONDS = 120.0
 

@@ -12,9 +12,9 @@ import torch
 from megacompile.runtime import cuda_memory
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
-from tests.cuda.fake import FakeCuda
-from tests.cuda.programs import program
-from tests.models import batch_for, build
+from tests.support.cuda_programs import program
+from tests.support.fake_cuda import FakeCuda
+from tests.support.models import batch_for, build
 
 
 class Probe:

@@ -22,10 +22,10 @@ from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
 from megacompile.step.operations import Step
-from tests.cuda.fake import FakeCuda
-from tests.cuda.programs import program
-from tests.models import batch_for, build
-from tests.numerics.test_inductor import rows, small
+from tests.support.cuda_programs import program
+from tests.support.fake_cuda import FakeCuda
+from tests.support.models import batch_for, build
+from tests.unit.differentiate.test_inductor import rows, small
 
 BUDGET = 10**9
 

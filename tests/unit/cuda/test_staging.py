@@ -16,8 +16,8 @@ from megacompile.runtime import cuda_memory
 from megacompile.runtime import staging as module
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.staging import Staging, StagingRing
-from tests.cuda.fake import FakeCuda, FakeStream
-from tests.cuda.recorded import RecordedApi, Recording, Uses, spread
+from tests.support.fake_cuda import FakeCuda, FakeStream
+from tests.support.recorded_cuda import RecordedApi, Recording, Uses, spread
 
 
 def link(seed: int) -> FakeCuda:

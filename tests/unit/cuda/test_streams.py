@@ -15,9 +15,9 @@ from megacompile.plan.workload import Workload
 from megacompile.runtime import cuda_streams as streams_cuda
 from megacompile.runtime.cuda_streams import CudaStreams
 from megacompile.step.operations import Op, Step, Token
-from tests.cuda.recorded import RecordedApi, RecordedFlag, Recording, Uses, spread
-from tests.schedule.oracle import _pairs, takes_memory, touches
-from tests.schedule.problems import chain, scheduled, uniform
+from tests.support.oracle import _pairs, takes_memory, touches
+from tests.support.problems import chain, scheduled, uniform
+from tests.support.recorded_cuda import RecordedApi, RecordedFlag, Recording, Uses, spread
 
 REPEATS = 2
 Problem = tuple[Workload, Plan, Mode, Step]

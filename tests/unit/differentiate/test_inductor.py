@@ -16,8 +16,8 @@ from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
 from megacompile.partition.blocks import Template
 from megacompile.program import Program
-from tests.models import batch_for
-from tests.numerics.test_bf16 import check_gradients
+from tests.e2e.test_bf16 import check_gradients
+from tests.support.models import batch_for
 
 CPU = torch.device("cpu")
 

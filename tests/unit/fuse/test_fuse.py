@@ -25,7 +25,7 @@ from megacompile.fuse import check as fuse_check
 from megacompile.fuse.placement import PATTERNS, fuse, read_switches
 from megacompile.fuse.report import Fusions, fold
 from megacompile.partition.blocks import partition
-from tests.models import batch_for, build
+from tests.support.models import batch_for, build
 
 transformers = pytest.importorskip("transformers")
 GOLDEN = Path(__file__).parent / "golden" / "fusions.json"
@@ -96,7 +96,9 @@ def test_placements_of_an_architecture(name: str) -> None:
     golden = json.loads(GOLDEN.read_text())
     for dtype in (torch.float32, torch.bfloat16):
         found = record(fused(captured(architecture(name), batch_for(name), dtype)))
-        assert found == golden[name], f"{name} in {dtype}: python -m tests.test_fuse accepts the change"
+        assert found == golden[name], (
+            f"{name} in {dtype}: python -m tests.unit.fuse.test_fuse accepts the change"
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2-dropout"])

@@ -1,6 +1,6 @@
 """Runs ``interpreted/`` in processes of their own, where triton starts as an interpreter.
 
-By hand: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted``.
+By hand: ``TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted``.
 """
 
 import importlib.util

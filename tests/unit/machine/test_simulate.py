@@ -16,7 +16,7 @@ from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import STREAMS, Op, Step
-from tests.schedule.problems import chain, machines, scheduled, uniform
+from tests.support.problems import chain, machines, scheduled, uniform
 
 Problem = tuple[Workload, Plan, Mode, Step]
 RATES = ["flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth",

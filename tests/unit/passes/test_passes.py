@@ -15,7 +15,7 @@ from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import GroupWork, Workload
 from megacompile.step.emit import statement
 from megacompile.step.operations import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
-from tests.schedule.problems import chain, find, uniform
+from tests.support.problems import chain, find, uniform
 
 TRAIN = Mode("train")
 CHAIN = chain(3)
@@ -518,7 +518,7 @@ def test_synchronize_waits_for_what_is_needed_and_no_more() -> None:
 def test_synchronize_is_the_same_in_every_process() -> None:
     """Waits come in one order, whatever seed Python hashes strings with."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    code = "from tests.schedule.test_passes import all_waits; print(all_waits())"
+    code = "from tests.unit.passes.test_passes import all_waits; print(all_waits())"
     printed = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": seed},

@@ -22,7 +22,7 @@ from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
 from megacompile.step.operations import Step, host_bytes, peak_bytes
 from megacompile.step.verify import verify
-from tests.schedule.problems import MODES, chain, machines, modes, uniform, workloads
+from tests.support.problems import MODES, chain, machines, modes, uniform, workloads
 
 MACHINE = Machine("made up", 1000.0, 1000.0, 500.0, 500.0, 2000.0)
 PLENTY = 10**9

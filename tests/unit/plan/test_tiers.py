@@ -21,7 +21,7 @@ from megacompile.search.planner import follow, search
 from megacompile.search.tiers import Drive, Tiers
 from megacompile.step.operations import host_bytes
 from megacompile.step.verify import verify
-from tests.schedule.problems import chain, uniform
+from tests.support.problems import chain, uniform
 
 MACHINE = load_machine("rtx-4090").rates("bf16")
 TRAIN, CLIP = Mode("train"), Mode("train", deferred=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import megacompile
 from megacompile.host.arena import HostArena, Room, padded
 from megacompile.runtime.cpu import CpuDevice
-from tests.models import Deep
+from tests.support.models import Deep
 
 
 @settings(deadline=None, max_examples=50)

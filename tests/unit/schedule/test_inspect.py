@@ -25,8 +25,8 @@ from megacompile.schedule.explain import host_stash
 from megacompile.schedule.schedule import Schedule
 from megacompile.schedule.trace import chrome_trace
 from megacompile.step.operations import peak_bytes
-from tests.schedule.problems import machines, plans, workloads
-from tests.test_page import schedule_of, with_run
+from tests.support.problems import machines, plans, workloads
+from tests.unit.schedule.test_page import schedule_of, with_run
 
 
 @settings(max_examples=20)

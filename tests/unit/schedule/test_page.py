@@ -21,8 +21,8 @@ from megacompile.machine.measured import align
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.page import page_data, render_page
 from megacompile.schedule.schedule import Schedule
-from tests.browser import Browser, find_browser, texts
-from tests.schedule.problems import chain
+from tests.support.browser import Browser, find_browser, texts
+from tests.support.problems import chain
 
 MEGA = 10**6
 

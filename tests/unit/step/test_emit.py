@@ -14,7 +14,7 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.emit import emit_step, fold
 from megacompile.step.operations import Op, Step
-from tests.schedule.problems import chain, scheduled, uniform
+from tests.support.problems import chain, scheduled, uniform
 
 Called = tuple[str, dict[str, Any]]
 

@@ -13,7 +13,7 @@ from megacompile.plan.plan import Mode
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 from megacompile.step.operations import Event, Op, Step, peak_bytes
 from megacompile.step.verify import verify
-from tests.schedule.problems import chain, find, uniform, with_op
+from tests.support.problems import chain, find, uniform, with_op
 
 WORK = chain(5)
 IMMEDIATE = lower(WORK, uniform(WORK), Mode("train"))

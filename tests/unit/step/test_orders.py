@@ -12,8 +12,8 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.verify import verify
-from tests.schedule.oracle import execute, sees_garbage, unordered
-from tests.schedule.problems import MODES, chain, find, scheduled, uniform, with_op
+from tests.support.oracle import execute, sees_garbage, unordered
+from tests.support.problems import MODES, chain, find, scheduled, uniform, with_op
 
 Problem = tuple[Workload, Plan, Mode, Step]
 training = st.sampled_from([m for m in MODES if m.kind == "train"])

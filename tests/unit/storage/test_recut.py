@@ -14,7 +14,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.state import HostState
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
-from tests.test_tile import start, tokens, vocabulary
+from tests.unit.tile.test_tile import start, tokens, vocabulary
 
 ROWS = 600
 NOTHING = Progress("m", 0, 7, [])

@@ -26,8 +26,8 @@ from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.tile.cuts import LEAST_PIECE, tables
 from megacompile.tile.rewrite import tile
-from tests.cuda.fake import FakeCuda
-from tests.reference import Habits, train_eager
+from tests.support.fake_cuda import FakeCuda
+from tests.support.reference import Habits, train_eager
 
 VOCABULARY, WIDTH = 8192, 64  # a table of 2.1 MB in fp32
 

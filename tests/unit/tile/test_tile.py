@@ -23,8 +23,8 @@ from megacompile.program import Program
 from megacompile.search.tile_choice import ladder
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts, families
 from megacompile.tile.rewrite import Tiled, tile
-from tests.judge import program_gradients
-from tests.reference import EagerTrainer
+from tests.support.judge import program_gradients
+from tests.support.reference import EagerTrainer
 
 _SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
