@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="do not use earlier results")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")
     options = parser.parse_args(arguments)
-    from tests.zoo import cases
+    from tests.support.zoo import cases
 
     names = options.only or list(cases())
     unknown = sorted(set(names) - set(cases()))
@@ -77,8 +77,8 @@ def _place(name: str, dtype: str) -> Path:
 def _judge(name: str, dtype: str) -> Result:
     import torch
 
-    from tests.judge import judge
-    from tests.zoo import cases
+    from tests.support.judge import judge
+    from tests.support.zoo import cases
 
     return judge(cases()[name], getattr(torch, dtype)).as_dict()
 
@@ -119,7 +119,7 @@ def page(results: list[Result]) -> str:
     """The whole page in Markdown."""
     import transformers
 
-    from tests.zoo import cases
+    from tests.support.zoo import cases
 
     counts = Counter((r["status"], r["dtype"]) for r in results)
     summary = [
