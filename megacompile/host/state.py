@@ -231,7 +231,8 @@ class HostState:
                 coded = Coded(*moments[:2]), Coded(*moments[2:])
                 coded_adamw_step(master, *coded, part, hyper, CODINGS[self.form], threads)
             else:
-                host_adam.adamw_step(master, *moments, part, hyper, threads)
+                first, second = moments
+                host_adam.adamw_step(master, first, second, part, hyper, threads)
 
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.
