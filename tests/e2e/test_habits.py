@@ -34,6 +34,14 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[megacompile.Pro
     return compiled(model, **options), EagerTrainer(eager, adamw(eager), **options)
 
 
+def three_equal_steps(program: megacompile.Program, trainer: EagerTrainer, kind: str) -> None:
+    """Losses and then weights, bit by bit."""
+    for step in range(3):
+        batch = batch_for(kind, step)
+        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
+    assert_equal(program, trainer)
+
+
 def gpt2() -> nn.Module:
     return build("gpt2")
 
@@ -136,10 +144,7 @@ def test_frozen_embedding_and_frozen_layers() -> None:
 
     program, trainer = pair(make, max_grad_norm=1.0)
     frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
-    for step in range(3):
-        batch = batch_for("llama", step)
-        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
-    assert_equal(program, trainer)
+    three_equal_steps(program, trainer, "llama")
     state = program.state_dict()
     assert all(torch.equal(state[n], v) for n, v in frozen.items())
     program.close()
@@ -169,10 +174,7 @@ def adapted() -> nn.Module:
 
 def test_adapters_alone_have_state() -> None:
     program, trainer = pair(adapted, max_grad_norm=1.0)
-    for step in range(3):
-        batch = batch_for("llama", step)
-        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
-    assert_equal(program, trainer)
+    three_equal_steps(program, trainer, "llama")
     model = trainer.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moments = program.memory.host_bytes["moments"]
@@ -192,10 +194,7 @@ def test_adapters_of_peft() -> None:
         return peft.get_peft_model(build("llama"), config).train()
 
     program, trainer = pair(make, max_grad_norm=1.0)
-    for step in range(3):
-        batch = batch_for("llama", step)
-        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
-    assert_equal(program, trainer)
+    three_equal_steps(program, trainer, "llama")
     program.close()
 
 
@@ -224,10 +223,7 @@ def test_weight_parametrizations_train_right() -> None:
         return model
 
     program, trainer = pair(make)
-    for step in range(3):
-        batch = batch_for("plain", step)
-        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
-    assert_equal(program, trainer)
+    three_equal_steps(program, trainer, "plain")
     program.close()
 
 
@@ -286,10 +282,7 @@ def test_optimizer_that_holds_a_part_of_the_parameters() -> None:
     eager = copy.deepcopy(model)
     program = compiled(model, optimizer=optimizer(model))
     trainer = EagerTrainer(eager, optimizer(eager))
-    for step in range(3):
-        batch = batch_for("plain", step)
-        assert float(program.train_step(batch).loss) == trainer.train_step([batch])
-    assert_equal(program, trainer)
+    three_equal_steps(program, trainer, "plain")
     program.close()
 
 

@@ -63,13 +63,18 @@ def budgets(work: Workload, mode: Mode) -> tuple[int, int]:
     return min(peaks), max(peaks)
 
 
+def budget_between(work: Workload, mode: Mode, part: float) -> int:
+    """The one that lies at ``part`` of the way between them."""
+    low, high = budgets(work, mode)
+    return low + int(part * (high - low))
+
+
 @settings(max_examples=15)
 @given(workloads(4), modes, machines(), st.floats(0, 1))
 def test_what_is_found_fits_and_is_what_it_says(
     work: Workload, mode: Mode, machine: Machine, part: float
 ) -> None:
-    low, high = budgets(work, mode)
-    budget = low + int(part * (high - low))
+    budget = budget_between(work, mode, part)
     found = search(work, mode, machine, budget)
     assert found.peak_bytes == peak_bytes(found.step) <= budget
     verify(found.step, work, budget_bytes=budget)
@@ -81,8 +86,7 @@ def test_what_is_found_fits_and_is_what_it_says(
 @settings(max_examples=8)
 @given(workloads(4), modes, machines(), st.floats(0, 1))
 def test_the_search_is_deterministic(work: Workload, mode: Mode, machine: Machine, part: float) -> None:
-    low, high = budgets(work, mode)
-    budget = low + int(part * (high - low))
+    budget = budget_between(work, mode, part)
 
     def once() -> Planned:
         return search(work, mode, machine, budget)
@@ -112,8 +116,7 @@ def test_of_equal_blocks_the_least_budget_is_least(mode: Mode) -> None:
 def test_no_uniform_plan_that_fits_is_faster(
     work: Workload, mode: Mode, machine: Machine, part: float
 ) -> None:
-    low, high = budgets(work, mode)
-    budget = low + int(part * (high - low))
+    budget = budget_between(work, mode, part)
     found = search(work, mode, machine, budget)
     for plan in uniform_plans(work, mode):
         step = lower(work, plan, mode)
