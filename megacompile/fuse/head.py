@@ -155,7 +155,7 @@ def _emit(
     workspace = min(WORKSPACE, value(matrix).numel() * value(matrix).element_size() // _SHARE)
     pair = emit.call(
         torch.ops.megacompile.linear_cross_entropy.default, hidden, matrix, bias[0] if bias else None,
-        labels, terms.ignore_index, terms.smoothing, 0.0, terms.softcap, workspace, like=linear,
+        labels, terms.ignore_index, terms.smoothing, terms.softcap, workspace, like=linear,
     )  # fmt: skip
     loss = emit.call(operator.getitem, pair, 0, like=linear)
     if terms.reduction in (_MEAN, _SUM):
