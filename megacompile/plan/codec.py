@@ -70,9 +70,10 @@ def from_plain(kind: Any, value: Any, where: str, partial: bool = False) -> Any:
             return None
         (inner,) = (a for a in arguments if a is not type(None))
         return from_plain(inner, value, where, partial)
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return value
-    if type(value) is kind:
+    if kind is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return value
+    elif type(value) is kind:
         return value
     raise MegacompileError(f"{where} is {_short(value)}, which cannot be.")
 
