@@ -46,7 +46,7 @@ def test_every_kernel_stands_in_the_table_for_every_chip() -> None:
         for name, found in vars(importlib.import_module(f"megacompile.kernels.{module.name}")).items()
         if name.endswith("_kernel") and hasattr(found, "arg_names")
     }
-    assert len(names) > 20
+    assert len(names) > 15
     assert len({r.key for r in read_table()}) == len(read_table()), "a row that hides another one"
     for arch in SHARED_LIMIT:
         assert {r.kernel for r in read_table() if r.arch == arch} == names
