@@ -11,7 +11,7 @@ from typing import Any
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
 from megacompile.frontend import Compiled, Frontend
-from megacompile.host.formats import state_bytes
+from megacompile.host.needs import state_in_ram
 from megacompile.host.offload import Placement
 from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
@@ -171,7 +171,7 @@ class Compiler:
             return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
         host = None
         if self._tiers is not None and not self._tiers.stored:
-            state = sum(state_bytes(assembly.groups, self._tiers.form).values())
+            state = state_in_ram(assembly.groups, self._tiers.form)
             host = max(0, self._tiers.host_budget_bytes - state)
         resident = not_gathered(work, self._may_reside(mode) or ())
         if resident:  # state that need not move between programs, if its place can be spared

@@ -1,4 +1,4 @@
-"""Figures of a planned step: host bytes by kind, what is alive, who waits for whom.
+"""Figures of a planned step: what is alive, who waits for whom.
 
 In: a workload, a planned step, a machine. Out: plain numbers in seconds and bytes, each by the
 definition in its docstring, so that a report can be checked by hand.
@@ -7,74 +7,14 @@ definition in its docstring, so that a report can be checked by hand.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megacompile.host.offload import buffer_bytes, place_group
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration
-from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.candidates import Planned
 from megacompile.search.least import alive_before
-from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve, stash_bytes
-
-
-@dataclass(frozen=True)
-class Host:
-    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``stash`` offloaded tensors.
-
-    ``window`` are the buffers that state on NVMe passes through; ``nvme`` lies on the drive and is not in
-    ``total``.
-    """
-
-    masters: int
-    moments: int
-    gradients: int
-    buffers: int
-    stash: int
-    window: int = 0
-    nvme: int = 0
-
-    @property
-    def state(self) -> int:
-        return self.masters + self.moments
-
-    @property
-    def total(self) -> int:
-        return self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
-
-
-def host_bytes(assembly: Assembly, step: Step, plan: Plan | None = None) -> Host:
-    """What a step keeps in host memory; gradients that are summed are kept in fp32.
-
-    A ``plan`` may leave state and stashes on NVMe; without one all state is in RAM. The host has room for
-    what is on the device, so that it can go back.
-    """
-    elements = {g.index: g.elements for g in assembly.groups}
-    trained = sum(g.elements for g in assembly.groups if g.trainable)
-    gradients = sum(
-        assembly.groups[g].nbytes if own else 4 * elements[g] for g, own in kept_gradients(step).items()
-    )
-    host = Host(4 * sum(elements.values()), 8 * trained, gradients, sum(step.ring), stash_bytes(step))
-    return host if plan is None else _with_drive(host, assembly, plan, step)
-
-
-def _with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
-    states = [g.state for g in plan.groups]
-    stashes = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
-    if not stashes and all(state in ("host", "device") for state in states):
-        return host
-    places = [place_group(g, "fp32", state) for g, state in zip(assembly.groups, states, strict=True)]
-    kept = [g for g, state in zip(assembly.groups, states, strict=True) if state == "host" and g.trainable]
-    moments = sum(8 * g.elements for g in kept)
-    return replace(
-        host,
-        masters=sum(p.ram_bytes for p in places) - moments,
-        moments=moments,
-        window=plan.window * sum(buffer_bytes(places)),
-        nvme=sum(p.storage_bytes for p in places) + stashes,
-    )
+from megacompile.step.operations import STREAMS, Step, Stream, memory_curve
 
 
 def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:

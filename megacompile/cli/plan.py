@@ -16,10 +16,8 @@ import torch
 
 from megacompile.capture.batch import read_batch
 from megacompile.cli.figures import (
-    Host,
     Stall,
     compute_parts,
-    host_bytes,
     stalls,
 )
 from megacompile.cli.presets import Model
@@ -27,6 +25,7 @@ from megacompile.cli.unroll import Repeated
 from megacompile.compiler import Scheduled
 from megacompile.errors import BudgetError
 from megacompile.frontend import Compiled
+from megacompile.host.needs import HostBytes, host_bytes, state_in_ram
 from megacompile.machine.catalog import Dtype, MachineProfile
 from megacompile.machine.rates import Machine
 from megacompile.passes import lower
@@ -86,7 +85,7 @@ class Prediction:
     model_flops_per_second: float
     mfu: float
     bound: Bound
-    host: Host
+    host: HostBytes
     compute: dict[str, float]
     stalls: tuple[Stall, ...]
 
@@ -97,7 +96,7 @@ class Least:
 
     step: Step
     device_bytes: int
-    hosts: dict[str, Host]
+    hosts: dict[str, HostBytes]
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class Study:
         return Prediction(
             mode, compiled, planned, seconds, question.tokens / seconds, flops / seconds,
             flops / seconds / question.profile.peak(question.dtype), bound,
-            host_bytes(compiled.assembly, planned.step, planned.plan),
+            host_bytes(compiled.assembly, "fp32", planned.plan, planned.step),
             compute_parts(planned.step, machine, flops), stalls(planned),
         )  # fmt: skip
 
@@ -232,8 +231,7 @@ class Study:
         """As the compiler plans; raises :class:`BudgetError` where nothing fits."""
         host, drive = None, drive_for(compiled, question)
         if drive is None and question.host_budget is not None:
-            state = host_bytes(compiled.assembly, Step((), {}, 1)).state
-            host = max(0, question.host_budget - state)
+            host = max(0, question.host_budget - state_in_ram(compiled.assembly.groups, "fp32"))
         work, rates = compiled.assembly.work, question.machine
         known = self._winners.setdefault((question.batch, question.seq, mode, work.digest), [])
         planned = search(
@@ -287,12 +285,10 @@ def find_least(compiled: Compiled, work: Workload, micro_batches: int, *, stored
     peak, plan, step = least_step(work, mode)
     if stored:
         plan = replace(plan, groups=tuple(replace(g, state="nvme-all") for g in plan.groups), window=1)
-    streaming = replace(mode, deferred=False)
-    hosts = {
-        "clipped": host_bytes(compiled.assembly, step, plan),
-        "streamed": host_bytes(compiled.assembly, lower(work, plan, streaming), plan),
-    }
-    return Least(step, peak, {name: replace(host, stash=0) for name, host in hosts.items()})
+    held = replace(plan, blocks=tuple(replace(b, stash="device") for b in plan.blocks))
+    modes = {"clipped": mode, "streamed": replace(mode, deferred=False)}
+    hosts = {n: host_bytes(compiled.assembly, "fp32", held, lower(work, held, m)) for n, m in modes.items()}
+    return Least(step, peak, hosts)
 
 
 def schedule_of(answer: Answer, clip: bool) -> Schedule | None:

@@ -10,11 +10,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cli.figures import Host, alive_at_peak, idle_causes
+from megacompile.cli.figures import alive_at_peak, idle_causes
 from megacompile.cli.plan import Answer, Prediction
 from megacompile.cli.splits import Split
 from megacompile.cli.ways import Largest, Point, WayOut
 from megacompile.host.formats import CODINGS, state_bytes
+from megacompile.host.needs import HostBytes
 from megacompile.plan.text import plan_table
 from megacompile.search.least import describe_peak
 from megacompile.search.tiers import describe_traffic
@@ -228,7 +229,8 @@ def _host(answer: Answer, clip: bool) -> str:
     lines = ["Host memory            streamed   clipped  accumulated"]
     kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
              ("gradient buffers", "buffers"), ("waiting activations", "stash"),
-             ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
+             ("buffers for NVMe", "window"), ("up to whole pages", "padding"),
+             ("on NVMe", "nvme"))  # fmt: skip
     for label, field in kinds:
         cells = [getattr(h, field) for h in found.values()]
         if any(cells):
@@ -246,7 +248,7 @@ def _cells(texts: Sequence[str]) -> str:
     return "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 10, 13), strict=True))
 
 
-def hosts(answer: Answer) -> dict[str, Host]:
+def hosts(answer: Answer) -> dict[str, HostBytes]:
     """Host bytes streamed, clipped and accumulated: as planned, or the least where nothing was planned.
 
     What is accumulated is summed in FP32, which one clipped micro-batch in bf16 need not be.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cli.figures import host_bytes
 from megacompile.cli.plan import Answer, Prediction, Question, Study, drive_for, find_least
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, state_bytes
+from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES
 from megacompile.plan.workload import Call, Choice, Workload
 from megacompile.search.planner import search
@@ -131,7 +131,7 @@ def _to_drive(answer: Answer, here: Prediction) -> Iterator[WayOut]:
     drive = drive_for(compiled, asked)
     found = search(compiled.assembly.work, here.mode, q.machine, q.hbm_budget, drive=drive)
     if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
-        host = host_bytes(compiled.assembly, found.step, found.plan)
+        host = host_bytes(compiled.assembly, "fp32", found.plan, found.step)
         enough = host.total <= (q.host_budget or 0)
         yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, enough,
                      "state on a drive", asked.tokens / found.seconds)  # fmt: skip

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
@@ -25,7 +26,7 @@ from megacompile.search.least import describe_peak, infeasible, least_plans
 from megacompile.search.neighbours import neighbours
 from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.search.tiers import Drive
-from megacompile.step.operations import host_bytes, peak_bytes
+from megacompile.step.operations import peak_bytes
 from megacompile.units import format_bytes
 
 _CLOSE = 1.003  # to the goal: no more to be looked for
@@ -103,7 +104,7 @@ def follow(
             f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
             least_bytes=peak,
         )
-    taken = host_bytes(step, work)
+    taken = step_bytes(step, work)
     if drive is not None and (drive.decided or taken > drive.spare):
         plan = drive.place(plan, taken)
         step = lower_memory(work, plan, mode)
