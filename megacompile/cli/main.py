@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -219,14 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run_plan(options: argparse.Namespace) -> int:
-    from megacompile.cli.run import run_plan
-
-    return run_plan(options)
-
-
 def _run_models(_: argparse.Namespace) -> int:
-    from megacompile.cli.presets import PRESETS
+    from megacompile.estimate.presets import PRESETS
 
     print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
     for name, p in PRESETS.items():
@@ -259,33 +254,17 @@ def _run_profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_doctor(_: argparse.Namespace) -> int:
-    from megacompile.cli.doctor import examine
-
-    print(examine())
-    return 0
+def _later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """A command whose module, and torch with it, is imported when the command runs."""
+    return lambda options: int(getattr(importlib.import_module(f"megacompile.cli.{module}"), name)(options))
 
 
-def _run_inspect(options: argparse.Namespace) -> int:
-    from megacompile.cli.inspect import run_inspect
-
-    return run_inspect(options)
-
-
-def _run_diff(options: argparse.Namespace) -> int:
-    from megacompile.cli.inspect import run_diff
-
-    return run_diff(options)
-
-
-def _run_bench(options: argparse.Namespace) -> int:
-    return _BENCHES[options.part](options)
-
-
-_BENCHES = {"nvme": run_nvme, "kernels": run_kernels}
-_COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
-             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench,
-             "profile": _run_profile}  # fmt: skip
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "plan": _later("run", "run_plan"), "inspect": _later("inspect", "run_inspect"),
+    "diff": _later("inspect", "run_diff"), "models": _run_models, "machines": _run_machines,
+    "doctor": _later("doctor", "run_doctor"), "profile": _run_profile,
+    "bench": lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
+}  # fmt: skip
 
 
 def write_json(value: object) -> None:

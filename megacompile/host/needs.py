@@ -46,19 +46,15 @@ def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) ->
     """What a plan's step takes of the host. It has room for what is on the device, which may come back."""
     states, window = host_states(plan), storage_window(plan)
     places = place_groups(assembly.groups, form, states)
-    kinds = dict.fromkeys(("masters", "moments"), 0)
-    for array in (array for place in places for array in place.in_ram):
-        kinds[array.kind] += array.nbytes
+    held = [array for place in places for array in place.in_ram]
+    masters, moments = (sum(a.nbytes for a in held if a.kind == kind) for kind in ("masters", "moments"))
     passing = window * sum(buffer_bytes(places))
-    sizes = _buffers(step, assembly.work)
-    gradients, buffers, stash = map(sum, sizes)
+    gradients, buffers, stash = map(sum, _buffers(step, assembly.work))
     total = host_state_bytes(places, window) + step_bytes(step, assembly.work)
+    padding = total - masters - moments - gradients - buffers - stash - passing
     stored = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
-    return HostBytes(
-        *kinds.values(), gradients, buffers, stash, passing,
-        total - sum(kinds.values()) - gradients - buffers - stash - passing,
-        sum(p.storage_bytes for p in places) + stored,
-    )  # fmt: skip
+    nvme = sum(p.storage_bytes for p in places) + stored
+    return HostBytes(masters, moments, gradients, buffers, stash, passing, padding, nvme)
 
 
 def step_bytes(step: Step, work: Workload) -> int:

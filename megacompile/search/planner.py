@@ -22,7 +22,7 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, with_state_at
 from megacompile.search.candidates import Candidates, Planned
-from megacompile.search.least import describe_peak, infeasible, least_plans
+from megacompile.search.least import describe_peak, infeasible, small_plans
 from megacompile.search.neighbours import neighbours
 from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.search.tiers import Drive
@@ -152,8 +152,8 @@ def _run(found: Candidates, also: Sequence[Plan]) -> None:
     fixed(found)
     few_blocks(found)
     if found.best is None:
-        for plan in least_plans(found.work, found.mode):
-            found.score(plan)
+        for small in small_plans(found.work, found.mode):
+            found.score(small.plan)
     if found.best is not None:
         _improve(found)
     before = found.best

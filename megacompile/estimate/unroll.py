@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megacompile.capture.batch import Batch
-from megacompile.cli.presets import Model, build
+from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.assemble import assemble, cut_parameters
