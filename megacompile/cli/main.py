@@ -128,11 +128,14 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
                "Plan a training step and predict its time and memory.", _PLAN_EXAMPLES)  # fmt: skip
     _plan_arguments(plan)
     _speed_arguments(plan)
-    _inspect_arguments(add(
+    inspect = add(
         "inspect", "look at a dumped schedule: a page of timeline, memory and code",
         "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
         _INSPECT_EXAMPLES,
-    ))  # fmt: skip
+    ).add_argument  # fmt: skip
+    inspect("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
+    inspect("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
+    inspect("--trace", metavar="JSON", help="also write a trace for Perfetto")
     diff = add("diff", "what changed between two plans",
                "Compare two dumps or two plans, equal layers folded.", _DIFF_EXAMPLES)  # fmt: skip
     diff.add_argument("first", help="a dump's folder, its schedule.json or a plan.json")
@@ -147,18 +150,12 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
     measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
     add("doctor", "what this machine would limit",
         "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
-    parts = add("bench", "measure parts of megacompile on this machine",
-                "Measure parts of megacompile on this machine.", _BENCH_EXAMPLES)  # fmt: skip
+    text = "measure parts of megacompile on this machine"
+    parts = add("bench", text, f"{text.capitalize()}.", _BENCH_EXAMPLES)
     found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
     add_nvme(found_parts)
     add_kernels(found_parts)
     return parser, found
-
-
-def _inspect_arguments(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
-    inspect.add_argument("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
-    inspect.add_argument("--trace", metavar="JSON", help="also write a trace for Perfetto")
 
 
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -166,13 +163,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a built-in name, a config.json, or a hub id")
     add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
     add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
-    add(
-        "--micro-batches",
-        type=_count_or_auto,
-        default=1,
-        metavar="N",
-        help="micro-batches per step (1); auto: cut --batch into as many as make the fastest step",
-    )
+    text = "micro-batches per step (1); auto: cut --batch into as many as make the fastest step"
+    add("--micro-batches", type=_count_or_auto, default=1, metavar="N", help=text)
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
     clip = plan.add_mutually_exclusive_group()
     text = "show the details with clipping (the default; its value changes no figure)"

@@ -47,53 +47,45 @@ def ways_out(study: Study, answer: Answer, clip: bool) -> list[WayOut]:
 
 def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question | None]]:
     q, need = answer.question, answer.least.device_bytes
+
+    def way(change: str, nbytes: int, note: str) -> WayOut:
+        return WayOut(change, need - nbytes, nbytes <= q.hbm_budget, note)
+
+    sizes = {name: p.device_bytes or 0 for name, p in PROFILES.items()}
+    large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
     if need <= (q.profile.device_bytes or 0):
-        way = WayOut(f"--hbm-budget {_round_up(need)}", need - q.hbm_budget, True, "the card has it")
-        yield way, replace(q, hbm_budget=-(-need // 10**8) * 10**8)
-    else:
-        sizes = {name: p.device_bytes or 0 for name, p in PROFILES.items()}
-        large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
-        if large is not None:
-            way = WayOut(f"--machine {large}", need - q.hbm_budget, True, f"{sizes[large] / 1e9:g} GB")
-            yield way, replace(q, profile=PROFILES[large], hbm_budget=sizes[large])
+        enough = -(-need // 10**8) * 10**8
+        more = way(f"--hbm-budget {_round_up(need)}", q.hbm_budget, "the card has it")
+        yield more, replace(q, hbm_budget=enough)
+    elif large is not None:
+        other = way(f"--machine {large}", q.hbm_budget, f"{sizes[large] / 1e9:g} GB")
+        yield other, replace(q, profile=PROFILES[large], hbm_budget=sizes[large])
     if q.batch > 1:
-        batch, size = _fitting(
-            lambda n: study.least(replace(q, batch=n))[0].device_bytes, 1, q.batch, need, q.hbm_budget
-        )
+        batch, nbytes = _fitting(study, answer, q.batch, lambda n: replace(q, batch=n))
         count = -(-q.batch * q.micro_batches // batch)
-        way = WayOut(f"--batch {batch} --micro-batches {count}", need - size, size <= q.hbm_budget,
-                     "about the same tokens per step, weights travel more often")  # fmt: skip
-        yield way, replace(q, batch=batch, micro_batches=count)
+        note = "about the same tokens per step, weights travel more often"
+        smaller = way(f"--batch {batch} --micro-batches {count}", nbytes, note)
+        yield smaller, replace(q, batch=batch, micro_batches=count)
     unit = 1024 if q.seq >= 2048 else 64
     if q.seq >= 2 * unit:
-        seq, size = _fitting(
-            lambda n: study.least(replace(q, seq=n * unit))[0].device_bytes,
-            1,
-            q.seq // unit,
-            need,
-            q.hbm_budget,
-        )
-        way = WayOut(f"--seq {seq * unit}", need - size, size <= q.hbm_budget, "shorter context")
-        yield way, replace(q, seq=seq * unit)
-    if q.dtype == "fp32":
-        half = WayOut("--dtype bf16", need // 2, need // 2 <= q.hbm_budget, "about half; FP32 masters stay")
-        yield half, None  # another capture: the question must be asked anew
+        seq, nbytes = _fitting(study, answer, q.seq // unit, lambda n: replace(q, seq=n * unit))
+        yield way(f"--seq {seq * unit}", nbytes, "shorter context"), replace(q, seq=seq * unit)
+    if q.dtype == "fp32":  # another capture: the question must be asked anew
+        yield way("--dtype bf16", need // 2, "about half; FP32 masters stay"), None
 
 
-def _fitting(
-    least: Callable[[int], int], low: int, high: int, high_bytes: int, budget: int
-) -> tuple[int, int]:
-    """The n in [low, high) that should just fit, bytes being linear in n, and its true bytes."""
-    low_bytes = least(low)
-    if low_bytes > budget or high_bytes <= low_bytes:
-        return low, low_bytes
-    n = low + (budget - low_bytes) * (high - low) // (high_bytes - low_bytes)
-    for candidate in (n, n - 1):
-        if low < candidate < high:
-            size = least(candidate)
-            if size <= budget:
-                return candidate, size
-    return low, low_bytes
+def _fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Question]) -> tuple[int, int]:
+    """The number in [1, high) that should just fit, bytes being linear in it, and its true bytes."""
+    budget, high_bytes = answer.question.hbm_budget, answer.least.device_bytes
+    low_bytes = study.least(ask(1))[0].device_bytes
+    if low_bytes <= budget and high_bytes > low_bytes:
+        n = 1 + (budget - low_bytes) * (high - 1) // (high_bytes - low_bytes)
+        for candidate in (n, n - 1):
+            if 1 < candidate < high:
+                nbytes = study.least(ask(candidate))[0].device_bytes
+                if nbytes <= budget:
+                    return candidate, nbytes
+    return 1, low_bytes
 
 
 def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:

@@ -8,7 +8,7 @@ budget to the byte memory is found. Every buffer takes whole pages (:func:`~mega
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megacompile.host.arena import padded
 from megacompile.host.formats import StateFormat
@@ -38,8 +38,7 @@ class HostBytes:
 
     @property
     def total(self) -> int:
-        return (self.masters + self.moments + self.gradients + self.buffers + self.stash + self.window
-                + self.padding)  # fmt: skip
+        return sum(astuple(self)) - self.nvme
 
 
 def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
