@@ -20,11 +20,12 @@ import torch
 import megacompile
 from benchmarks.gpu.work import batch_of, tiny
 from benchmarks.report import interleaved, machine_line
-from megacompile.cli.plan import Study, find_least
-from megacompile.cli.presets import load_model
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 from megacompile.plan.plan import Mode, Plan
 from megacompile.search.candidates import Planned
+from megacompile.search.least import least
 from megacompile.search.planner import search
 from megacompile.search.residency import reside, trained_groups
 
@@ -40,11 +41,10 @@ def predicted(model: str, machine: str, tokens: int, sequence: int, micro: int, 
     """Simulated steps at budgets from the least feasible to what keeps all on the device, or all it has."""
     described, profile = load_model(model), load_machine(machine)
     rates = profile.rates("bf16")
-    compiled, work, _ = Study(described, "bf16", lambda text: None).captured(
-        tokens // sequence // micro, sequence
-    )
+    study = Study(described, "bf16", lambda text: None)
+    work = study.captured(tokens // sequence // micro, sequence).assembly.work
     mode = Mode("train", micro)
-    least = find_least(compiled, work, micro).device_bytes
+    low = least(work, mode).nbytes
 
     known: list[Plan] = []  # of smaller budgets, scored at larger ones too, as a sweep does
 
@@ -54,7 +54,7 @@ def predicted(model: str, machine: str, tokens: int, sequence: int, micro: int, 
 
     most = min(plan(1 << 60).peak_bytes, profile.device_bytes or 1 << 60)
     rows = []
-    for budget in budgets_between(int(least * 1.001), most, count):
+    for budget in budgets_between(int(low * 1.001), most, count):
         found = plan(budget)
         known.append(found.plan)
         seconds = found.timeline.step_seconds

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
-from megacompile.cli.plan import Study
-from megacompile.cli.presets import load_model
 from megacompile.errors import BudgetError
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.simulate import simulate
 from megacompile.plan.plan import Mode
@@ -66,7 +66,7 @@ class Validation:
         """(batch, TFLOP/s) of a fixed schedule at the largest batch that fits; None where none does."""
         profile = load_machine(row.machine)
         for batch in BATCHES:
-            work = self.study(row.model).captured(batch, SEQ)[1]
+            work = self.study(row.model).captured(batch, SEQ).assembly.work
             step = build(work, MODE)
             if peak_bytes(step) <= 0.9 * (profile.device_bytes or 0):
                 return batch, self._rate(row.model, batch, simulate(step, profile.machine).step_seconds)
@@ -75,7 +75,7 @@ class Validation:
     def ours(self, row: Row, batch: int) -> float | None:
         """TFLOP/s of the searched plan at the same batch, without clipping."""
         profile = load_machine(row.machine)
-        work = self.study(row.model).captured(batch, SEQ)[1]
+        work = self.study(row.model).captured(batch, SEQ).assembly.work
         try:
             planned = search(work, MODE, profile.machine, int(0.9 * (profile.device_bytes or 0)))
         except BudgetError:

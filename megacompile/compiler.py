@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +10,17 @@ from typing import Any
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
 from megacompile.frontend import Compiled, Frontend
-from megacompile.host.formats import state_bytes
 from megacompile.host.offload import Placement
 from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
-from megacompile.plan.assemble import Assembly, Parameter, cut_parameters
+from megacompile.plan.assemble import Parameter, cut_parameters
 from megacompile.plan.plan import Mode
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.search.candidates import Planned
-from megacompile.search.planner import follow, search
+from megacompile.search.plan_program import Terms, plan_program
 from megacompile.search.policies import Policy
-from megacompile.search.residency import not_gathered, reside, trained_groups
-from megacompile.search.tiers import Drive, Tiers
-from megacompile.search.tile_choice import choose
+from megacompile.search.tiers import Tiers
 from megacompile.step.emit import emit_step
 from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
@@ -46,6 +42,13 @@ class Scheduled:
     proof: Proof
     title: str
     source: str
+
+
+def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
+    """The program of a plan, its step proven safe in every order that the streams allow."""
+    work = compiled.assembly.work
+    proof = verify(planned.step, work, budget_bytes=budget_bytes)
+    return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
 
 
 class Compiler:
@@ -109,21 +112,14 @@ class Compiler:
         if found is not None:
             return found
         compiled, planned = self._plan(batch, mode)
-        work = compiled.assembly.work
-        chosen = self._policy is not None and mode.kind in ("train", "accumulate")  # as given, and no more
-        if not chosen and not any(group.state.startswith("nvme") for group in planned.plan.groups):
-            planned = reside(planned, work, mode, self.machine, self.budget_bytes, self._may_reside(mode))
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident
-        proof = verify(planned.step, work, budget_bytes=self.budget_bytes)
-        name = type(self.frontend.model).__name__
+        name, work = type(self.frontend.model).__name__, compiled.assembly.work
         title = (
             f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}."
         )
-        scheduled = Scheduled(
-            compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title)
-        )
+        scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
         self._scheduled[key] = scheduled
         if self._dump is not None:
             folder = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
@@ -142,52 +138,25 @@ class Compiler:
 
     def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan a kind of batch; the first one also decides how far weights are cut."""
-        evaluate = mode.kind == "evaluate"
+        evaluate, terms = mode.kind == "evaluate", self._terms(mode)
+        if self.cuts is None:
+            rungs = self.frontend.rungs(batch, evaluate=evaluate)
+            gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
+            compiled, planned = plan_program(rungs, mode, terms, gathers=gathers)
+            self.cuts = compiled.tiled.cuts
+            return compiled, planned
+        try:
+            return plan_program([self.compile(batch, evaluate=evaluate)], mode, terms)
+        except BudgetError as error:
+            finest = list(self.frontend.ladder(batch, evaluate=evaluate))[-1]
+            if self._policy is not None or finest == self.cuts:
+                raise
+            raise BudgetError(f"{error} {_FIRST_DECIDES}", least_bytes=error.least_bytes) from error
 
-        def plan(compiled: Compiled) -> Planned:
-            return self._find(compiled.assembly, mode)
-
-        if self.cuts is not None:
-            compiled = self.compile(batch, evaluate=evaluate)
-            try:
-                return compiled, plan(compiled)
-            except BudgetError as error:
-                finest = list(self.frontend.ladder(batch, evaluate=evaluate))[-1]
-                if self._policy is not None or finest == self.cuts:
-                    raise
-                raise BudgetError(f"{error} {_FIRST_DECIDES}", least_bytes=error.least_bytes) from error
-        rungs = self.frontend.rungs(batch, evaluate=evaluate)
-        gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
-        compiled, planned = choose(
-            rungs, mode, self.budget_bytes, plan, gathers=gathers, resides=self._places_state(mode)
+    def _terms(self, mode: Mode) -> Terms:
+        return Terms(
+            self.machine, self.budget_bytes, self._tiers, self.placement, self._may_reside(mode), self._policy
         )
-        self.cuts = compiled.tiled.cuts
-        return compiled, planned
-
-    def _find(self, assembly: Assembly, mode: Mode) -> Planned:
-        """By the policy, if there is one, for steps that train; else by the search, within host bytes."""
-        work, machine, budget, drive = assembly.work, self.machine, self.budget_bytes, self._drive(assembly)
-        if self._policy is not None and mode.kind in ("train", "accumulate"):
-            return follow(self._policy(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
-        host = None
-        if self._tiers is not None and not self._tiers.stored:
-            state = sum(state_bytes(assembly.groups, self._tiers.form).values())
-            host = max(0, self._tiers.host_budget_bytes - state)
-        resident = not_gathered(work, self._may_reside(mode) or ())
-        if resident:  # state that need not move between programs, if its place can be spared
-            with contextlib.suppress(BudgetError):
-                room = host if drive is None else drive.room
-                return search(work, mode, machine, budget, host_budget=room, resident=resident)
-        residents = trained_groups(work) if self._places_state(mode) else ()
-        return search(work, mode, machine, budget, host_budget=host, drive=drive, residents=residents)
-
-    def _drive(self, assembly: Assembly) -> Drive | None:
-        """Where state may live beside RAM, as long as that is not decided; then where it does."""
-        if self._tiers is None or not self._tiers.stored:
-            return None
-        if self.placement is None:
-            return Drive.of(assembly.groups, self._tiers)
-        return Drive.fixed(assembly.groups, self._tiers, self.placement.states, self.placement.window)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""
@@ -196,9 +165,3 @@ class Compiler:
         if self._resident is None:
             return None if mode.kind in ("train", "accumulate") else ()
         return self._resident
-
-    def _places_state(self, mode: Mode) -> bool:
-        """Whether the search chooses the groups whose state is on the device."""
-        stored = self._tiers is not None and self._tiers.stored
-        free = self._policy is None and self._may_reside(mode) is None
-        return mode.kind == "train" and free and not stored

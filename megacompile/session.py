@@ -137,8 +137,8 @@ class Session:
         if self.runtime is None:
             self._take_over(scheduled)
         else:
-            groups, budget = scheduled.compiled.assembly.groups, self.settings.host_budget_bytes
-            check_beside(self.runtime.state, scheduled.planned.step, groups, budget)
+            work, budget = scheduled.compiled.assembly.work, self.settings.host_budget_bytes
+            check_beside(self.runtime.state, scheduled.planned.step, work, budget)
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
@@ -152,7 +152,7 @@ class Session:
         state, self.compiler.placement = lay_out(
             scheduled.planned.step,
             scheduled.planned.plan,
-            assembly.groups,
+            assembly,
             settings.optimizer_state,
             settings.offload_dirs,
             settings.host_budget_bytes,

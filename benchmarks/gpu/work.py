@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.cli.presets import Model, load_model
+from megacompile.estimate.models import Model, load_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -10,8 +10,8 @@ import warnings
 from dataclasses import asdict
 
 from benchmarks.instances import FOLDER, Instance
-from megacompile.cli.plan import Study
-from megacompile.cli.presets import load_model
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Study
 from megacompile.passes import lower_memory
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
@@ -44,7 +44,7 @@ def main() -> None:
     for number, (model, batch, seq, machine, link, micro) in enumerate(_ROWS):
         name = f"{model}-{batch}x{seq}"
         if name not in works:
-            works[name] = Study(load_model(model), "bf16", print).captured(batch, seq)[1]
+            works[name] = Study(load_model(model), "bf16", print).captured(batch, seq).assembly.work
             (FOLDER / "workloads" / f"{name}.json").write_text(works[name].to_json() + "\n")
         for place, (level, part) in enumerate(_LEVELS.items()):
             clip = bool((number + place) % 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from megacompile.cli.figures import alive_at_peak, idle_causes
-from megacompile.cli.plan import Answer, Prediction
-from megacompile.cli.report import Extras, hosts
+from megacompile.cli.report import Extras
+from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.study import Answer, Prediction
 
 
 def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
@@ -24,10 +24,12 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "fits_device": answer.fits_device(),
         "fits_host": answer.fits_host(extras.clip),
         "least_hbm_budget": answer.least.device_bytes,
-        "least_host_budget": {k: h.total for k, h in answer.least.hosts.items()},
-        "host_bytes": {k: asdict(h) | {"total": h.total} for k, h in hosts(answer).items()},
-        "with_clipping": _prediction_json(answer.clipped, extras),
-        "without_clipping": _prediction_json(answer.streamed, extras),
+        "least_host_budget": {
+            "clipped": answer.least.hosts[True].total, "streamed": answer.least.hosts[False].total,
+        },
+        "host_bytes": {k: asdict(h) | {"total": h.total} for k, h in answer.hosts().items()},
+        "with_clipping": _prediction_json(answer.prediction(True), extras),
+        "without_clipping": _prediction_json(answer.prediction(False), extras),
         "flops_missed_by_graph": answer.missed_flops,
         "ways_out": [asdict(w) for w in extras.ways],
         "splits": [asdict(s) for s in extras.splits],
@@ -39,6 +41,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
 def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | None:
     if p is None:
         return None
+    step, work, stream_waits = p.planned.step, p.work, waits(p.planned)
     hours = extras.tokens / p.tokens_per_second / 3600 if extras.tokens else None
     return {
         "step_seconds": p.seconds,
@@ -47,14 +50,14 @@ def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | N
         "mfu": p.mfu,
         "lower_bound": asdict(p.bound),
         "busy_seconds": p.planned.timeline.busy,
-        "compute_seconds": p.compute,
-        "stream_waits": idle_causes(p.planned),
-        "compute_waits": {s.cause: s.seconds for s in p.stalls},
+        "compute_seconds": compute_parts(step, p.question.terms.machine, p.model_flops),
+        "stream_waits": {s: causes for s, causes in stream_waits.items() if s != "compute"},
+        "compute_waits": stream_waits["compute"],
         "peak_bytes": p.planned.peak_bytes,
         "pieces": {name: len(rows) - 1 for name, rows in p.compiled.tiled.cuts.items() if len(rows) > 2},
         "rows_from_the_host": sorted({n for r in p.compiled.part.rows.values() for n in r.pieces}),
-        "state_on_device": [p.compiled.assembly.work.groups[g].name for g in p.planned.step.resident],
-        "alive_at_peak": alive_at_peak(p.planned.step, p.compiled.assembly.work),
+        "state_on_device": [work.groups[g].name for g in step.resident],
+        "alive_at_peak": alive_at_peak(step, work),
         "evaluations": p.planned.evaluations,
         "hours": hours,
         "cost": hours * extras.price if hours and extras.price else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -14,6 +15,12 @@ from megacompile.units import format_bytes, host_available, usable_cores
 _CGROUP = Path("/sys/fs/cgroup")
 _PROBE = 256_000_000
 _STATE = 12  # host bytes per parameter: master and two moments, FP32
+
+
+def run_doctor(_: argparse.Namespace) -> int:
+    """Print the screen."""
+    print(examine())
+    return 0
 
 
 def examine() -> str:

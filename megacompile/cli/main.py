@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -127,11 +128,14 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
                "Plan a training step and predict its time and memory.", _PLAN_EXAMPLES)  # fmt: skip
     _plan_arguments(plan)
     _speed_arguments(plan)
-    _inspect_arguments(add(
+    inspect = add(
         "inspect", "look at a dumped schedule: a page of timeline, memory and code",
         "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
         _INSPECT_EXAMPLES,
-    ))  # fmt: skip
+    ).add_argument  # fmt: skip
+    inspect("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
+    inspect("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
+    inspect("--trace", metavar="JSON", help="also write a trace for Perfetto")
     diff = add("diff", "what changed between two plans",
                "Compare two dumps or two plans, equal layers folded.", _DIFF_EXAMPLES)  # fmt: skip
     diff.add_argument("first", help="a dump's folder, its schedule.json or a plan.json")
@@ -146,18 +150,12 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
     measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
     add("doctor", "what this machine would limit",
         "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
-    parts = add("bench", "measure parts of megacompile on this machine",
-                "Measure parts of megacompile on this machine.", _BENCH_EXAMPLES)  # fmt: skip
+    text = "measure parts of megacompile on this machine"
+    parts = add("bench", text, f"{text.capitalize()}.", _BENCH_EXAMPLES)
     found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
     add_nvme(found_parts)
     add_kernels(found_parts)
     return parser, found
-
-
-def _inspect_arguments(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
-    inspect.add_argument("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
-    inspect.add_argument("--trace", metavar="JSON", help="also write a trace for Perfetto")
 
 
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -165,13 +163,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a built-in name, a config.json, or a hub id")
     add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
     add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
-    add(
-        "--micro-batches",
-        type=_count_or_auto,
-        default=1,
-        metavar="N",
-        help="micro-batches per step (1); auto: cut --batch into as many as make the fastest step",
-    )
+    text = "micro-batches per step (1); auto: cut --batch into as many as make the fastest step"
+    add("--micro-batches", type=_count_or_auto, default=1, metavar="N", help=text)
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
     clip = plan.add_mutually_exclusive_group()
     text = "show the details with clipping (the default; its value changes no figure)"
@@ -219,14 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run_plan(options: argparse.Namespace) -> int:
-    from megacompile.cli.run import run_plan
-
-    return run_plan(options)
-
-
 def _run_models(_: argparse.Namespace) -> int:
-    from megacompile.cli.presets import PRESETS
+    from megacompile.estimate.presets import PRESETS
 
     print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
     for name, p in PRESETS.items():
@@ -259,33 +246,17 @@ def _run_profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_doctor(_: argparse.Namespace) -> int:
-    from megacompile.cli.doctor import examine
-
-    print(examine())
-    return 0
+def _later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """A command whose module, and torch with it, is imported when the command runs."""
+    return lambda options: int(getattr(importlib.import_module(f"megacompile.cli.{module}"), name)(options))
 
 
-def _run_inspect(options: argparse.Namespace) -> int:
-    from megacompile.cli.inspect import run_inspect
-
-    return run_inspect(options)
-
-
-def _run_diff(options: argparse.Namespace) -> int:
-    from megacompile.cli.inspect import run_diff
-
-    return run_diff(options)
-
-
-def _run_bench(options: argparse.Namespace) -> int:
-    return _BENCHES[options.part](options)
-
-
-_BENCHES = {"nvme": run_nvme, "kernels": run_kernels}
-_COMMANDS = {"plan": _run_plan, "inspect": _run_inspect, "diff": _run_diff, "models": _run_models,
-             "machines": _run_machines, "doctor": _run_doctor, "bench": _run_bench,
-             "profile": _run_profile}  # fmt: skip
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "plan": _later("run", "run_plan"), "inspect": _later("inspect", "run_inspect"),
+    "diff": _later("inspect", "run_diff"), "models": _run_models, "machines": _run_machines,
+    "doctor": _later("doctor", "run_doctor"), "profile": _run_profile,
+    "bench": lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
+}  # fmt: skip
 
 
 def write_json(value: object) -> None:

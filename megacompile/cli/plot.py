@@ -7,8 +7,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from megacompile.cli.ways import Point
 from megacompile.errors import MegacompileError
+from megacompile.estimate.sweeps import Point
 from megacompile.schedule.plots import canvas, save
 
 _AXES = {"hbm-budget": "device budget (GB)", "batch": "sequences per micro-batch",

@@ -1,6 +1,6 @@
 """The printed answer to "will it fit, and how fast": text for people.
 
-In: an :class:`~megacompile.cli.plan.Answer`. Out: text of about 100 columns.
+In: an :class:`~megacompile.estimate.study.Answer`. Out: text of about 100 columns.
 Every figure stands with and without clipping; the details follow the mode that was asked for.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megacompile.cli.figures import Host, alive_at_peak, idle_causes
-from megacompile.cli.plan import Answer, Prediction
-from megacompile.cli.splits import Split
-from megacompile.cli.ways import Largest, Point, WayOut
+from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
+from megacompile.estimate.largest import Largest
+from megacompile.estimate.study import Answer, Prediction
+from megacompile.estimate.sweeps import Point, Split
+from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.text import plan_table
 from megacompile.search.least import describe_peak
@@ -21,9 +22,7 @@ from megacompile.search.tiers import describe_traffic
 from megacompile.step.operations import STREAMS
 from megacompile.units import format_bytes
 
-_STREAMS = {"compute": "compute", "h2d": "host to device", "d2h": "device to host",
-            "host": "host Adam and norms", "nvme_read": "reads from NVMe",
-            "nvme_write": "writes to NVMe"}  # fmt: skip
+_STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ def render(answer: Answer, extras: Extras) -> str:
         parts.append(_ways(extras.ways))
     if shown is not None:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
-    parts.append(_host(answer, extras.clip))
+    parts.append(_host(answer))
     if shown is not None:
-        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, shown.compiled.assembly.work)))
+        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, shown.work)))
     parts.append(_machine(answer))
     return "\n\n".join(parts) + "\n"
 
@@ -76,7 +75,7 @@ def _splits(splits: tuple[Split, ...]) -> str:
 def _verdict(answer: Answer, extras: Extras) -> str:
     q, shown = answer.question, answer.prediction(extras.clip)
     device = shown.planned.peak_bytes if shown else answer.least.device_bytes
-    need = answer.host_need(extras.clip)
+    need = answer.host(extras.clip).total
     mode = "with clipping" if extras.clip else "without clipping"
     host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
     verb = "uses" if shown else "needs at least"
@@ -90,8 +89,8 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
         *_drive(answer, shown),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
-        f"{format_bytes(least['clipped'].total)} with clipping, "
-        f"{format_bytes(least['streamed'].total)} without",
+        f"{format_bytes(least[True].total)} with clipping, "
+        f"{format_bytes(least[False].total)} without",
     ]
     if extras.largest is not None:
         big = extras.largest
@@ -132,7 +131,7 @@ def _ways(ways: Sequence[WayOut]) -> str:
 
 
 def _speed(answer: Answer, extras: Extras) -> str:
-    both = (answer.clipped, answer.streamed)
+    both = (answer.prediction(True), answer.prediction(False))
     peak = answer.question.profile.peak(answer.question.dtype) / 1e12
     rows: list[tuple[str, list[str]]] = [
         ("", ["with clipping", "without"]),
@@ -187,9 +186,9 @@ def _bound(shown: Prediction) -> str:
 
 
 def _streams(shown: Prediction) -> str:
-    timeline, idle = shown.planned.timeline, idle_causes(shown.planned)
-    parts = [f"{name} {_seconds(t)}" for name, t in shown.compute.items() if t > 0.005 * shown.seconds]
-    waits = {s.cause: s.seconds for s in shown.stalls}
+    timeline, idle = shown.planned.timeline, waits(shown.planned)
+    compute = compute_parts(shown.planned.step, shown.question.terms.machine, shown.model_flops)
+    parts = [f"{name} {_seconds(t)}" for name, t in compute.items() if t > 0.005 * shown.seconds]
     lines = ["Streams"]
     for stream in STREAMS:
         busy = timeline.busy[stream]
@@ -199,36 +198,36 @@ def _streams(shown: Prediction) -> str:
         lines.append(f"  {_STREAMS[stream]:<20} {share}")
         if stream == "compute":
             lines.append(f"{'':<23}{'; '.join(parts)}")
-        lines.append(f"{'':<23}{_idle(waits if stream == 'compute' else idle.get(stream, {}))}")
+        lines.append(f"{'':<23}{_idle(idle.get(stream, {}))}")
     return "\n".join(lines)
 
 
 def _idle(causes: Mapping[str, float]) -> str:
     """``waits for compute 6.1 s, host Adam 2.3 s; nothing to do 1 s``."""
-    rest = causes.get("nothing to do")
-    found = sorted(((t, name) for name, t in causes.items() if name != "nothing to do"), reverse=True)
-    parts = [f"waits for {', '.join(f'{name} {_seconds(t)}' for t, name in found)}"] if found else []
-    return "; ".join([*parts, *([f"nothing to do {_seconds(rest)}"] if rest else [])]) or "never waits"
+    found = ", ".join(f"{name} {_seconds(t)}" for name, t in causes.items() if name != IDLE)
+    rest = f"{IDLE} {_seconds(causes[IDLE])}" if IDLE in causes else ""
+    return "; ".join(filter(None, [found and f"waits for {found}", rest])) or "never waits"
 
 
 def _device(answer: Answer, shown: Prediction) -> str:
     lines = [f"Device memory at its highest point, {format_bytes(shown.planned.peak_bytes)}"]
-    parts = alive_at_peak(shown.planned.step, shown.compiled.assembly.work)
+    parts = alive_at_peak(shown.planned.step, shown.work)
     lines += [
         f"  {name:<34}{format_bytes(n):>8}"
         for name, n in parts.items()
         if n > 10**5 or n == max(parts.values())
     ]
-    where = describe_peak(shown.planned.step, shown.compiled.assembly.work).split(",")
+    where = describe_peak(shown.planned.step, shown.work).split(",")
     return "\n".join([*lines, f"  reached in the {where[1].strip()}"] if len(where) > 1 else lines)
 
 
-def _host(answer: Answer, clip: bool) -> str:
-    found = hosts(answer)
+def _host(answer: Answer) -> str:
+    found = answer.hosts()
     lines = ["Host memory            streamed   clipped  accumulated"]
     kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
              ("gradient buffers", "buffers"), ("waiting activations", "stash"),
-             ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
+             ("buffers for NVMe", "window"), ("up to whole pages", "padding"),
+             ("on NVMe", "nvme"))  # fmt: skip
     for label, field in kinds:
         cells = [getattr(h, field) for h in found.values()]
         if any(cells):
@@ -244,18 +243,6 @@ def _host(answer: Answer, clip: bool) -> str:
 
 def _cells(texts: Sequence[str]) -> str:
     return "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 10, 13), strict=True))
-
-
-def hosts(answer: Answer) -> dict[str, Host]:
-    """Host bytes streamed, clipped and accumulated: as planned, or the least where nothing was planned.
-
-    What is accumulated is summed in FP32, which one clipped micro-batch in bf16 need not be.
-    """
-    streamed = answer.streamed.host if answer.streamed else answer.least.hosts["streamed"]
-    clipped = answer.clipped.host if answer.clipped else answer.least.hosts["clipped"]
-    trained = sum(g.elements for g in answer.compiled.assembly.groups if g.trainable)
-    accumulated = replace(clipped, gradients=4 * trained)
-    return {"streamed": streamed, "clipped": clipped, "accumulated": accumulated}
 
 
 def _machine(answer: Answer) -> str:

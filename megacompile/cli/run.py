@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megacompile.cli.as_json import as_json
 from megacompile.cli.main import folder_of, write_json
-from megacompile.cli.plan import Answer, Question, Study, dump, schedule_of
-from megacompile.cli.presets import load_model
 from megacompile.cli.report import Extras, render, sweep_table
-from megacompile.cli.splits import Split, best_split
-from megacompile.cli.ways import Point, estimate_largest, largest, sweep, ways_out
+from megacompile.compiler import prove
 from megacompile.errors import MegacompileError
-from megacompile.machine.catalog import MachineProfile, load_machine, override
+from megacompile.estimate.largest import estimate_largest, largest
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Answer, Prediction, Question, Study
+from megacompile.estimate.sweeps import Point, Split, best_split, sweep
+from megacompile.estimate.ways import ways_out
+from megacompile.machine.catalog import PROFILES, MachineProfile, load_machine, override
+from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.units import parse_bytes
 
@@ -58,11 +62,12 @@ def run_plan(options: argparse.Namespace) -> int:
         else:
             answer = study.answer(question)
         extras = replace(_extras(options, study, answer, clip), splits=splits)
-        if folder is not None:
-            dump(answer, folder, clip)
+        shown = answer.prediction(clip)
+        schedule = shown.schedule(answer.model) if shown else None
+        if folder is not None and shown and schedule:
+            _dump(shown, schedule, folder)
     finally:
         progress.clear()
-    schedule = schedule_of(answer, clip)
     if options.json:
         write_json(as_json(answer, extras))
     elif options.explain and schedule is not None:
@@ -72,6 +77,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
     return 0 if answer.fits(clip) else 1
+
+
+def _dump(shown: Prediction, schedule: Schedule, folder: Path) -> None:
+    """Prove the planned step safe in every order, and write every stage's output to ``folder``."""
+    proven = prove(shown.compiled, shown.mode, shown.planned, schedule.title, schedule.budget_bytes)
+    write_dump(folder / "train", proven, schedule)
 
 
 def _write_page(schedule: Schedule, path: str) -> None:
@@ -116,7 +127,7 @@ def _question(options: argparse.Namespace) -> Question:
 def _device_budget(options: argparse.Namespace, profile: MachineProfile) -> int:
     given = options.hbm_budget
     available = profile.device_bytes or profile.host_bytes
-    if available is None and (given is None or given.endswith("%") or given == "auto"):
+    if available is None and (given is None or _relative(given)):
         raise MegacompileError(f"--hbm-budget: {profile.name} does not say how much it has; give a size.")
     return parse_bytes(_size(given or "auto"), what="--hbm-budget", available=available or _ANY)
 
@@ -125,10 +136,10 @@ def _host_budget(options: argparse.Namespace, profile: MachineProfile) -> int | 
     given = options.host_budget
     if given is None:
         return profile.host_bytes
-    if profile.host_bytes is None and (given.endswith("%") or given == "auto"):
+    if profile.host_bytes is None and _relative(given):
         raise MegacompileError(f"--host-budget {given}: of what? Give a size, as 512GB.")
     # a user's own host may be larger than the profile's
-    available = profile.host_bytes if given.endswith("%") or given == "auto" else _ANY
+    available = profile.host_bytes if _relative(given) else _ANY
     return parse_bytes(_size(given), what="--host-budget", available=available or _ANY)
 
 
@@ -136,11 +147,15 @@ def _nvme_budget(options: argparse.Namespace) -> int | None:
     given = options.nvme_budget
     if given is None:
         return None
-    if given.endswith("%") or given == "auto":
+    if _relative(given):
         raise MegacompileError(f"--nvme-budget {given}: of what? Give a size, as 4TB.")
     if options.host_budget is None:
         raise MegacompileError("--nvme-budget needs --host-budget: what does not fit there goes to NVMe.")
     return parse_bytes(_size(given), what="--nvme-budget", available=_ANY)
+
+
+def _relative(text: str) -> bool:
+    return text.endswith("%") or text == "auto"
 
 
 def _size(text: str) -> float | str:
@@ -148,6 +163,19 @@ def _size(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def _values(text: str, over: str) -> Sequence[int | MachineProfile]:
+    """The values of a sweep that the user gave."""
+    values = [value.strip() for value in text.split(",")]
+    if over == "hbm-budget":
+        return [parse_bytes(_size(v), what="--values", available=_ANY) for v in values]
+    for value in values:
+        if over == "machine" and value not in PROFILES:
+            raise MegacompileError(f"--values: {value!r} is no built-in machine.")
+        if over != "machine" and not (value.isdigit() and int(value)):
+            raise MegacompileError(f"--values: {value!r} is no {over}; give whole numbers, as 1,2,4.")
+    return [PROFILES[value] if over == "machine" else int(value) for value in values]
 
 
 def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: bool) -> Extras:
@@ -160,8 +188,8 @@ def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: boo
 def _run_sweep(
     options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: Progress
 ) -> int:
-    values = [v.strip() for v in options.values.split(",")] if options.values else []
-    points: list[Point] = list(sweep(study, question, options.sweep, values))
+    values = _values(options.values, options.sweep) if options.values else ()
+    points = list(sweep(study, question, options.sweep, values))
     progress.clear()
     if options.json:
         extras = Extras(clip, options.tokens, question.profile.price_per_hour)
@@ -175,7 +203,7 @@ def _run_sweep(
     return 0 if any(p.answer.fits(clip) for p in points) else 1
 
 
-def _draw(points: list[Point], over: str, path: Path, name: str) -> None:
+def _draw(points: Sequence[Point], over: str, path: Path, name: str) -> None:
     try:
         from megacompile.cli.plot import draw_sweep
     except ImportError:

@@ -36,7 +36,7 @@ class HostArena:
     """One mapping of ``nbytes``, handed out front to back; pieces live as long as their tensors."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(mmap.PAGESIZE, padded(nbytes))
+        self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self.used_bytes = 0
         try:
             # a huge page more of addresses, never touched, so that the arena starts on one

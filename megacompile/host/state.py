@@ -32,8 +32,8 @@ class HostState:
 
     ``arrays`` holds by group, by name, what :func:`~megacompile.host.formats.group_arrays` lists, as far as
     it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
-    in one arena, which leaves ``transient_bytes`` for what steps need. :meth:`move` brings a group to the
-    device, where single parameters can still be read and written.
+    in one arena, ``total_bytes`` of it, which leaves ``transient_bytes`` for what steps need. :meth:`move`
+    brings a group to the device, where single parameters can still be read and written.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class HostState:
         placement = placement or Placement(("host",) * len(self.groups))
         self._places = places = place_groups(self.groups, form, placement.states)
         self._window = placement.window
-        self.arena = HostArena(host_state_bytes(places, placement.window) + transient_bytes)
+        self.total_bytes = host_state_bytes(places, placement.window)
+        self.arena = HostArena(self.total_bytes + transient_bytes)
         self.arrays: list[dict[str, Tensor]] = [
             {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
         ]

@@ -7,8 +7,6 @@ cases, and a drive where a folder on it is given. All figures and how they came 
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +15,14 @@ from pathlib import Path
 
 import torch
 
+from megacompile.host.nvme_bench import measure_drive
 from megacompile.machine.catalog import MachineProfile
 from megacompile.machine.rates import Machine, adam_bandwidth, copy_bandwidth, this_cpu
 from megacompile.units import host_available
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _COPY = 256 << 20  # bytes of one copy over a link
+_SCRATCH = 1 << 30  # bytes of a file on the drive
 _REPEATS = 8
 
 
@@ -44,7 +44,7 @@ def profile(nvme: Path | None = None) -> MachineProfile:
     else:
         sources["link"] = _both_ways(copy_bandwidth)
     if nvme is not None:
-        read, write = _drive(nvme)
+        read, write = measure_drive(nvme, _SCRATCH).engine
         sources["drive"] = f"read {read / 1e9:.3g} GB/s, written {write / 1e9:.3g} GB/s, in {nvme}"
         machine = replace(machine, nvme_read_bandwidth=read, nvme_write_bandwidth=write)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if cuda else None
@@ -123,25 +123,6 @@ def _both_ways(alone: Callable[[], float]) -> str:
     for thread in threads:
         thread.join()
     return f"one copy {one / 1e9:.3g} GB/s, two at once {min(found) / 1e9:.3g} GB/s each"
-
-
-def _drive(folder: Path, nbytes: int = 1 << 30) -> tuple[float, float]:
-    """(read, write) bytes per second of one large file, past the page cache as far as the system allows."""
-    block = os.urandom(1 << 20) * 16
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        start = time.perf_counter()
-        for _ in range(nbytes // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        write = nbytes / (time.perf_counter() - start)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        start = time.perf_counter()
-        while file.read(len(block)):
-            pass
-        return nbytes / (time.perf_counter() - start), write
 
 
 def describe(profile: MachineProfile) -> str:

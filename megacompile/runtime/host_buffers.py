@@ -1,7 +1,7 @@
 """Host buffers: what steps keep on the host beside the state. Gradients on their way or waiting, and stashes.
 
 They come out of the state's arena while it has room, which is sized for the first program; see
-:func:`~megacompile.search.tiers.host_transient_bytes`. Gradients and the ring grow at rest when a program
+:func:`~megacompile.host.needs.step_bytes`. Gradients and the ring grow at rest when a program
 wants more. Stashes are of one program at a time: another one's are laid over the same bytes, in memory and on
 storage, for which they leave by a few buffers.
 """
@@ -19,7 +19,7 @@ from megacompile.host.arena import HostArena, Room, padded
 from megacompile.host.nvme import Storage
 from megacompile.runtime.device import Device
 from megacompile.step.bind import BoundStep
-from megacompile.step.operations import Step, Token, spilled_bytes
+from megacompile.step.operations import Step, Token, stash_buffers
 
 
 class HostBuffers:
@@ -109,11 +109,7 @@ class HostBuffers:
         self._homes.clear()
         self._likes.clear()
         self._stashes.clear()
-        needs = {
-            op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"
-        }
-        if largest := spilled_bytes(step):
-            needs |= {("spill", slot): largest for slot in range(step.window)}
+        needs = stash_buffers(step)
         writes = {op.writes[0]: op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"}
         if self._storage is not None:
             self._storage.lay_over({_region(home): nbytes for home, nbytes in writes.items()})

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat, smaller_formats
+from megacompile.host.needs import host_bytes, host_states, step_bytes, storage_window
 from megacompile.host.offload import Placement, host_state_bytes, place_groups
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import GroupLayout
+from megacompile.plan.assemble import Assembly, GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.search.tiers import host_transient_bytes
+from megacompile.plan.workload import Workload
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes
 
@@ -18,7 +19,7 @@ from megacompile.units import format_bytes
 def lay_out(
     step: Step,
     plan: Plan,
-    layouts: tuple[GroupLayout, ...],
+    assembly: Assembly,
     form: StateFormat,
     directories: Sequence[str],
     host_budget_bytes: int,
@@ -28,12 +29,9 @@ def lay_out(
     Raises :class:`~megacompile.errors.BudgetError` where that is more than ``host_budget_bytes``, or more
     than the host gives.
     """
-    states = tuple("host" if g.state == "device" else g.state for g in plan.groups)
-    spills = any(block.stash == "nvme" for block in plan.blocks)
-    stored = spills or any(state != "host" for state in states)
-    placement = Placement(states, plan.window if stored else 0, tuple(directories) if stored else ())
-    transient = host_transient_bytes(step, layouts)
-    need = host_state_bytes(place_groups(layouts, form, states), placement.window) + transient
+    layouts, window = assembly.groups, storage_window(plan)
+    placement = Placement(host_states(plan), window, tuple(directories) if window else ())
+    need, transient = host_bytes(assembly, form, plan, step).total, step_bytes(step, assembly.work)
     if need > host_budget_bytes:
         raise _too_large(layouts, form, bool(directories), host_budget_bytes, need, transient)
     try:
@@ -45,11 +43,9 @@ def lay_out(
         ) from error
 
 
-def check_beside(
-    state: HostState, step: Step, layouts: tuple[GroupLayout, ...], host_budget_bytes: int
-) -> None:
+def check_beside(state: HostState, step: Step, work: Workload, host_budget_bytes: int) -> None:
     """Refuse a further program whose gradients and stashes do not fit beside the state as it lies."""
-    held, transient = sum(state.nbytes().values()), host_transient_bytes(step, layouts)
+    held, transient = state.total_bytes, step_bytes(step, work)
     if held + transient > host_budget_bytes:
         raise BudgetError(
             f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
@@ -17,7 +18,7 @@ from megacompile.plan.workload import Workload
 from megacompile.search.arrange import with_state_at
 from megacompile.search.floor import Floor
 from megacompile.search.tiers import Drive
-from megacompile.step.operations import Step, host_bytes, peak_bytes
+from megacompile.step.operations import Step, peak_bytes
 
 _LIMIT = 100_000  # operations lowered
 _EVALUATIONS = 300  # where steps are short
@@ -87,7 +88,7 @@ class Candidates:
         self.evaluations += 1
         asked, plan = plan, with_state_at(plan, self.resident, "device")
         step = self._lower(plan)
-        peak, taken = peak_bytes(step), host_bytes(step, self.work)
+        peak, taken = peak_bytes(step), step_bytes(step, self.work)
         over = 0 if self.host_budget is None else max(0, taken - self.host_budget)
         if over and self.spills and self.drive is not None and peak <= self.budget_bytes:
             spilled = self.drive.spill(plan, step, taken)

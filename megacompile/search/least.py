@@ -1,8 +1,9 @@
-"""The least that a step needs: plans of small peak, and the error that names the smallest."""
+"""The least that a step needs of the device: one answer for the search, the choice of cuts and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
@@ -14,36 +15,59 @@ from megacompile.units import format_bytes
 
 _KEEPS = ("none", "some", "least")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
-_MOST = 24  # prefixes tried per family
+_SHALLOW = 24  # blocks up to which all prefixes are tried
+_PREFIXES = 8  # tried per family of deeper models
 
 
-def least_plans(work: Workload, mode: Mode) -> Iterator[Plan]:
-    """Plans of small peak: everything streamed, little kept; then mixtures of what is kept.
+class Least(NamedTuple):
+    """Device bytes of a plan's step, the plan, and the step before its waits."""
+
+    nbytes: int
+    plan: Plan
+    step: Step
+
+
+def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
+    """The plan of least device bytes among those of small peak; the first that needs at most ``enough``."""
+    best: Least | None = None
+    for found in small_plans(work, mode):
+        if best is None or found.nbytes < best.nbytes:
+            best = found
+        if best.nbytes <= enough:
+            break
+    assert best is not None
+    return best
+
+
+def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
+    """Plans of small peak: everything streamed just in time, little kept; then mixtures of what is kept.
 
     Blocks that differ may need less when they are treated differently.
     """
-    found: list[tuple[int, Plan, Shape, str]] = []
+    found: list[tuple[Least, Shape, str]] = []
     for shape in shapes(mode):
-        for choice in _KEEPS:
+        for choice in _KEEPS if shape.lead == 0 else ():
             for stash in ("device", "host"):
-                for keep in ("stream", "step") if shape.lead == 2 else ("stream",):
-                    plan = uniform(work, shape, choice, stash, keep)
-                    found.append((peak_bytes(lower_memory(work, plan, mode)), plan, shape, stash))
-    found.sort(key=lambda f: f[0])
-    yield from (plan for _, plan, _, _ in found)
-    _, best, shape, stash = found[0]
+                small = _lowered(work, uniform(work, shape, choice, stash, "stream"), mode)
+                found.append((small, shape, stash))
+                yield small
+    _, shape, stash = min(found, key=lambda f: f[0].nbytes)
     count = len(work.blocks)
+    stride = 1 if count <= _SHALLOW else -(-count // _PREFIXES)
     for first, rest in _FAMILIES:
-        for n in range(1, count, -(-count // _MOST)):
+        for n in sorted({*range(1, count, stride), count - 1} - {0}):
             names = (first,) * n + (rest,) * (count - n)
-            yield uniform(work, shape, "", stash, best.groups[0].keep, choices=names)
+            yield _lowered(work, uniform(work, shape, "", stash, "stream", choices=names), mode)
+
+
+def _lowered(work: Workload, plan: Plan, mode: Mode) -> Least:
+    step = lower_memory(work, plan, mode)
+    return Least(peak_bytes(step), plan, step)
 
 
 def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
     """The error that names the least budget, and what is alive where the step needs it."""
-    steps = (lower_memory(work, plan, mode) for plan in least_plans(work, mode))
-    step = min(steps, key=peak_bytes)
-    peak = peak_bytes(step)
+    peak, _, step = least(work, mode)
     return BudgetError(
         f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
         f"model and batch is {peak} bytes ({format_bytes(peak)}); {describe_peak(step, work)}. "

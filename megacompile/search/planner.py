@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
@@ -21,11 +22,11 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, with_state_at
 from megacompile.search.candidates import Candidates, Planned
-from megacompile.search.least import describe_peak, infeasible, least_plans
+from megacompile.search.least import describe_peak, infeasible, small_plans
 from megacompile.search.neighbours import neighbours
 from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.search.tiers import Drive
-from megacompile.step.operations import host_bytes, peak_bytes
+from megacompile.step.operations import peak_bytes
 from megacompile.units import format_bytes
 
 _CLOSE = 1.003  # to the goal: no more to be looked for
@@ -103,7 +104,7 @@ def follow(
             f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
             least_bytes=peak,
         )
-    taken = host_bytes(step, work)
+    taken = step_bytes(step, work)
     if drive is not None and (drive.decided or taken > drive.spare):
         plan = drive.place(plan, taken)
         step = lower_memory(work, plan, mode)
@@ -151,8 +152,8 @@ def _run(found: Candidates, also: Sequence[Plan]) -> None:
     fixed(found)
     few_blocks(found)
     if found.best is None:
-        for plan in least_plans(found.work, found.mode):
-            found.score(plan)
+        for small in small_plans(found.work, found.mode):
+            found.score(small.plan)
     if found.best is not None:
         _improve(found)
     before = found.best

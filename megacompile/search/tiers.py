@@ -20,7 +20,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, kept_gradients, spilled_bytes, stash_bytes
+from megacompile.step.operations import Step, spilled_bytes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -103,11 +103,12 @@ class Drive:
         waiting = [op for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"]
         for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
             left, states, stored = self._rows[window][-1]
-            taken, largest = taken_bytes - step.window * spilled_bytes(step), spilled_bytes(step)
+            largest = spilled_bytes(step)
+            taken = taken_bytes - step.window * largest
             blocks = list(plan.blocks)
             for block in sorted({op.block for op in waiting}):
-                moved = [op.nbytes for op in waiting if op.block == block]
-                taken, largest = taken - sum(moved), max(largest, padded(max(moved)))
+                moved = [padded(op.nbytes) for op in waiting if op.block == block]
+                taken, largest = taken - sum(moved), max(largest, *moved)
                 stored += sum(moved)
                 blocks[block] = replace(blocks[block], stash="nvme")
                 if stored > self._nvme_budget_bytes:
@@ -184,15 +185,6 @@ def _worth(ways: Sequence[_Way], layouts: Sequence[GroupLayout], tiers: Tiers, w
 def _traffic(place: GroupPlace, trained: bool) -> int:
     """Bytes read and written in a step: weights for forward and backward, all of it for an update."""
     return 2 * place.weight_bytes + (2 * place.storage_bytes if trained else 0)
-
-
-def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
-    """Host bytes that a step needs besides the state: kept gradients, the ring, offloaded stashes."""
-    kept = sum(
-        (layouts[g].dtype.itemsize if own else 4) * layouts[g].elements
-        for g, own in kept_gradients(step).items()
-    )
-    return kept + sum(step.ring) + stash_bytes(step)
 
 
 def storage_traffic(step: Step) -> tuple[int, int]:

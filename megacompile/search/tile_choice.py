@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from megacompile.passes import lower
 from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
+from megacompile.plan.plan import Mode
 from megacompile.search.candidates import Planned
-from megacompile.step.operations import Step, peak_bytes
+from megacompile.search.least import least
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts
 from megacompile.tile.rewrite import Cuts
 
@@ -22,14 +20,14 @@ _WORSE = 2  # rungs in a row that need no less than one before: finer ones are n
 _GAIN = 0.98  # finer cuts must be faster by this
 
 
-class _Rung(Protocol):
+class _Cut(Protocol):
     """A kind of batch with weights cut in one way."""
 
     @property
     def assembly(self) -> Assembly: ...
 
 
-R = TypeVar("R", bound=_Rung)
+Rung = TypeVar("Rung", bound=_Cut)
 
 
 def ladder(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
@@ -50,14 +48,15 @@ def ladder(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts
         last = cuts
 
 
-def tried(rungs: Iterable[R], mode: Mode) -> Iterator[tuple[R, int]]:
-    """Each rung with the least device bytes of its step, until two in a row need no less than one before.
+def tried(rungs: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tuple[Rung, int]]:
+    """Each rung with the least device bytes of its step, or with some that are no more than ``enough``, until
+    two in a row need no less than one before.
 
     Finer pieces need less for weights, but more for what waits between the blocks that they make.
     """
     tightest, worse = -1, 0
     for rung in rungs:
-        need = least_step(rung.assembly.work, mode)[0]
+        need = least(rung.assembly.work, mode, enough).nbytes
         yield rung, need
         worse = worse + 1 if 0 <= tightest <= need else 0
         tightest = min(tightest, need) if tightest >= 0 else need
@@ -66,14 +65,14 @@ def tried(rungs: Iterable[R], mode: Mode) -> Iterator[tuple[R, int]]:
 
 
 def choose(
-    rungs: Iterable[R],
+    rungs: Iterable[Rung],
     mode: Mode,
     budget_bytes: int,
-    plan: Callable[[R], Planned],
+    plan: Callable[[Rung], Planned],
     *,
     gathers: bool = False,
     resides: bool = False,
-) -> tuple[R, Planned]:
+) -> tuple[Rung, Planned]:
     """The faster of the first rung that fits and the one after it; rungs come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
@@ -82,13 +81,14 @@ def choose(
     on the device, where tables are best. Raises what ``plan`` does for the rung of the least budget where
     none fits.
     """
-    best: tuple[R, Planned] | None = None
-    tightest: tuple[int, R] | None = None
-    for number, (rung, need) in enumerate(tried(rungs, mode)):
+    best: tuple[Rung, Planned] | None = None
+    tightest: tuple[int, Rung] | None = None
+    for number, (rung, need) in enumerate(tried(rungs, mode, budget_bytes // 2)):
         if tightest is None or need < tightest[0]:
             tightest = need, rung
         if gathers and not number:
-            need += sum(g.nbytes + g.state_bytes for g in rung.assembly.work.groups)
+            state = sum(g.nbytes + g.state_bytes for g in rung.assembly.work.groups)
+            need = state + (need if state > budget_bytes else least(rung.assembly.work, mode).nbytes)
         if need > budget_bytes:
             continue
         planned = plan(rung)
@@ -102,21 +102,6 @@ def choose(
     return best or (tightest[1], plan(tightest[1]))
 
 
-def _travels(rung: _Rung, planned: Planned) -> bool:
+def _travels(rung: _Cut, planned: Planned) -> bool:
     """Whether the state of any group that is trained has no place on the device."""
     return any(planned.plan.groups[g].state != "device" for g in rung.assembly.work.contributions)
-
-
-def least_step(work: Workload, mode: Mode) -> tuple[int, Plan, Step]:
-    """(device bytes, plan, step): the least that plans with one choice for all blocks need."""
-    found = []
-    for stash in ("device", "host"):
-        for choice in ("none", "some", "least"):
-            plan = Plan(
-                blocks=(BlockPlan(choice, stash),) * len(work.blocks),
-                groups=(GroupPlan("stream", 0),) * len(work.groups),
-                grad_lag=0,
-            )
-            step = lower(work, plan, mode)
-            found.append((peak_bytes(step), plan, step))
-    return min(found, key=lambda f: f[0])

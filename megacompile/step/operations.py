@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from megacompile.plan.workload import Call, Choice, Workload
+from megacompile.plan.workload import Call, Choice
 
 Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
@@ -226,17 +226,11 @@ def peak_bytes(step: Step) -> int:
     return max((b for _, b in memory_curve(step)), default=step.slab_bytes + step.constant_bytes)
 
 
-def host_bytes(step: Step, work: Workload) -> int:
-    """Host bytes of a step beyond masters and moments: kept gradients, the ring, and stashes."""
-    groups = work.groups
-    kept = sum(groups[g].nbytes if own else 4 * groups[g].elements for g, own in kept_gradients(step).items())
-    return kept + sum(step.ring) + stash_bytes(step)
-
-
-def stash_bytes(step: Step) -> int:
-    """Host bytes of what blocks stash: a buffer for each, and a few for all that go on to NVMe."""
-    own = sum(op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash")
-    return own + step.window * spilled_bytes(step)
+def stash_buffers(step: Step) -> dict[Token, int]:
+    """Bytes of each host buffer for what blocks offload: its own, or one of a few on the way to NVMe."""
+    own = {op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"}
+    largest = spilled_bytes(step)
+    return own | {("spill", slot): largest for slot in range(step.window) if largest}
 
 
 def spilled_bytes(step: Step) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megacompile.cli.main import _build, main
-from megacompile.cli.presets import PRESETS
+from megacompile.estimate.presets import PRESETS
 from megacompile.machine.catalog import load_machine
 from megacompile.schedule.page import _SCRIPTS
 

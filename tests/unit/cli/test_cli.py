@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.cli import presets
 from megacompile.cli import run as cli_run
-from megacompile.cli.figures import alive_at_peak, idle_causes
 from megacompile.cli.main import main
-from megacompile.cli.plan import Question, Study, complete_flops
-from megacompile.cli.presets import load_model
-from megacompile.cli.report import hosts
-from megacompile.cli.ways import _most, estimate_largest, largest
+from megacompile.estimate import models
+from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.largest import _most, estimate_largest, largest
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Question, Study, complete_flops
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
@@ -72,28 +71,25 @@ def _question(budget: int) -> Question:
 
 def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> None:
     answer = study.answer(_question(3 * 10**6))
-    assert answer.clipped and answer.streamed
-    for p in (answer.clipped, answer.streamed):
+    for p in (answer.predictions[True], answer.predictions[False]):
         assert p.planned.peak_bytes <= 3 * 10**6
         assert p.seconds >= p.bound.seconds
         assert p.tokens_per_second == pytest.approx(256 / p.seconds)
         assert p.mfu == pytest.approx(study.model.step_flops(2, 128) / p.seconds / 165.2e12)
         assert sum(alive_at_peak(p.planned.step, answer.work).values()) == p.planned.peak_bytes
-        waits = sum(s.seconds for s in p.stalls)
-        assert waits + p.planned.timeline.busy["compute"] == pytest.approx(p.seconds, rel=0.01)
-        assert sum(p.compute.values()) == pytest.approx(p.planned.timeline.busy["compute"])
+        parts = compute_parts(p.planned.step, p.question.terms.machine, p.model_flops)
+        assert sum(parts.values()) == pytest.approx(p.planned.timeline.busy["compute"])
 
 
 def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
     answer = study.answer(_question(2 * 10**6))
-    for p in (answer.clipped, answer.streamed):
-        assert p is not None
-        for stream, causes in idle_causes(p.planned).items():
+    for p in (answer.predictions[True], answer.predictions[False]):
+        for stream, causes in waits(p.planned).items():
             assert sum(causes.values()) + p.planned.timeline.busy[stream] == pytest.approx(
                 p.seconds, rel=0.01
             )
             assert all(t > 0 for t in causes.values())
-    assert answer.clipped and "compute" in idle_causes(answer.clipped.planned)["d2h"]
+    assert "compute" in waits(answer.predictions[True].planned)["d2h"]
 
 
 def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
@@ -106,15 +102,15 @@ def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
 
 def test_host_bytes_are_twelve_per_parameter_and_two_or_four_for_kept_gradients(study: Study) -> None:
     answer = study.answer(_question(3 * 10**6))
-    assert answer.clipped and answer.streamed
+    clipped, streamed = answer.predictions[True], answer.predictions[False]
     parameters = sum(g.elements for g in answer.compiled.assembly.groups)
     assert parameters == pytest.approx(study.model.parameters, rel=0.01)
-    assert answer.clipped.host.masters + answer.clipped.host.moments == 12 * parameters
-    there = sum(answer.work.groups[g].elements for g in answer.clipped.planned.step.resident)
-    assert answer.clipped.host.gradients == 2 * (parameters - there)
-    assert hosts(answer)["accumulated"].gradients == 4 * parameters
-    assert answer.streamed.host.gradients < answer.clipped.host.gradients  # of late updates alone
-    assert answer.streamed.host.buffers > 0
+    assert clipped.host.masters + clipped.host.moments == 12 * parameters
+    there = sum(answer.work.groups[g].elements for g in clipped.planned.step.resident)
+    assert clipped.host.gradients == 2 * (parameters - there)
+    assert answer.hosts()["accumulated"].gradients == 4 * parameters
+    assert streamed.host.gradients < clipped.host.gradients  # of late updates alone
+    assert streamed.host.buffers > 0
 
 
 def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> None:
@@ -122,12 +118,17 @@ def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> 
     assert study.answer(_question(least)).fits_device()
     assert not study.answer(_question(least - 1)).fits_device()
     with pytest.raises(ValueError, match=str(least)):
-        search(study.captured(2, 128)[1], Mode("train", 1, True), _question(1).machine, least - 1)
+        search(
+            study.captured(2, 128).assembly.work,
+            Mode("train", 1, True),
+            _question(1).terms.machine,
+            least - 1,
+        )
 
 
 def test_the_graph_counts_the_model_flops(study: Study) -> None:
-    compiled, work, missed = study.captured(2, 128)
-    assert missed == 0 and work is compiled.assembly.work
+    work = study.captured(2, 128).assembly.work
+    assert complete_flops(work, study.model.step_flops(2, 128)) == (work, 0.0)
     forward = sum(b.choice("none").forward.flops for b in work.blocks)
     norms = 6 * 2 * 128 * 64 * (2 * 4 + 1)  # norm weights, counted in 6·P·T, are in no product
     assert 3 * forward == pytest.approx(study.model.step_flops(2, 128) - norms)
@@ -343,7 +344,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
-    monkeypatch.setattr(presets, "getproxies", dict)
+    monkeypatch.setattr(models, "getproxies", dict)
     assert main(["plan", "--model", "someone/something-new", "--machine", "h200"]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "hub.invalid cannot be reached" in last and "give its path" in last

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megacompile.capture.batch import read_batch
-from megacompile.cli.presets import Model, build
-from megacompile.cli.unroll import Repeated
+from megacompile.estimate.models import Model, build
+from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Frontend
 
 transformers = pytest.importorskip("transformers")

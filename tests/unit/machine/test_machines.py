@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacompile.cli.presets import PRESETS, Model, load_model
 from megacompile.errors import MegacompileError
+from megacompile.estimate.models import Model, load_model
+from megacompile.estimate.presets import PRESETS
 from megacompile.machine.catalog import (
     PROFILES,
     MachineProfile,

@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.host.arena import padded
+from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
@@ -20,7 +22,7 @@ from megacompile.search import candidates
 from megacompile.search.arrange import _rounded
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
-from megacompile.step.operations import Step, host_bytes, peak_bytes
+from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.verify import verify
 from tests.support.problems import MODES, chain, machines, modes, uniform, workloads
 
@@ -174,9 +176,9 @@ def test_a_host_budget_is_kept_where_a_plan_can() -> None:
     low, _ = budgets(work, TRAIN)
     slow = replace(MACHINE, host_bandwidth=100.0)
     free = search(work, TRAIN, slow, low + 500)
-    ring = 2 * 1000
+    ring = 2 * padded(1000)
     tight = search(work, TRAIN, slow, low + 500, host_budget=ring)
-    assert host_bytes(free.step, work) > ring >= host_bytes(tight.step, work)
+    assert step_bytes(free.step, work) > ring >= step_bytes(tight.step, work)
     assert free.seconds <= tight.seconds
 
 

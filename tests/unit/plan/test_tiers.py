@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import load_workload, shortened
 from benchmarks.instances.make import budget_range
+from megacompile.host.needs import step_bytes
 from megacompile.host.offload import host_state_bytes, place_groups
 from megacompile.machine.catalog import load_machine
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot
@@ -19,7 +20,6 @@ from megacompile.plan.workload import Workload
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import follow, search
 from megacompile.search.tiers import Drive, Tiers
-from megacompile.step.operations import host_bytes
 from megacompile.step.verify import verify
 from tests.support.problems import chain, uniform
 
@@ -91,11 +91,11 @@ def test_the_search_gives_up_host_bytes_for_less_on_the_drive(
     after = follow(alone.plan, work, mode, MACHINE, budget, drive=drive)
     found = search(work, mode, MACHINE, budget, drive=drive)
     assert found.seconds < gain * after.seconds
-    assert host_bytes(found.step, work) < host_bytes(after.step, work)
+    assert step_bytes(found.step, work) < step_bytes(after.step, work)
     for planned in (after, found):
         assert set(states(planned.plan)) & {"nvme", "nvme-all"}
         ram = in_ram(groups, states(planned.plan), planned.plan.window)
-        assert ram + host_bytes(planned.step, work) <= host
+        assert ram + step_bytes(planned.step, work) <= host
         verify(planned.step, work, budget_bytes=budget)
 
 
@@ -117,7 +117,7 @@ def test_no_placement_takes_more_of_the_drive_than_its_budget(
     limit = int(share * plenty)
     stored, planned = found(Drive.of(groups, replace(tiers, nvme_budget_bytes=limit)))
     assert 0 < stored <= limit
-    fits = in_ram(groups, states(planned.plan), planned.plan.window) + host_bytes(planned.step, work)
+    fits = in_ram(groups, states(planned.plan), planned.plan.window) + step_bytes(planned.step, work)
     assert (fits <= tiers.host_budget_bytes) == (share > 0.3)
 
 
@@ -129,7 +129,7 @@ def test_nothing_wears_the_drive_where_a_plan_does_without(
     free = replace(MACHINE, nvme_read_bandwidth=1e15, nvme_write_bandwidth=1e15)
     host = whole + 2 * max(g.nbytes for g in groups)
     found = search(work, TRAIN, free, budget, drive=Drive.of(groups, Tiers("fp32", host, stored=True)))
-    assert set(states(found.plan)) == {"host"} and host_bytes(found.step, work) <= host - whole
+    assert set(states(found.plan)) == {"host"} and step_bytes(found.step, work) <= host - whole
     assert search(work, TRAIN, free, budget).seconds < found.seconds
 
 
@@ -146,9 +146,9 @@ def test_state_that_is_laid_out_stays_and_the_search_keeps_to_what_it_leaves(
 
     roomy, tight, none = planned(2 * whole), planned(tiers.host_budget_bytes), planned(1)
     assert {states(p.plan) for p in (roomy, tight, none)} == {where} and tight.plan.window == 2
-    taken = host_bytes(tight.step, work)
+    taken = step_bytes(tight.step, work)
     assert in_ram(groups, where, 2) + taken <= tiers.host_budget_bytes
-    assert host_bytes(roomy.step, work) > taken
+    assert step_bytes(roomy.step, work) > taken
     assert none.plan == roomy.plan  # for the caller to refuse
 
 

@@ -34,6 +34,6 @@ def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
     state: str, resides: bool, halves: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rungs = [rung("whole", 10, 1.0, state), rung("halves", 8, halves, "device")]
-    monkeypatch.setattr(tile_choice, "tried", lambda rungs, mode: ((r, r.need) for r in rungs))
+    monkeypatch.setattr(tile_choice, "tried", lambda rungs, mode, enough: ((r, r.need) for r in rungs))
     found, planned = tile_choice.choose(rungs, MODE, 100, lambda r: r.planned, resides=resides)
     assert found.name == chosen and planned is found.planned

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import megacompile
 from megacompile.host.arena import HostArena, Room, padded
@@ -34,6 +35,36 @@ def test_a_room_gives_no_byte_twice_and_gets_all_back(calls: list[tuple[int, int
     for piece in pieces.values():
         room.give(piece)
     assert room.take(padded(100_000)) is not None
+
+
+class Odd(nn.Module):
+    """Weights whose buckets are padded, by elements and by pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(33, 65), nn.Linear(65, 33)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("host", [1_260_000, 1_300_000])
+def test_what_the_search_takes_to_fit_the_host_is_laid_out(
+    host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where 1.22 MB suffice, more do: the search and the arena count the same bytes."""
+    taken: list[int] = []  # beside the arena
+    monkeypatch.setattr(CpuDevice, "host_empty", lambda self, nbytes: taken.append(nbytes))
+    model = nn.Sequential(*(Odd() for _ in range(8)))
+    program = megacompile.compile(
+        model, "850kB", optimizer=torch.optim.AdamW(model.parameters()), host_budget=f"{host}B",
+        loss_fn=lambda out, batch: out.square().mean(), compute_dtype=torch.float32,
+    )  # fmt: skip
+    program.train_step([(torch.ones(512, 33),)] * 2)
+    program.wait()
+    assert sum(program.memory.host_bytes.values()) <= host
+    assert not taken and program.memory.host_bytes["stashes"]
+    program.close()
 
 
 def trainer(**options: Any) -> megacompile.Program:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megacompile.capture.batch import Batch
-from megacompile.cli.presets import Model, build
+from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.assemble import assemble, cut_parameters
@@ -205,10 +205,8 @@ class _Unroller:
         self.blocks: list[Block] = []
         self.values: list[Value] = [v for v in part.values if v.producer < 0]
         self.ids: dict[int, int] = {v.id: v.id for v in self.values}
-        shared = {i for s in (segments[0],) for b in s for i in b.outputs} | set(self.ids)
-        self.shared: frozenset[int] = frozenset(shared)
+        self.shared = frozenset({o for b in segments[0] for o in b.outputs} | set(self.ids))
         self.before: list[tuple[int, ...]] = []  # outputs of the blocks of the segment before, as copied
-        self.number = -1
 
     def repeat(self, blocks: list[Block], previous: list[Block] | None, source: int, target: int) -> None:
         """Append a copy of one segment, renamed from layer ``source`` to layer ``target``."""

@@ -1,0 +1,296 @@
+"""Will it fit and how fast: from a model, a machine and budgets to an :class:`Answer`.
+
+In:  a model on the meta device and a :class:`Question`. Out: an :class:`Answer`, for clipping and without,
+planned by what plans a training run (:mod:`megacompile.search.plan_program`). Nothing here needs weights, a
+GPU or triton. The figures of one answer agree: where the step does not fit, it holds the least budgets
+instead of predictions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from megacompile.capture.batch import read_batch
+from megacompile.errors import BudgetError
+from megacompile.estimate.models import Model
+from megacompile.estimate.unroll import Repeated
+from megacompile.frontend import Compiled
+from megacompile.host.needs import HostBytes, host_bytes
+from megacompile.machine.catalog import Dtype, MachineProfile
+from megacompile.passes import lower_memory
+from megacompile.plan.plan import Mode
+from megacompile.plan.workload import BlockWork, Call, Workload
+from megacompile.schedule.schedule import Schedule
+from megacompile.search.bound import Bound, lower_bound
+from megacompile.search.candidates import Planned
+from megacompile.search.least import least
+from megacompile.search.plan_program import Known, Terms, plan_program
+from megacompile.search.tiers import Tiers
+from megacompile.search.tile_choice import tried
+from megacompile.step.operations import Step
+
+Progress = Callable[[str], None]
+_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step."""
+
+    profile: MachineProfile
+    batch: int
+    seq: int
+    hbm_budget: int
+    micro_batches: int = 1
+    dtype: Dtype = "bf16"
+    host_budget: int | None = None
+    nvme_budget: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq * self.micro_batches
+
+    @property
+    def terms(self) -> Terms:
+        """What a plan has to keep to."""
+        tiers = None
+        if self.host_budget is not None:
+            limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget
+            tiers = Tiers("fp32", self.host_budget, self.nvme_budget is not None, limit)
+        return Terms(self.profile.rates(self.dtype), self.hbm_budget, tiers)
+
+    def mode(self, clip: bool) -> Mode:
+        return Mode("train", self.micro_batches, deferred=clip)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One planned step, with or without clipping, over weights cut as ``compiled`` has them."""
+
+    question: Question
+    mode: Mode
+    compiled: Compiled
+    planned: Planned
+    model_flops: float
+
+    @property
+    def work(self) -> Workload:
+        return self.compiled.assembly.work
+
+    @property
+    def seconds(self) -> float:
+        return self.planned.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.question.tokens / self.seconds
+
+    @property
+    def model_flops_per_second(self) -> float:
+        return self.model_flops / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops_per_second / self.question.profile.peak(self.question.dtype)
+
+    @cached_property
+    def bound(self) -> Bound:
+        machine = self.question.terms.machine
+        return lower_bound(
+            self.work, self.mode, machine, model_flops=self.model_flops, plan=self.planned.plan
+        )
+
+    @cached_property
+    def host(self) -> HostBytes:
+        return host_bytes(self.compiled.assembly, "fp32", self.planned.plan, self.planned.step)
+
+    def schedule(self, model: Model) -> Schedule:
+        """The step as something to look at."""
+        q, title = self.question, f"train step of {model.name}."
+        machine = q.terms.machine
+        return Schedule(
+            title, self.work, self.planned.plan, self.mode, machine, q.hbm_budget, tokens=q.tokens
+        )
+
+
+@dataclass(frozen=True)
+class LeastBudgets:
+    """The least device bytes of any plan, the step that reaches it, and the least host bytes by mode."""
+
+    step: Step
+    device_bytes: int
+    hosts: dict[bool, HostBytes]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``predictions``, by whether gradients are clipped, lack what was not asked for or does not fit.
+
+    ``least`` is of the cuts of ``compiled``: the first that fit, of all tried the least where none does.
+    """
+
+    question: Question
+    model: Model
+    compiled: Compiled
+    least: LeastBudgets
+    predictions: dict[bool, Prediction]
+    missed_flops: float
+
+    @property
+    def work(self) -> Workload:
+        return self.compiled.assembly.work
+
+    def prediction(self, clip: bool) -> Prediction | None:
+        return self.predictions.get(clip)
+
+    def fits_device(self) -> bool:
+        return bool(self.predictions)
+
+    def host(self, clip: bool) -> HostBytes:
+        """Host bytes of the step as planned, or the least where nothing was planned."""
+        planned = self.prediction(clip)
+        return planned.host if planned else self.least.hosts[clip]
+
+    def hosts(self) -> dict[str, HostBytes]:
+        """Host bytes streamed, clipped, and accumulated over several calls, where gradients are summed in
+        FP32, which one clipped micro-batch in bf16 need not be."""
+        trained = sum(g.elements for g in self.compiled.assembly.groups if g.trainable)
+        clipped = self.host(True)
+        accumulated = replace(clipped, gradients=4 * trained)
+        return {"streamed": self.host(False), "clipped": clipped, "accumulated": accumulated}
+
+    def fits_host(self, clip: bool) -> bool:
+        budget = self.question.host_budget
+        return budget is None or self.host(clip).total <= budget
+
+    def fits(self, clip: bool) -> bool:
+        return self.fits_device() and self.fits_host(clip)
+
+
+class Study:
+    """One model in one dtype; captures are kept, so that budgets and machines vary at little cost."""
+
+    def __init__(self, model: Model, dtype: Dtype, progress: Progress) -> None:
+        self.model, self.progress, self._dtype = model, progress, dtype
+        self._known: Known = {}  # so that sweeps never get slower
+        self._repeated: dict[tuple[int, int, bool], Repeated] = {}
+
+    def captured(self, batch: int, seq: int) -> Compiled:
+        """The batch with no weight cut; its work has all FLOPs."""
+        return next(self._rungs(batch, seq, False))[0]
+
+    def _rungs(self, batch: int, seq: int, stored: bool) -> Iterator[tuple[Compiled, float]]:
+        """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
+        graph misses; ``stored``: the state may go to NVMe."""
+        flops = self.model.step_flops(batch, seq)
+        for compiled in self._repeat(batch, seq, stored).rungs():
+            work, missed = complete_flops(compiled.assembly.work, flops)
+            yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+
+    def _repeat(self, batch: int, seq: int, stored: bool) -> Repeated:
+        """The batch's captures, made once."""
+        if (batch, seq, stored) not in self._repeated:
+            self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
+            ids = torch.zeros(batch, seq, dtype=torch.long)
+            kind = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
+            repeated = Repeated(self.model, kind, _DTYPES[self._dtype], stored=stored)
+            self._repeated[batch, seq, stored] = repeated
+        return self._repeated[batch, seq, stored]
+
+    def rungs(self, question: Question) -> Iterator[Compiled]:
+        """The question's batch with no weight cut, then with ever smaller pieces."""
+        stored = question.nvme_budget is not None
+        return (compiled for compiled, _ in self._rungs(question.batch, question.seq, stored))
+
+    def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
+        """The least of the first cuts that fit the budget; of all cuts where none does."""
+        best: tuple[int, Compiled] | None = None
+        for rung, need in tried(self.rungs(question), question.mode(True)):
+            if best is None or need < best[0]:
+                best = need, rung
+            if need <= question.hbm_budget:
+                break
+            self.progress("cutting large weights into smaller pieces")
+        assert best is not None
+        return least_budgets(best[1], question), best[1]
+
+    def answer(
+        self, question: Question, *, both: bool = True, clip: bool = True, known: Answer | None = None
+    ) -> Answer:
+        """Plan the question's step; with ``both``, with clipping and without, else as ``clip`` says.
+
+        What ``known``, an answer to the same question, has planned is not planned again.
+        """
+        _, missed = next(self._rungs(question.batch, question.seq, question.nvme_budget is not None))
+        needs, compiled = (known.least, known.compiled) if known else self.least(question)
+        predictions = dict(known.predictions) if known else {}
+        for clipping in (True, False) if both else (clip,):
+            if needs.device_bytes <= question.hbm_budget and clipping not in predictions:
+                self.progress(f"searching {'with' if clipping else 'without'} clipping")
+                predictions |= self._predict(question, clipping)
+        return Answer(question, self.model, compiled, needs, predictions, missed)
+
+    def _predict(self, question: Question, clip: bool) -> dict[bool, Prediction]:
+        mode = question.mode(clip)
+        repeated = self._repeat(question.batch, question.seq, question.nvme_budget is not None)
+        try:
+            compiled, planned = plan_program(
+                self.rungs(question), mode, question.terms, gathers=repeated.gathers, known=self._known
+            )
+        except BudgetError:
+            return {}
+        flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
+        return {clip: Prediction(question, mode, compiled, planned, flops)}
+
+
+def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
+    """The workload with FLOPs that its graph could not count, and the share that was missing.
+
+    Products in a grouped kernel (mixture of experts) may have no FLOP formula; what is missing against
+    the closed form is spread over the blocks that have FLOPs, in proportion.
+    """
+    forward = sum((b.choice("none").forward.flops for b in work.blocks), 0)
+    missed = 1 - 3 * forward / model_flops
+    if missed < 0.02 or not forward:
+        return work, 0.0
+    factor = 1 / (1 - missed)
+    return map_calls(work, lambda call, _: replace(call, flops=round(call.flops * factor))), missed
+
+
+def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
+    """The workload with each function changed; ``change`` is told the bytes of weights' gradients in it."""
+
+    def block(given: BlockWork) -> BlockWork:
+        grads = sum(nbytes for _, nbytes in given.grad_groups)
+        choices = (
+            replace(
+                c, forward=change(c.forward, 0), recompute=c.recompute and change(c.recompute, 0),
+                backward=c.backward and change(c.backward, grads),
+            )
+            for c in given.choices
+        )  # fmt: skip
+        return replace(given, choices=tuple(choices))
+
+    return replace(work, blocks=tuple(map(block, work.blocks)))
+
+
+def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
+    """What the step needs at least: everything streamed, little kept, no activation on the host, and and all
+    state on NVMe where it may go there."""
+    work = compiled.assembly.work
+    nbytes, plan, step = least(work, question.mode(True))
+    blocks = tuple(replace(block, stash="device") for block in plan.blocks)
+    held = replace(plan, blocks=blocks)
+    if question.nvme_budget is not None:
+        groups = tuple(replace(group, state="nvme-all") for group in plan.groups)
+        held = replace(held, groups=groups, window=1)
+    hosts = {
+        clip: host_bytes(compiled.assembly, "fp32", held, lower_memory(work, held, question.mode(clip)))
+        for clip in (True, False)
+    }
+    return LeastBudgets(step, nbytes, hosts)

@@ -1,0 +1,88 @@
+"""Host needs: the bytes of host memory that a planned step takes, counted as the arena gives them out.
+
+In:  the layout of the weight groups, a state format, a plan and its step. Out: :class:`HostBytes`, by kind.
+The search, the error messages, the reports and the arena all count by it, so for a plan that fits a host
+budget to the byte memory is found. Every buffer takes whole pages (:func:`~megacompile.host.arena.padded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from megacompile.host.arena import padded
+from megacompile.host.formats import StateFormat
+from megacompile.host.offload import buffer_bytes, host_state_bytes, place_groups
+from megacompile.plan.assemble import Assembly, GroupLayout
+from megacompile.plan.plan import Plan
+from megacompile.plan.workload import Workload
+from megacompile.step.operations import Step, kept_gradients, stash_buffers
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``stash`` offloaded activations.
+
+    ``window`` are the buffers that state on NVMe passes through, ``padding`` what rounding up to pages
+    adds; ``nvme`` lies on the drive and is not in ``total``.
+    """
+
+    masters: int
+    moments: int
+    gradients: int
+    buffers: int
+    stash: int
+    window: int
+    padding: int
+    nvme: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self)) - self.nvme
+
+
+def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
+    """What a plan's step takes of the host. It has room for what is on the device, which may come back."""
+    states, window = host_states(plan), storage_window(plan)
+    places = place_groups(assembly.groups, form, states)
+    held = [array for place in places for array in place.in_ram]
+    masters, moments = (sum(a.nbytes for a in held if a.kind == kind) for kind in ("masters", "moments"))
+    passing = window * sum(buffer_bytes(places))
+    gradients, buffers, stash = map(sum, _buffers(step, assembly.work))
+    total = host_state_bytes(places, window) + step_bytes(step, assembly.work)
+    padding = total - masters - moments - gradients - buffers - stash - passing
+    stored = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
+    nvme = sum(p.storage_bytes for p in places) + stored
+    return HostBytes(masters, moments, gradients, buffers, stash, passing, padding, nvme)
+
+
+def step_bytes(step: Step, work: Workload) -> int:
+    """Host bytes of a step beside the state: kept gradients, the ring, offloaded activations."""
+    return sum(padded(nbytes) for kind in _buffers(step, work) for nbytes in kind)
+
+
+def _buffers(step: Step, work: Workload) -> tuple[list[int], ...]:
+    """Bytes of each buffer for a kept gradient, of the ring, and for offloaded activations.
+
+    Gradients that are summed are kept in FP32, others as they come.
+    """
+    groups = work.groups
+    kept = [groups[g].nbytes if own else groups[g].gradient_bytes or 4 * groups[g].elements
+            for g, own in kept_gradients(step).items()]  # fmt: skip
+    return kept, list(step.ring), list(stash_buffers(step).values())
+
+
+def state_in_ram(groups: Sequence[GroupLayout], form: StateFormat) -> int:
+    """Host bytes of masters and moments where nothing is on storage."""
+    return host_state_bytes(place_groups(groups, form, ("host",) * len(groups)), 0)
+
+
+def host_states(plan: Plan) -> tuple[str, ...]:
+    """Where each group's state has its place on the host: "host" too for one that is on the device."""
+    return tuple("host" if g.state == "device" else g.state for g in plan.groups)
+
+
+def storage_window(plan: Plan) -> int:
+    """How many buffers of each kind the plan has for what is on storage; 0 where nothing is."""
+    stored = any(s != "host" for s in host_states(plan)) or any(b.stash == "nvme" for b in plan.blocks)
+    return plan.window if stored else 0

@@ -1,0 +1,106 @@
+"""Plan a program: how far its weights are cut, the search, and which state is on the device.
+
+In:  one kind of batch at ever smaller pieces, a mode, and :class:`Terms`. Out: the batch as it is cut, and
+its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megacompile.errors import BudgetError
+from megacompile.host.needs import state_in_ram
+from megacompile.host.offload import Placement
+from megacompile.machine.rates import Machine
+from megacompile.plan.assemble import Assembly
+from megacompile.plan.plan import Mode, Plan
+from megacompile.search.candidates import Planned
+from megacompile.search.planner import follow, search
+from megacompile.search.policies import Policy
+from megacompile.search.residency import not_gathered, reside, trained_groups
+from megacompile.search.tiers import Drive, Tiers
+from megacompile.search.tile_choice import Rung, choose
+
+Known = dict[tuple[Mode, str], list[Plan]]
+"""Winners of earlier searches by mode and digest of the workload, which later ones score too."""
+_SCORED = 8  # of them, the last
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan has to keep to.
+
+    ``tiers`` None: host memory without end. ``placement`` says where the state is once it is allocated.
+    ``residents`` are the groups whose state may be on the device, None: any that the search likes.
+    ``policy`` plans steps that train in the place of the search.
+    """
+
+    machine: Machine
+    budget_bytes: int
+    tiers: Tiers | None = None
+    placement: Placement | None = None
+    residents: tuple[int, ...] | None = None
+    policy: Policy | None = None
+
+    def follows(self, mode: Mode) -> bool:
+        """Whether the policy plans this step: as given, and no more."""
+        return self.policy is not None and mode.kind in ("train", "accumulate")
+
+    def places_state(self, mode: Mode) -> bool:
+        """Whether the search chooses the groups whose state is on the device."""
+        stored = self.tiers is not None and self.tiers.stored
+        return mode.kind == "train" and self.residents is None and self.policy is None and not stored
+
+    def drive(self, assembly: Assembly) -> Drive | None:
+        """Where state may live beside RAM, as long as that is not decided; then where it does."""
+        if self.tiers is None or not self.tiers.stored:
+            return None
+        if self.placement is None:
+            return Drive.of(assembly.groups, self.tiers)
+        return Drive.fixed(assembly.groups, self.tiers, self.placement.states, self.placement.window)
+
+    def host_room(self, assembly: Assembly) -> int | None:
+        """Host bytes that state in RAM leaves to a step; None: without end."""
+        if self.tiers is None:
+            return None
+        return max(0, self.tiers.host_budget_bytes - state_in_ram(assembly.groups, self.tiers.form))
+
+
+def plan_program(
+    rungs: Iterable[Rung], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
+) -> tuple[Rung, Planned]:
+    """The rung taken and the fastest plan found for it.
+
+    ``gathers`` says that the second rung gathers rows of tables. Raises
+    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits.
+    """
+    rung, planned = choose(
+        rungs, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
+        gathers=gathers, resides=terms.places_state(mode),
+    )  # fmt: skip
+    if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
+        return rung, planned
+    work = rung.assembly.work
+    return rung, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
+
+
+def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:
+    """By the policy, if it plans such steps; else by the search, within host bytes."""
+    work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
+    if terms.policy is not None and terms.follows(mode):
+        return follow(terms.policy(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
+    room = terms.host_room(assembly) if drive is None else drive.room
+    resident = not_gathered(work, terms.residents or ())
+    if resident:  # state that need not move between programs, if its place can be spared
+        with contextlib.suppress(BudgetError):
+            return search(work, mode, machine, budget, host_budget=room, resident=resident)
+    residents = trained_groups(work) if terms.places_state(mode) else ()
+    winners = [] if known is None else known.setdefault((mode, work.digest), [])
+    planned = search(
+        work, mode, machine, budget, host_budget=None if drive is not None else room, drive=drive,
+        residents=residents, also=winners[-_SCORED:],
+    )  # fmt: skip
+    winners.append(planned.plan)
+    return planned
