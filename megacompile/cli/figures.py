@@ -17,7 +17,8 @@ from megacompile.plan.plan import Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.candidates import Planned
 from megacompile.search.least import alive_before
-from megacompile.step.operations import STREAMS, Step, Stream, kept_gradients, memory_curve, stash_bytes
+from megacompile.step.operations import Step, kept_gradients, memory_curve, stash_bytes, stashes
+from megacompile.step.spec import COMPUTES, STREAMS, Saved, Stream, Value, ValueGrad, WeightGrad
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def host_bytes(assembly: Assembly, step: Step, plan: Plan | None = None) -> Host
 
 def _with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
     states = [g.state for g in plan.groups]
-    stashes = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
-    if not stashes and all(state in ("host", "device") for state in states):
+    stashed = sum(stashes(step, "nvme_write").values())
+    if not stashed and all(state in ("host", "device") for state in states):
         return host
     places = [place_group(g, "fp32", state) for g, state in zip(assembly.groups, states, strict=True)]
     kept = [g for g, state in zip(assembly.groups, states, strict=True) if state == "host" and g.trainable]
@@ -73,7 +74,7 @@ def _with_drive(host: Host, assembly: Assembly, plan: Plan, step: Step) -> Host:
         masters=sum(p.ram_bytes for p in places) - moments,
         moments=moments,
         window=plan.window * sum(buffer_bytes(places)),
-        nvme=sum(p.storage_bytes for p in places) + stashes,
+        nvme=sum(p.storage_bytes for p in places) + stashed,
     )
 
 
@@ -86,11 +87,11 @@ def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
         "weights and state that stay": step.constant_bytes - work.constant_bytes,
         "buffers and constants": work.constant_bytes,
     }
-    kinds = {"x": "activations between blocks", "saved": "tensors kept for the backward",
-             "g": "activation gradients", "wg": "weight gradients on their way"}  # fmt: skip
+    kinds = {Value: "activations between blocks", Saved: "tensors kept for the backward",
+             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way"}  # fmt: skip
     parts |= dict.fromkeys(kinds.values(), 0)
     for token in alive_before(step, index):
-        parts[kinds[token[0]]] += step.token_bytes[token]
+        parts[kinds[type(token)]] += step.token_bytes[token]
     parts["the running block's own"] = peak - sum(parts.values())
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
@@ -99,7 +100,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
     """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), memory traffic, launches,
     and what of gradients and updates is done there."""
     updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
-    ops = [op for op in step.ops if op.kind in ("forward", "recompute", "backward")]
+    ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
     return {
         "model FLOPs": model_flops / machine.flops,

@@ -20,7 +20,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, kept_gradients, spilled_bytes, stash_bytes
+from megacompile.step.operations import Step, kept_gradients, spilled_bytes, stash_bytes, stashes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -100,13 +100,13 @@ class Drive:
 
         ``step`` is the plan's, ``taken_bytes`` its host bytes.
         """
-        waiting = [op for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"]
+        waiting = stashes(step)
         for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
             left, states, stored = self._rows[window][-1]
             taken, largest = taken_bytes - step.window * spilled_bytes(step), spilled_bytes(step)
             blocks = list(plan.blocks)
-            for block in sorted({op.block for op in waiting}):
-                moved = [op.nbytes for op in waiting if op.block == block]
+            for block in sorted({home.block for home in waiting}):
+                moved = [nbytes for home, nbytes in waiting.items() if home.block == block]
                 taken, largest = taken - sum(moved), max(largest, padded(max(moved)))
                 stored += sum(moved)
                 blocks[block] = replace(blocks[block], stash="nvme")
@@ -198,8 +198,8 @@ def host_transient_bytes(step: Step, layouts: Sequence[GroupLayout]) -> int:
 def storage_traffic(step: Step) -> tuple[int, int]:
     """Bytes (read, written) on NVMe in a step."""
     return (
-        sum(op.nbytes for op in step.ops if op.kind == "read"),
-        sum(op.nbytes for op in step.ops if op.kind == "write"),
+        sum(op.nbytes for op in step.on("nvme_read")),
+        sum(op.nbytes for op in step.on("nvme_write")),
     )
 
 
