@@ -8,6 +8,7 @@ tokens of two resources are never equal.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from operator import itemgetter
 from types import UnionType
@@ -39,10 +40,10 @@ class Token(tuple[Any, ...]):
             setattr(cls, name, property(itemgetter(place)))
         if tag:
             _TOKENS[tag] = cls
-            # as collections.namedtuple does it: faster than taking any numbers
+            # one object for equal tokens: searches make millions, and a subclass of tuple burdens the collector
             given = ", ".join(cls.numbers)
             make = eval(f"lambda cls, {given}: new(cls, ({tag!r}, {given}))", {"new": tuple.__new__})
-            cls.__new__ = make  # type: ignore[method-assign]
+            cls.__new__ = functools.cache(make)  # type: ignore[method-assign]
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self[1:]
