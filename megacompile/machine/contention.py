@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megacompile.machine.rates import Machine
-from megacompile.step.operations import STREAMS, Event, Op
-
-_COPIES = ("prefetch", "reload", "push_grad", "offload", "read", "write")
+from megacompile.step.operations import Event, Op
+from megacompile.step.spec import STREAMS
 
 
 def shared_times(
@@ -111,11 +110,6 @@ def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
     if machine.shared_cores and op.stream in STREAMS[:4]:
         threads = {"h2d": 1, "d2h": 1, "host": max(1, machine.cores // 2)}.get(op.stream, machine.cores)
         cores = threads / machine.cores
-    elif machine.shared_memory and seconds > 0 and draws_memory(op):
+    elif machine.shared_memory and seconds > 0 and op.stream != "compute":
         memory = op.nbytes / seconds / machine.host_bandwidth
     return cores, memory
-
-
-def draws_memory(op: Op) -> bool:
-    """Whether an operation moves its bytes through host memory."""
-    return op.kind in _COPIES or op.stream == "host"

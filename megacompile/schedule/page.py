@@ -17,7 +17,8 @@ from megacompile.plan.text import block_text, group_text, plan_rows, whole_step
 from megacompile.schedule.plots import kept_before
 from megacompile.schedule.trace import step_begin
 from megacompile.step.emit import line_of_each
-from megacompile.step.operations import STREAMS, Event, Step, memory_curve, peak_bytes
+from megacompile.step.operations import Event, Step, memory_curve, peak_bytes
+from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:

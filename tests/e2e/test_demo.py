@@ -12,6 +12,7 @@ from torch import nn
 
 from megacompile.schedule.plots import _layers, loss_curve, memory_timeline
 from megacompile.step.operations import Op, Step, memory_curve, peak_bytes
+from megacompile.step.spec import Saved
 from tests.support.examples import load_example
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,12 +26,12 @@ def demo() -> ModuleType:
 def two_blocks() -> Step:
     """Forward of two blocks, then backward: 5 + 1 fixed bytes, 10 saved by each block."""
     ops = (
-        Op("forward", "compute", block=0, writes=(("saved", 0, 0),), peak_bytes=14),
-        Op("forward", "compute", block=1, writes=(("saved", 1, 0),), peak_bytes=12),
-        Op("backward", "compute", block=1, donates=(("saved", 1, 0),), peak_bytes=3),
-        Op("evict", "compute", frees=(("saved", 0, 0),)),
+        Op("forward", "compute", block=0, writes=(Saved(0, 0),), peak_bytes=14),
+        Op("forward", "compute", block=1, writes=(Saved(1, 0),), peak_bytes=12),
+        Op("backward", "compute", block=1, donates=(Saved(1, 0),), peak_bytes=3),
+        Op("free", "compute", frees=(Saved(0, 0),)),
     )
-    tokens = {("saved", 0, 0): 10, ("saved", 1, 0): 10}
+    tokens = {Saved(0, 0): 10, Saved(1, 0): 10}
     return Step(ops, tokens, 1, slab_bytes=5, constant_bytes=1)
 
 

@@ -123,7 +123,7 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
     taken = offload.storage.written_bytes
     program.train_step(batch())
     program.wait()
-    written = sum(op.nbytes for op in program.schedule.step.ops if op.kind == "write")
+    written = sum(op.nbytes for op in program.schedule.step.on("nvme_write"))
     padded = offload.storage.written_bytes - taken  # arrays end at whole pages
     assert 0 < written <= padded < 1.01 * written
     for text in (str(program.memory), str(program.schedule)):
@@ -146,7 +146,7 @@ def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
     expected, state = trained(program)
     program = compiled("100MB", tmp_path, plan=stashing(plan, window))
     program.train_step(batch(0))
-    moved = [op.nbytes for op in program.schedule.step.ops if op.kind == "write"]
+    moved = [op.nbytes for op in program.schedule.step.on("nvme_write")]
     assert program.memory.host_bytes["stashes"] == window * max(moved)
     assert program.memory.storage_bytes == sum(moved)
     losses, got = trained(program)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.step.operations import Stream
+from megacompile.step.spec import Stream
 from tests.support.models import batch_for, build
 
 
@@ -33,7 +33,12 @@ def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Prog
     assert runtime is not None
     (earlier, before), (step, trace) = runtime.traces
     assert step is earlier and step == program.schedule.step
-    untimed = ("load", "evict")  # they take no time: names are dropped, tensors handed over
+    untimed = (
+        "load",
+        "evict",
+        "free",
+        "free_stash",
+    )  # they take no time: names are dropped, tensors handed over
     expected = Counter(op.event for op in step.ops if op.kind not in untimed)
     assert trace.pop(0)[0] == ("run",)
     assert Counter(event for event, _, _ in trace) == expected

@@ -16,7 +16,8 @@ from random import Random
 
 import networkx as nx
 
-from megacompile.step.operations import DEVICE_TOKENS, STREAMS, Event, Op, Step, Stream, Token
+from megacompile.step.operations import Event, Op, Step
+from megacompile.step.spec import STREAMS, Stream, Token
 
 REPEATS = 2
 Bytes = tuple[int, int]
@@ -62,7 +63,7 @@ def touches(ops: tuple[Op, ...]) -> list[Touch]:
 
 def takes_memory(op: Op) -> bool:
     """Whether an operation takes device memory outside the stream that gives it back."""
-    return op.stream != "compute" and any(t[0] in DEVICE_TOKENS for t in op.writes)
+    return op.stream != "compute" and any(t.on_device for t in op.writes)
 
 
 def happens_before(ops: tuple[Op, ...]) -> nx.DiGraph:
@@ -202,7 +203,7 @@ class _Run:
         self.saw[index] = tuple(self._look(t) for t in op.reads)
         memory, size = self.memory, self.step.token_bytes
         before = sum(memory.alive.values())
-        written = [t for t in op.writes if t[0] in DEVICE_TOKENS]
+        written = [t for t in op.writes if t.on_device]
         merged = max((size[t] for t in written if t in memory.alive), default=0)
         inside = before + max(op.peak_bytes, op.end_bytes + merged if merged else 0)
         for token in op.donates:
@@ -234,7 +235,7 @@ class _Run:
                 if _overlap(frozenset([place]), frozenset([other])):
                     memory.slab[group] = (other, "overwritten")
             memory.slab[op.group] = (place, self.saw[index])
-        elif op.kind == "evict" and op.group >= 0:
+        elif op.kind == "evict":
             memory.slab.pop(op.group, None)
         if op.stream == "compute":
             memory.workspace = 0

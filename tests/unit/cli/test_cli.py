@@ -239,7 +239,7 @@ def test_what_the_host_has_no_room_for_goes_to_a_drive(
     host = found["host_bytes"]["streamed"]
     assert host["total"] <= 3 * 10**6 and host["nvme"] > 0 and found["fits"]
     schedule = Schedule.from_json((dump / "train" / "schedule.json").read_text())
-    assert sum(op.nbytes for op in schedule.step.ops if op.kind == "write") > 0
+    assert sum(op.nbytes for op in schedule.step.on("nvme_write")) > 0
     code, out, _ = plan(*tight, "--nvme-budget", "10kB")
     assert code == 1 and re.search(r"host    uses .*too small", out)
     assert re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)

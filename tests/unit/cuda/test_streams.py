@@ -14,7 +14,8 @@ from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.runtime import cuda_streams as streams_cuda
 from megacompile.runtime.cuda_streams import CudaStreams
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Token
 from tests.support.oracle import _pairs, takes_memory, touches
 from tests.support.problems import chain, scheduled, uniform
 from tests.support.recorded_cuda import RecordedApi, RecordedFlag, Recording, Uses, spread

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.machine.contention import draws_memory, shared_times
+from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration, simulate
 from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import STREAMS, Op, Step
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import STREAMS
 from tests.support.problems import chain, machines, scheduled, uniform
 
 Problem = tuple[Workload, Plan, Mode, Step]
@@ -66,7 +67,7 @@ def test_sharing_only_ever_slows_and_never_gives_more_than_there_is(
     for op, start, end in zip(step.ops, line.starts, line.ends, strict=True):
         assert end - start >= duration(op, machine) * (1 - CLOSE) - slack
     if crowded.shared_memory:
-        moved = sum(op.nbytes for op in step.ops if draws_memory(op))
+        moved = sum(op.nbytes for op in step.ops if op.stream != "compute")
         assert line.step_seconds >= moved / machine.host_bandwidth * (1 - CLOSE)
     else:
         for i, op in enumerate(step.ops):
@@ -156,6 +157,6 @@ def test_durations_by_kind() -> None:
     there = Op("adam", "compute", nbytes=100)
     assert duration(there, machine) == 5
     assert duration(there, replace(machine, shared_cores=True)) == 2  # a CPU runs the host's kernel
-    assert duration(Op("read", "nvme_read", nbytes=120), machine) == 2
+    assert duration(Op("read_state", "nvme_read", nbytes=120), machine) == 2
     assert duration(Op("write", "nvme_write", nbytes=140), machine) == 2
     assert duration(Op("evict", "compute", nbytes=100), machine) == 0

@@ -15,6 +15,7 @@ from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import GroupWork, Workload
 from megacompile.step.emit import statement
 from megacompile.step.operations import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
+from megacompile.step.spec import Disk, Saved, Spill, Value, ValueGrad, WeightGrad, Weights
 from tests.support.problems import chain, find, uniform
 
 TRAIN = Mode("train")
@@ -79,11 +80,11 @@ def test_compute_order_of_evaluation_and_update() -> None:
 def test_compute_order_tells_what_each_operation_consumes() -> None:
     step = run("compute_order", CHAIN, uniform(CHAIN, "all"))
     backward = step.ops[find(step, "backward", block=1)]
-    assert backward.reads == (("x", 1, 0), ("w", 1), ("g", 2, 0), ("saved", 1, 0))
-    assert backward.donates == (("g", 2, 0), ("saved", 1, 0))
-    assert backward.writes == (("g", 1, 0), ("wg", 1, 1, 0))
+    assert backward.reads == (Value(1, 0), Weights(1), ValueGrad(2, 0), Saved(1, 0))
+    assert backward.donates == (ValueGrad(2, 0), Saved(1, 0))
+    assert backward.writes == (ValueGrad(1, 0), WeightGrad(1, 1, 0))
     assert step.token_bytes["saved", 1, 0] == 300
-    assert step.ops[find(step, "backward", block=0)].writes == (("wg", 0, 0, 0),)
+    assert step.ops[find(step, "backward", block=0)].writes == (WeightGrad(0, 0, 0),)
 
 
 def test_a_gradient_that_nobody_made_is_zeros_that_the_backward_makes() -> None:
@@ -114,7 +115,7 @@ def test_insert_recompute_only_where_a_block_keeps_nothing() -> None:
         "recompute(block=0)",
         "backward(block=0)",
     ]
-    assert step.ops[find(step, "recompute", block=0)].writes == (("saved", 0, 0),)
+    assert step.ops[find(step, "recompute", block=0)].writes == (Saved(0, 0),)
 
 
 def test_saved_tensors_of_no_bytes_stay_until_their_backward() -> None:
@@ -138,10 +139,10 @@ def test_insert_offload_goes_with_the_next_block_and_returns_one_ahead() -> None
         "forward(block=0)",
         f"offload(block=0, stash={first})",
         "forward(block=1)",
-        f"free({first}, block=0)",
+        f"free_stash(block=0, stash={first})",
         f"offload(block=1, stash={second})",
         "forward(block=2)",
-        f"free({second}, block=1)",
+        f"free_stash(block=1, stash={second})",
         "forward(block=3)",
         "backward(block=3)",
         f"reload(block=1, stash={second})",
@@ -164,8 +165,8 @@ def test_insert_offload_leaves_what_other_blocks_read_again() -> None:
     block = replace(work.blocks[3], choices=(reading, work.blocks[3].choices[1]))
     work = replace(work, blocks=(*work.blocks[:3], block, work.blocks[4]))
     step = run("compute_order insert_offload", work, uniform(work, "all", stash="host"))
-    assert step.ops[find(step, "offload", block=1)].reads == (("saved", 1, 0),)
-    assert step.ops[find(step, "offload", block=0)].reads == (("saved", 0, 0),)
+    assert step.ops[find(step, "offload", block=1)].reads == (Saved(1, 0),)
+    assert step.ops[find(step, "offload", block=0)].reads == (Saved(0, 0),)
 
 
 def test_insert_offload_follows_each_blocks_plan() -> None:
@@ -367,7 +368,8 @@ def test_a_slot_is_filled_again_while_the_gradient_leaves() -> None:
 
 
 def buffer_of(op: Op) -> int:
-    return next(t[1] for t in (*op.reads, *op.writes) if t[0] == "spill")
+    assert isinstance(op.buffer, Spill)
+    return op.buffer.slot
 
 
 # ---- insert_stash_io ----------------------------------------------------------------------------
@@ -378,22 +380,22 @@ def test_insert_stash_io_passes_stashes_through_two_buffers() -> None:
     work = chain(5)
     plan = uniform(work, "all", stash="nvme", window=2)
     step = run("compute_order insert_recompute insert_offload insert_stash_io", work, plan)
-    moves = [op for op in step.ops if op.kind in ("offload", "write", "read", "reload")]
+    moves = [op for op in step.ops if op.kind in ("offload", "write_stash", "read_stash", "reload")]
     assert [(op.kind, op.block, buffer_of(op)) for op in moves] == [
         ("offload", 0, 0),
-        ("write", 0, 0),
+        ("write_stash", 0, 0),
         ("offload", 1, 1),
-        ("write", 1, 1),
+        ("write_stash", 1, 1),
         ("offload", 2, 0),
-        ("write", 2, 0),
-        ("read", 2, 1),
-        ("read", 1, 0),
+        ("write_stash", 2, 0),
+        ("read_stash", 2, 1),
+        ("read_stash", 1, 0),
         ("reload", 2, 1),
-        ("read", 0, 1),
+        ("read_stash", 0, 1),
         ("reload", 1, 0),
         ("reload", 0, 1),
     ]
-    assert {op.nbytes for op in step.ops if op.kind in ("read", "write")} == {4096}
+    assert {op.nbytes for op in step.ops if op.kind in ("read_stash", "write_stash")} == {4096}
 
 
 # ---- insert_state_io ----------------------------------------------------------------------------
@@ -405,31 +407,31 @@ def test_insert_state_io_passes_state_through_two_buffers() -> None:
     step = run("compute_order insert_prefetch insert_gradients insert_state_io", CHAIN, plan)
     start = shown(step).index("backward(block=2)")
     assert [line for line in shown(step)[start - 2 :] if line.startswith(("read", "adam", "write"))] == [
-        'read(group=2, part="state", slot=0)',
-        'read(group=1, part="state", slot=1)',
+        "read_state(group=2, slot=0)",
+        "read_state(group=1, slot=1)",
         'adam(group=2, grad=("ring", 0), slot=0)',
         "write(group=2, slot=0)",
-        'read(group=0, part="state", slot=0)',
+        "read_state(group=0, slot=0)",
         'adam(group=1, grad=("ring", 1), slot=1)',
         "write(group=1, slot=1)",
         'adam(group=0, grad=("ring", 0), slot=0)',
         "write(group=0, slot=0)",
     ]
-    assert {op.nbytes for op in step.ops if op.kind in ("read", "write")} == {2000}
+    assert {op.nbytes for op in step.ops if op.kind in ("read_state", "write")} == {2000}
 
 
 def test_insert_state_io_stages_weights_and_does_not_read_twice_what_is_still_there() -> None:
     plan = uniform(CHAIN, "all", state="nvme-all", lead=0)
     step = run("compute_order insert_prefetch insert_state_io", CHAIN, plan)
     assert [line for line in shown(step) if line.startswith(("read", "prefetch"))] == [
-        'read(group=0, part="weights", slot=0)',
-        'read(group=1, part="weights", slot=1)',
+        "read_weights(group=0, slot=0)",
+        "read_weights(group=1, slot=1)",
         "prefetch(group=0, slot=0)",
-        'read(group=2, part="weights", slot=0)',
+        "read_weights(group=2, slot=0)",
         "prefetch(group=1, slot=1)",
         "prefetch(group=2, slot=0)",
         "prefetch(group=1, slot=1)",  # on the way back, too
-        'read(group=0, part="weights", slot=1)',
+        "read_weights(group=0, slot=1)",
         "prefetch(group=0, slot=1)",
     ]
 
@@ -438,7 +440,7 @@ def test_insert_state_io_moves_weights_with_the_state_that_they_belong_to() -> N
     plan = uniform(CHAIN, "all", state="nvme-all")
     step = lower(CHAIN, plan, TRAIN)
     write = step.ops[find(step, "write", group=1)]
-    assert write.writes == (("disk", 1, 0), ("disk", 1, 1)) and write.nbytes == 3000
+    assert write.writes == (Disk(1, 0), Disk(1, 1)) and write.nbytes == 3000
     assert ("master", 1) not in {t for op in step.ops for t in (*op.reads, *op.writes)}
 
 
@@ -446,7 +448,7 @@ def test_insert_state_io_leaves_frozen_groups_where_they_are_and_reads_their_wei
     work = chain(3, frozen=frozenset({1}))
     step = lower(work, uniform(work, "all", state="nvme-all"), TRAIN)
     assert {op.group for op in step.ops if op.kind == "write"} == {0, 2}
-    assert {op.group for op in step.ops if op.choice == "weights"} == {0, 1, 2}
+    assert {op.group for op in step.ops if op.kind == "read_weights"} == {0, 1, 2}
 
 
 # ---- insert_frees -------------------------------------------------------------------------------
@@ -575,27 +577,27 @@ def test_memory_curve_of_a_chain() -> None:
         ("forward", batch + x + saved + 50),
         ("forward", batch + x + saved + 4 + saved + 50),
         ("backward", before + (x + 1000 - saved) + 50),
-        ("evict", batch + x + saved + x + 1000 - x),
+        ("free", batch + x + saved + x + 1000 - x),
         ("backward", batch + saved + x + (1000 - saved - x) + 50),
-        ("evict", batch + 1000 - batch),
+        ("free", batch + 1000 - batch),
     ]
     assert peak_bytes(step) == 1024 + max(b for _, b in points)
 
 
 def test_memory_of_a_sum_of_gradients_holds_both_and_the_result() -> None:
-    sizes = {("g", 1, 0): 100, ("x", 0, 0): 7}
-    first = Op("backward", "compute", block=2, writes=(("g", 1, 0),), peak_bytes=100, end_bytes=100)
+    sizes = {ValueGrad(1, 0): 100, Value(0, 0): 7}
+    first = Op("backward", "compute", block=2, writes=(ValueGrad(1, 0),), peak_bytes=100, end_bytes=100)
     second = first.with_(block=1)
-    last = Op("backward", "compute", reads=(("g", 1, 0),), donates=(("g", 1, 0),), end_bytes=-100)
+    last = Op("backward", "compute", reads=(ValueGrad(1, 0),), donates=(ValueGrad(1, 0),), end_bytes=-100)
     step = Step((first, second, last), sizes, 1, constant_bytes=5)
     assert [b for _, b in memory_curve(step)] == [5 + 100, 5 + 300, 5 + 100]
 
 
 def test_memory_that_is_consumed_is_not_counted_beside_what_replaces_it() -> None:
     """A backward that turns 300 saved bytes into 300 of gradients and measured a peak of 20."""
-    sizes = {("saved", 0, 0): 300, ("wg", 0, 0, 0): 300}
-    forward = Op("forward", "compute", block=0, writes=(("saved", 0, 0),), peak_bytes=300)
-    backward = Op("backward", "compute", block=0, reads=(("saved", 0, 0),),
-                  donates=(("saved", 0, 0),), writes=(("wg", 0, 0, 0),), peak_bytes=20)  # fmt: skip
-    free = Op("evict", "compute", frees=(("wg", 0, 0, 0),))
+    sizes = {Saved(0, 0): 300, WeightGrad(0, 0, 0): 300}
+    forward = Op("forward", "compute", block=0, writes=(Saved(0, 0),), peak_bytes=300)
+    backward = Op("backward", "compute", block=0, reads=(Saved(0, 0),),
+                  donates=(Saved(0, 0),), writes=(WeightGrad(0, 0, 0),), peak_bytes=20)  # fmt: skip
+    free = Op("free", "compute", frees=(WeightGrad(0, 0, 0),))
     assert peak_bytes(Step((forward, backward, free), sizes, 1)) == 320

@@ -110,7 +110,7 @@ def test_no_placement_takes_more_of_the_drive_than_its_budget(
     def found(drive: Drive) -> tuple[int, Planned]:
         planned = search(work, TRAIN, MACHINE, budget, drive=drive)
         places = place_groups(groups, "fp32", states(planned.plan))
-        spilled = sum(op.nbytes for op in planned.step.ops if op.kind == "write" and op.choice == "stash")
+        spilled = sum(op.nbytes for op in planned.step.ops if op.kind == "write_stash")
         return sum(p.storage_bytes for p in places) + spilled, planned
 
     plenty, _ = found(Drive.of(groups, tiers))

@@ -117,8 +117,7 @@ def test_every_operation_points_to_its_own_line(micro_batches: int) -> None:
     ops, source = data["ops"], data["source"]
     for index, op in enumerate(schedule.step.ops):
         line, turn = source[ops["line"][index] - 1], ops["turn"][index]
-        name = "free" if op.kind == "evict" and op.group < 0 else op.kind
-        assert f"rt.{name}(" in line
+        assert f"rt.{op.kind}(" in line
         for field, value in (("block", op.block), ("group", op.group)):
             found = re.search(rf"[( ]{field}=([^,)]+)", line)
             if found and value >= 0:

@@ -42,37 +42,37 @@ def run(source: str) -> list[Called]:
 
 def meant(op: Op) -> Called:
     """The call that an operation stands for."""
-    kind: str = op.kind
+    kind = op.kind
     arguments: dict[str, Any] = {}
-    if kind == "load":
+    if kind in ("load", "gather"):
         arguments = {"value": op.writes[0][1], "micro": op.micro}
     elif kind == "prefetch":
         arguments = {"group": op.group, "offset": op.offset}
-    elif kind == "evict" and op.group < 0:
-        kind, arguments = "free", {"tokens": list(op.frees)}
-        if op.block >= 0:
-            arguments |= {"block": op.block, "micro": op.micro}
-    elif op.choice == "stash":
-        kind, arguments = f"{kind}_stash", {"block": op.block, "micro": op.micro}
-    elif kind in ("evict", "norm", "write"):
+    elif kind == "free":
+        arguments = {"tokens": list(op.frees)}
+    elif kind == "free_stash":
+        arguments = {"block": op.block, "micro": op.micro, "stash": list(op.frees)}
+    elif kind in ("read_stash", "write_stash"):
+        arguments = {"block": op.block, "micro": op.micro}
+    elif kind in ("evict", "norm", "read_weights", "read_state", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
-        arguments = {"block": op.block, "micro": op.micro, "keep": op.choice}
+        arguments = {"block": op.block, "micro": op.micro, "keep": op.policy}
     elif kind in ("offload", "reload"):
         stash = op.reads if kind == "offload" else op.writes
         arguments = {"block": op.block, "micro": op.micro, "stash": list(stash)}
+    elif kind == "push_rows":
+        arguments = {"group": op.group, "block": op.block, "micro": op.micro, "to": list(op.writes)}
     elif kind in ("push_grad", "accumulate"):
         arguments = {"group": op.group, "block": op.block, "micro": op.micro, "to": op.writes[0]}
     elif kind == "adam":
         arguments = {"group": op.group, "grad": op.reads[0]}
-    elif kind == "read":
-        arguments = {"group": op.group, "part": op.choice}
     for token in (*op.reads, *op.writes):
         if token[0] in ("window", "staged", "spill"):
             arguments["slot"] = token[1]
     if op.waits:
         arguments["after"] = list(op.waits)
-    if op.frees and op.kind != "evict":
+    if op.frees and not op.kind.startswith("free"):
         arguments["free"] = list(op.frees)
     return kind, arguments
 
@@ -93,7 +93,7 @@ simple = st.one_of(
         numbers,
         st.lists(numbers, max_size=2),
     ),
-    st.builds(lambda b, m: Op("forward", "compute", block=b, micro=m, choice="all"), numbers, numbers),
+    st.builds(lambda b, m: Op("forward", "compute", block=b, micro=m, policy="all"), numbers, numbers),
 )
 
 

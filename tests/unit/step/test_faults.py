@@ -12,6 +12,7 @@ from megacompile.passes.synchronize import synchronize
 from megacompile.plan.plan import Mode
 from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 from megacompile.step.operations import Event, Op, Step, peak_bytes
+from megacompile.step.spec import HostGrad, Master, Ring, Spill, Staged, Value, WeightGrad
 from megacompile.step.verify import verify
 from tests.support.problems import chain, find, uniform, with_op
 
@@ -90,22 +91,22 @@ def test_gradient_pushed_before_the_backward_is_over() -> None:
 
 
 def test_free_while_the_gradient_still_leaves() -> None:
-    index = find(IMMEDIATE, "evict", frees=(("wg", 3, 3, 0),))
+    index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
     bad = without_wait(IMMEDIATE, index, ("push_grad", 3, 3, 0))
-    refuse(bad, WORK, "evict (compute)", "while push_grad of group 3 of block 3")
+    refuse(bad, WORK, "free of group 3 of block 3 (compute)", "while push_grad of group 3 of block 3")
 
 
 def test_free_while_the_stash_still_leaves() -> None:
-    index = find(OFFLOADED, "evict", block=0)
+    index = find(OFFLOADED, "free_stash", block=0)
     bad = without_wait(OFFLOADED, index, ("offload", 0, 0))
-    refuse(bad, WORK, "evict of block 0", "while offload of block 0")
+    refuse(bad, WORK, "free_stash of block 0", "while offload of block 0")
 
 
 def test_reload_that_takes_memory_early() -> None:
     """Its data is there and its slot is free, but the bytes it takes are not yet given back."""
     step = lower(WORK, uniform(WORK, "all", stash="host", keep="step"), Mode("train"))
     bad = without_wait(step, find(step, "reload", block=1), ("free", 4, 4, 0))
-    refuse(bad, WORK, "reload of block 1", "may take device memory before evict")
+    refuse(bad, WORK, "reload of block 1", "may take device memory before free")
 
 
 def test_adam_before_its_gradient() -> None:
@@ -152,15 +153,15 @@ def test_slot_outside_the_slab() -> None:
 def test_ring_buffer_overwritten_before_adam_was_issued() -> None:
     push, adam = find(IMMEDIATE, "push_grad", group=3), find(IMMEDIATE, "adam", group=3)
     bad = IMMEDIATE
-    bad = with_op(bad, push, bad.ops[push].with_(writes=(("ring", 0),)))
-    bad = with_op(bad, adam, bad.ops[adam].with_(reads=(("ring", 0),)))
+    bad = with_op(bad, push, bad.ops[push].with_(writes=(Ring(0),)))
+    bad = with_op(bad, adam, bad.ops[adam].with_(reads=(Ring(0),)))
     bad = waiting_again(moved(bad, find(bad, "adam", group=4), adam))
     refuse(bad, WORK, "push_grad of group 3", "push_grad of group 4", "left for adam")
 
 
 def test_adam_that_reads_another_groups_gradient() -> None:
     index = find(IMMEDIATE, "adam", group=3)
-    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(reads=(("ring", 0),)))
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(reads=(Ring(0),)))
     bad = waiting_again(bad)
     refuse(bad, WORK, "adam of group 3", "0 of 1 contributions")
 
@@ -177,7 +178,7 @@ def test_use_after_evict() -> None:
 def test_use_after_free() -> None:
     index = find(OFFLOADED, "reload", block=2)
     bad = waiting_again(with_op(OFFLOADED, index))
-    refuse(bad, WORK, "backward of block 2", "after evict of block 2")
+    refuse(bad, WORK, "backward of block 2", "after free_stash of block 2")
 
 
 def test_use_of_what_was_never_brought() -> None:
@@ -192,7 +193,7 @@ def test_missing_evict() -> None:
 
 
 def test_missing_free_of_a_gradient() -> None:
-    index = find(IMMEDIATE, "evict", frees=(("wg", 3, 3, 0),))
+    index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
     refuse(with_op(IMMEDIATE, index), WORK, "('wg', 3, 3, 0)", "a missing evict")
 
 
@@ -203,20 +204,25 @@ def test_missing_free_of_an_activation() -> None:
 
 
 def test_missing_free_after_an_offload() -> None:
-    bad = with_op(OFFLOADED, find(OFFLOADED, "evict", block=0))
+    bad = with_op(OFFLOADED, find(OFFLOADED, "free_stash", block=0))
     refuse(bad, WORK, "reload of block 0", "a missing evict")
 
 
 def test_double_free() -> None:
-    index = find(IMMEDIATE, "evict", frees=(("wg", 3, 3, 0),))
+    index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
     free = IMMEDIATE.ops[index]
-    refuse(with_op(IMMEDIATE, index, free, free), WORK, "evict", "('wg', 3, 3, 0) after evict")
+    refuse(
+        with_op(IMMEDIATE, index, free, free),
+        WORK,
+        "free of group 3",
+        "('wg', 3, 3, 0) after free of group 3",
+    )
 
 
 def test_free_outside_the_compute_stream() -> None:
-    index = find(IMMEDIATE, "evict", frees=(("wg", 3, 3, 0),))
+    index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
     bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(stream="d2h"))
-    refuse(bad, WORK, "evict (d2h)", "outside the compute stream")
+    refuse(bad, WORK, "free of group 3 of block 3 (d2h)", "outside the compute stream")
 
 
 # ---- updates ------------------------------------------------------------------------------------
@@ -299,18 +305,18 @@ def test_the_schedule_over_nvme_is_good() -> None:
 def test_adam_before_its_state_was_read() -> None:
     step = lower(WORK, uniform(WORK, state="nvme"), Mode("train"))
     bad = without_wait(step, find(step, "adam", group=2), ("read_state", 2))
-    refuse(bad, WORK, "adam of group 2", "before read of group 2")
+    refuse(bad, WORK, "adam of group 2", "before read_state of group 2")
 
 
 def test_buffer_filled_again_before_it_was_written_back() -> None:
-    bad = without_wait(STORED, find(STORED, "read", group=2, choice="state"), ("write", 4))
-    refuse(bad, WORK, "read of group 2 (nvme_read)", "('window', 0) while adam of group 4")
+    bad = without_wait(STORED, find(STORED, "read_state", group=2), ("write", 4))
+    refuse(bad, WORK, "read_state of group 2 (nvme_read)", "('window', 0) while adam of group 4")
 
 
 def test_read_that_overtakes_the_write_of_the_step_before() -> None:
-    index = find(STORED, "read", group=0, choice="weights")
+    index = find(STORED, "read_weights", group=0)
     bad = without_wait(STORED, index, ("write", 0))
-    refuse(bad, WORK, "read of group 0", "('disk', 0, 0) before write of group 0")
+    refuse(bad, WORK, "read_weights of group 0", "('disk', 0, 0) before write of group 0")
 
 
 def test_missing_write() -> None:
@@ -319,27 +325,27 @@ def test_missing_write() -> None:
 
 
 def test_missing_read() -> None:
-    bad = waiting_again(with_op(STORED, find(STORED, "read", group=2, choice="state")))
+    bad = waiting_again(with_op(STORED, find(STORED, "read_state", group=2)))
     refuse(bad, WORK, "adam of group 2 (host) finds in ('window', 0) what write of group 4")
 
 
 def test_update_that_is_overwritten_in_the_window() -> None:
-    bad = moved(STORED, find(STORED, "write", group=4), find(STORED, "read", group=2, choice="state") + 1)
-    refuse(waiting_again(bad), WORK, "read of group 2", "overwrites what adam of group 4")
+    bad = moved(STORED, find(STORED, "write", group=4), find(STORED, "read_state", group=2) + 1)
+    refuse(waiting_again(bad), WORK, "read_state of group 2", "overwrites what adam of group 4")
 
 
 def test_prefetch_out_of_a_buffer_that_holds_another_group() -> None:
     index = find(STORED, "prefetch", group=3)
     op = STORED.ops[index]
-    other = ("staged", 1 - op.reads[0][1])
+    other = Staged(1 - op.reads[0][1])
     bad = waiting_again(with_op(STORED, index, op.with_(reads=(other,))))
-    refuse(bad, WORK, "prefetch of group 3", "finds in", "what read of group")
+    refuse(bad, WORK, "prefetch of group 3", "finds in", "what read_weights of group")
 
 
 def test_weights_read_after_their_update() -> None:
-    again = STORED.ops[find(STORED, "read", group=0, choice="weights")]
+    again = STORED.ops[find(STORED, "read_weights", group=0)]
     bad = waiting_again(with_op(STORED, len(STORED.ops) - 1, STORED.ops[-1], again))
-    refuse(bad, WORK, "read of group 0", "this step has updated already")
+    refuse(bad, WORK, "read_weights of group 0", "this step has updated already")
 
 
 # ---- stashes on NVMe ----------------------------------------------------------------------------
@@ -349,38 +355,40 @@ SPILLED = lower(WORK, uniform(WORK, "all", stash="nvme", window=2), Mode("train"
 
 def test_the_schedule_that_stashes_on_nvme_is_good() -> None:
     assert (
-        [op.kind for op in SPILLED.ops].count("write") == [op.kind for op in SPILLED.ops].count("reload") == 3
+        [op.kind for op in SPILLED.ops].count("write_stash")
+        == [op.kind for op in SPILLED.ops].count("reload")
+        == 3
     )
     assert verify(SPILLED, WORK).operations == len(SPILLED.ops)
 
 
 def test_stash_that_overwrites_one_on_its_way_to_the_drive() -> None:
     bad = without_wait(SPILLED, find(SPILLED, "offload", block=2), ("write_stash", 0, 0))
-    refuse(bad, WORK, "offload of block 2", "('spill', 0) while write of block 0")
+    refuse(bad, WORK, "offload of block 2", "('spill', 0) while write_stash of block 0")
 
 
 def test_stash_read_before_it_was_written() -> None:
-    index = find(SPILLED, "read", block=2)
+    index = find(SPILLED, "read_stash", block=2)
     bad = without_wait(SPILLED, index, ("write_stash", 2, 0))
-    refuse(bad, WORK, "read of block 2", "before write of block 2")
+    refuse(bad, WORK, "read_stash of block 2", "before write_stash of block 2")
 
 
 def test_reload_out_of_a_buffer_that_holds_another_stash() -> None:
     index = find(SPILLED, "reload", block=1)
     op = SPILLED.ops[index]
-    other = ("spill", 1 - op.reads[0][1])
+    other = Spill(1 - op.reads[0][1])
     bad = waiting_again(with_op(SPILLED, index, op.with_(reads=(other,))))
-    refuse(bad, WORK, "reload of block 1", "finds in", "what read of block")
+    refuse(bad, WORK, "reload of block 1", "finds in", "what read_stash of block")
 
 
 def test_stash_that_is_never_written() -> None:
-    bad = waiting_again(with_op(SPILLED, find(SPILLED, "write", block=0)))
-    refuse(bad, WORK, "read of block 0", "('stash', 0, 0), which nothing has written")
+    bad = waiting_again(with_op(SPILLED, find(SPILLED, "write_stash", block=0)))
+    refuse(bad, WORK, "read_stash of block 0", "('stash', 0, 0), which nothing has written")
 
 
 def test_stash_that_is_overwritten_in_its_buffer() -> None:
-    write, read = find(SPILLED, "write", block=0), find(SPILLED, "read", block=0)
-    bad = moved(SPILLED, write, find(SPILLED, "write", block=2))
+    write, read = find(SPILLED, "write_stash", block=0), find(SPILLED, "read_stash", block=0)
+    bad = moved(SPILLED, write, find(SPILLED, "write_stash", block=2))
     assert write < read
     refuse(waiting_again(bad), WORK, "offload of block 2", "overwrites what offload of block 0")
 
@@ -403,7 +411,7 @@ def test_budget_exceeded_by_one_byte(step: Step) -> None:
 
 def test_budget_counts_a_gradient_that_leaves_later() -> None:
     """The same operations with the free of a gradient at the end hold more, and verify sees it."""
-    index = find(IMMEDIATE, "evict", frees=(("wg", 4, 4, 0),))
+    index = find(IMMEDIATE, "free", frees=(WeightGrad(4, 4, 0),))
     late = moved(IMMEDIATE, index, len(IMMEDIATE.ops))
     verify(late, WORK)
     with pytest.raises(ScheduleError, match="holds up to"):
@@ -411,7 +419,7 @@ def test_budget_counts_a_gradient_that_leaves_later() -> None:
 
 
 def test_nothing_is_said_about_an_operation_that_is_alone() -> None:
-    only = Step((Op("adam", "host", group=0, reads=(("hgrad", 0),)),), {}, 1)
+    only = Step((Op("adam", "host", group=0, reads=(HostGrad(0),)),), {}, 1)
     assert verify(only, WORK).ordered_pairs == 0
 
 
@@ -460,30 +468,30 @@ def test_rows_are_gathered_per_micro_batch_and_their_gradient_lands_in_each_piec
     assert ROWS_WORK.contributions == {0: (0, 3), 3: (0, 3), 1: (1,), 2: (2,)}
     step = lower(ROWS_WORK, uniform(ROWS_WORK, order=order), Mode("train", micro, deferred))
     verify(step, ROWS_WORK)
-    loads = [op for op in step.ops if op.kind == "load"]
-    assert [op.reads for op in loads] == [(("master", 0), ("master", 3))] * micro
-    pushes = [op for op in step.ops if op.choice == "rows"]
-    assert [op.writes for op in pushes] == [(("hgrad", 0), ("hgrad", 3))] * micro
+    loads = [op for op in step.ops if op.kind == "gather"]
+    assert [op.reads for op in loads] == [(Master(0), Master(3))] * micro
+    pushes = [op for op in step.ops if op.kind == "push_rows"]
+    assert [op.writes for op in pushes] == [(HostGrad(0), HostGrad(3))] * micro
     assert sum(op.kind == "adam" for op in step.ops) == 4
 
 
 def test_rows_gathered_while_their_table_is_updated() -> None:
-    index = find(ROWS[False], "load")
+    index = find(ROWS[False], "gather")
     waits = ROWS[False].ops[index].waits
     assert waits
-    refuse(with_op(ROWS[False], index, ROWS[False].ops[index].with_(waits=())), ROWS_WORK, "load (compute)")
+    refuse(with_op(ROWS[False], index, ROWS[False].ops[index].with_(waits=())), ROWS_WORK, "gather (compute)")
 
 
 def test_rows_gathered_after_the_update_of_their_table() -> None:
-    step, (index, update) = ROWS[False], (find(ROWS[False], "load"), find(ROWS[False], "adam", group=0))
+    step, (index, update) = ROWS[False], (find(ROWS[False], "gather"), find(ROWS[False], "adam", group=0))
     op = step.ops[index]
-    late = op.with_(writes=(("x", 9, 0),), frees=(("x", 9, 0),))
+    late = op.with_(writes=(Value(9, 0),), frees=(Value(9, 0),))
     bad = step.with_(ops=(*step.ops[: update + 1], late, *step.ops[update + 1 :]))
-    refuse(waiting_again(bad), ROWS_WORK, "load (compute)", "updated already")
+    refuse(waiting_again(bad), ROWS_WORK, "gather (compute)", "updated already")
 
 
 def test_a_gradient_of_rows_that_misses_a_piece() -> None:
-    index = find(ROWS[True], "push_grad", choice="rows")
+    index = find(ROWS[True], "push_rows")
     op = ROWS[True].ops[index]
     bad = with_op(ROWS[True], index, op.with_(writes=op.writes[:1]))
     refuse(bad, ROWS_WORK, "norm of group 3", "1 of 2 contributions")
@@ -491,4 +499,4 @@ def test_a_gradient_of_rows_that_misses_a_piece() -> None:
 
 def test_rows_of_a_table_whose_state_is_on_the_device() -> None:
     bad = ROWS[True].with_(resident=(3,))
-    refuse(bad, ROWS_WORK, "load (compute)", "state is on the device")
+    refuse(bad, ROWS_WORK, "gather (compute)", "state is on the device")

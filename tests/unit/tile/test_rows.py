@@ -21,7 +21,7 @@ from megacompile.compiler import Compiler
 from megacompile.errors import ProgramError
 from megacompile.frontend import Frontend
 from megacompile.host.rows import add_rows, gather_rows
-from megacompile.runtime import step_run
+from megacompile.runtime import step_updates
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.tile.cuts import LEAST_PIECE, tables
@@ -308,7 +308,7 @@ def test_a_batch_may_be_filled_anew_as_soon_as_the_step_returns(monkeypatch: pyt
         assert filled.wait(60)
         add_rows(*arguments)
 
-    monkeypatch.setattr(step_run, "add_rows", late)
+    monkeypatch.setattr(step_updates, "add_rows", late)
     given = batch()
     trainer.train_step([batch()])
     program.train_step(given)
