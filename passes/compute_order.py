@@ -41,7 +41,6 @@ class _Order:
         self.mode = mode
         self.ops: list[Op] = []
         self.token_bytes: dict[Token, int] = {}
-        self.written: set[Token] = set()
 
     def _choice(self, b: int) -> Choice:
         name = "none" if self.mode.kind == "evaluate" else self.plan.blocks[b].choice
@@ -49,7 +48,6 @@ class _Order:
 
     def _take(self, token: Token, nbytes: int) -> Token:
         self.token_bytes[token] = nbytes
-        self.written.add(token)
         return token
 
     def load(self, m: int) -> None:
@@ -68,7 +66,7 @@ class _Order:
         keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
             outputs.append(self._take(Saved(b, m), choice.saved_bytes))
-        op = compute_op("forward", b, m, choice, choice.forward, donates=(), writes=tuple(outputs))
+        op = compute_op("forward", b, m, choice, choice.forward, (), tuple(outputs))
         seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
@@ -80,20 +78,18 @@ class _Order:
         block, choice, values = self.work.blocks[b], self._choice(b), self.work.values
         if self.mode.kind == "evaluate" or choice.backward is None:
             return
-        given = [v for v in block.tangents if ValueGrad(v, m) in self.written]
+        given = [v for v in block.tangents if ValueGrad(v, m) in self.token_bytes]
         missing = sum(values[v].nbytes for v in block.tangents if v not in given)
         kept = choice.saved_bytes or choice.recompute is not None
         saved: tuple[Token, ...] = (Saved(b, m),) if kept else ()
         reads = tuple(ValueGrad(v, m) for v in given) + saved
         sums = [v for v in block.grad_values if values[v].sum_bytes]
-        begun = [v for v in sums if ValueGrad(v, m) not in self.written]
+        begun = [v for v in sums if ValueGrad(v, m) not in self.token_bytes]
         writes = tuple(
             [self._take(ValueGrad(v, m), values[v].sum_bytes or values[v].nbytes) for v in block.grad_values]
             + [self._take(WeightGrad(g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
-        op = compute_op(
-            "backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing
-        )
+        op = compute_op("backward", b, m, choice, choice.backward, reads, writes)
         op = op.with_(reads=op.reads + tuple(ValueGrad(v, m) for v in sums if v not in begun))
         self.ops.append(_around_sums(op, [values[v] for v in given], [values[v] for v in begun], missing))
 
@@ -103,7 +99,7 @@ def _around_sums(op: Op, given: list[ValueWork], begun: list[ValueWork], missing
     beside zeros for ``missing_bytes`` of others; those ``begun`` are cast as it returns.
     """
     cast = [value for value in given if value.sum_bytes]
-    less = sum(value.sum_bytes - value.nbytes for value in cast)
+    less = sum(value.sum_bytes - value.nbytes for value in cast) - missing_bytes
     more = sum(value.sum_bytes - value.nbytes for value in begun)
     end = op.end_bytes - less
     casting = max((value.nbytes for value in cast), default=-missing_bytes) + missing_bytes

@@ -19,8 +19,7 @@ def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
                 saved = Saved(op.block, op.micro)
                 token_bytes[saved] = choice.saved_bytes
                 ops.append(
-                    compute_op("recompute", op.block, op.micro, choice, choice.recompute,
-                        donates=(), writes=(saved,))
-                )  # fmt: skip
+                    compute_op("recompute", op.block, op.micro, choice, choice.recompute, (), (saved,))
+                )
         ops.append(op)
     return step.with_(ops=tuple(ops), token_bytes=token_bytes)

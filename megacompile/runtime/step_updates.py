@@ -125,7 +125,7 @@ class StepUpdates:
         device.submit("d2h", ("push_rows", group, block, micro), after, lambda: device.land([grad], use))
 
     def accumulate(
-        self, *, group: int, block: int, micro: int, to: Token, free: Any, after: Sequence[Event] = ()
+        self, *, group: int, block: int, micro: int, to: Token, free: Any = (), after: Sequence[Event] = ()
     ) -> None:
         landed, slots = self._held.resident.landed, self._bound.assembly.groups[group].slots
         home = typed(to)

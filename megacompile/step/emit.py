@@ -156,10 +156,7 @@ def line_of_each(step: Step) -> list[tuple[int, int | None]]:
 
 
 def statement(
-    op: Op,
-    prefetch: int = 0,
-    ring: tuple[int, int] | None = None,
-    window: tuple[int, int] | None = None,
+    op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None, window: tuple[int, int] | None = None
 ) -> str:
     """The call on the runtime that runs one operation.
 
@@ -168,9 +165,8 @@ def statement(
     """
     given = SPECS[op.kind].arguments.split()
     arguments = [_argument(op, text, prefetch, ring) for text in given]
-    buffer = op.buffer
-    if buffer is not None:
-        arguments.append(f"slot={_slot(buffer, window)}")
+    if op.buffer is not None:
+        arguments.append(f"slot={_slot(op.buffer, window)}")
     if op.waits:
         arguments.append(f"after={_tokens(op.waits)}")
     if op.frees and not any(text.endswith("frees") for text in given):
@@ -196,18 +192,14 @@ def _argument(op: Op, text: str, prefetch: int, ring: tuple[int, int] | None) ->
 
 def _home(token: Token, ring: tuple[int, int] | None) -> str:
     """Where a gradient lands: a group's own buffer, or the next buffer of the ring."""
-    if not isinstance(token, Ring) or ring is None:
-        return _token(token)
-    number, buffers = ring
-    assert token.slot == number % buffers
-    return f'("{token.tag}", ({number}) % {buffers})'
+    return f'("{token.tag}", {_slot(token, ring)})' if isinstance(token, Ring) else _token(token)
 
 
-def _slot(buffer: Buffer, window: tuple[int, int] | None) -> str:
-    """A buffer of the host window: the buffers are filled in turn."""
-    if window is None:
+def _slot(buffer: Ring | Buffer, turn: tuple[int, int] | None) -> str:
+    """The number of a buffer; buffers are filled in turn."""
+    if turn is None:
         return str(buffer.slot)
-    number, buffers = window
+    number, buffers = turn
     assert buffer.slot == number % buffers
     return f"({number}) % {buffers}"
 

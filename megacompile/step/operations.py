@@ -94,29 +94,17 @@ def compute_op(
     m: int,
     choice: Choice,
     call: Call,
-    *,
     donates: tuple[Token, ...],
     writes: tuple[Token, ...],
-    extra: int = 0,
 ) -> Op:
-    """The operation of a block's function; ``extra`` bytes are its own beside those that were counted."""
-    given: tuple[Token, ...] = tuple([Value(v, m) for v in call.reads])
-    weights: tuple[Token, ...] = tuple([Weights(g) for g in call.groups])
+    """The operation of a block's function."""
+    given: list[Token] = [Value(v, m) for v in call.reads]
+    given += [Weights(g) for g in call.groups]
     return Op(
-        kind=kind,
-        stream="compute",
-        block=b,
-        micro=m,
-        policy=choice.name,
-        reads=given + weights + donates,
-        writes=writes,
-        donates=donates,
-        peak_bytes=call.peak_bytes + extra,
-        end_bytes=call.end_bytes + extra,
-        flops=call.flops,
-        moved_bytes=call.moved_bytes,
-        seconds=call.seconds,
-    )
+        kind, "compute", b, micro=m, policy=choice.name, reads=(*given, *donates), writes=writes,
+        donates=donates, peak_bytes=call.peak_bytes, end_bytes=call.end_bytes, flops=call.flops,
+        moved_bytes=call.moved_bytes, seconds=call.seconds,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ class Token(tuple[Any, ...]):
             setattr(cls, name, property(itemgetter(place)))
         if tag:
             _TOKENS[tag] = cls
-            # one object for equal tokens: searches make millions, and a subclass of tuple burdens the collector
+            # one object for equal tokens: searches make millions, and the collector never untracks them
             given = ", ".join(cls.numbers)
             make = eval(f"lambda cls, {given}: new(cls, ({tag!r}, {given}))", {"new": tuple.__new__})
-            cls.__new__ = functools.cache(make)  # type: ignore[method-assign]
+            cls.__new__ = functools.cache(make)  # type: ignore[assignment]
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self[1:]
