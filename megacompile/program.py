@@ -234,6 +234,18 @@ class Program:
         self.wait()
         self._session.values.copy_to(model)
 
+    @alone
+    def recompile(self) -> None:
+        """Forget what was captured, so that the next step looks anew at the model and at what its code reads.
+
+        For changes that no program follows: globals, closures, classes, the environment. State, moments, step
+        counts and seeds stay as they are.
+        """
+        self.wait()
+        if self._session.runtime is not None:
+            self._laid_out("recompile")
+        self._session.forget_programs()
+
     # ---- inspection ------------------------------------------------------------------------------
 
     @property

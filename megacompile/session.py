@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
+from megacompile.capture.frozen import Frozen
 from megacompile.capture.padding import bucketed, computes_as_libraries_do, hides_padding, pad_batch
 from megacompile.capture.rotary import turning_lengths
-from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
+from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import CaptureError, MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -147,15 +148,14 @@ class Session:
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""
-        first = self.runtime is None
         known = self.compiler.knows(batch)
-        if not first and not known and mode.kind != "evaluate":
+        if self.compiler.programs and not known and mode.kind != "evaluate":
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
             last = self._last_batch
             changed = last is not None and last.settings != batch.settings
             why = ", as modes or attributes of the model's modules changed" if changed else ""
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
-        if first:
+        if self.runtime is None:
             self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
         scheduled = self.compiler.schedule(batch, mode)
         if self.runtime is None:
@@ -167,6 +167,13 @@ class Session:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
+
+    def forget_programs(self) -> None:
+        """Capture and compile every kind of batch anew, over the same state."""
+        self.compiler.forget()
+        self._bound.clear()
+        self._previous, self._pads = None, True
+        self._turning = turning_lengths(self.model)
 
     def _prove_longest(self, batch: Batch, mode: Mode) -> None:
         ids = batch.kwargs.get("input_ids")
