@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -56,19 +56,14 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         raise MegacompileError(
             "A backward hook is registered for all modules, which would never run: remove it."
         )
-    modules = modules_of(model)
-    if not any(module._backward_hooks or module._backward_pre_hooks for module in modules):
-        parameters = (p for module in modules for p in module._parameters.values() if p is not None)
-        if not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
-            return
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise MegacompileError(
-                f"The parameter {name} has a gradient hook, which would never run: remove it."
-            )
-    for name, module in model.named_modules():
+    for module in modules_of(model):
         if module._backward_hooks or module._backward_pre_hooks:
-            raise MegacompileError(
-                f"The module {name or type(model).__name__} has a backward hook, which would never "
-                "run: remove it."
-            )
+            raise _hooked("module", "backward", module, model.named_modules())
+        for p in module._parameters.values():
+            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                raise _hooked("parameter", "gradient", p, model.named_parameters())
+
+
+def _hooked(kind: str, hook: str, held: object, named: Iterable[tuple[str, object]]) -> MegacompileError:
+    name = next(name for name, other in named if other is held) or type(held).__name__
+    return MegacompileError(f"The {kind} {name} has a {hook} hook, which would never run: remove it.")
