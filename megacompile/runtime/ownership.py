@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Container
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -105,6 +106,21 @@ class _OwnedParameter(_OwnedValues, nn.Parameter):
             )
 
 
+@dataclass(frozen=True)
+class _Refuser:
+    """A hook that refuses what is asked of a part of a model, no copy of one, an optimizer or a parameter."""
+
+    reason: str
+
+    def __call__(self, owned: Any, *given: Any) -> None:
+        kind = "optimizer" if isinstance(owned, torch.optim.Optimizer) else "parameter"
+        if isinstance(owned, nn.Module):
+            if owned not in _EMPTY:
+                return
+            kind = type(owned).__name__
+        raise ProgramError(_BELONGS.format(kind) + self.reason)
+
+
 def take(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -115,7 +131,7 @@ def take(
 
     ``copied`` gives a copy of a parameter, by name, for deep copies; it is held by a weak reference.
     """
-    use, save, pickled, step, moments = map(_refuser, (_USED, _SAVED, _PICKLED, _STEPPED, _MOMENTS))
+    use, save, pickled, step, moments = map(_Refuser, (_USED, _SAVED, _PICKLED, _STEPPED, _MOMENTS))
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
@@ -136,22 +152,8 @@ def take(
             parameter.__class__ = _OwnedParameter
         parameter.__reduce_ex__ = pickled  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
-    refuse_groups = types.MethodType(_refuser(_GROUPED), optimizer)
+    refuse_groups = types.MethodType(_Refuser(_GROUPED), optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
-
-
-def _refuser(reason: str) -> Callable[..., None]:
-    """A hook that refuses what is asked of a part of a model, no copy of one, an optimizer or a parameter."""
-
-    def refuse(owned: Any, *given: Any) -> None:
-        kind = "optimizer" if isinstance(owned, torch.optim.Optimizer) else "parameter"
-        if isinstance(owned, nn.Module):
-            if owned not in _EMPTY:
-                return
-            kind = type(owned).__name__
-        raise ProgramError(_BELONGS.format(kind) + reason)
-
-    return refuse
 
 
 def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
