@@ -24,7 +24,7 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import interleaved, machine_line
-from megacompile.capture.substitute import our_operators
+from megacompile.capture.patching import our_operators
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers

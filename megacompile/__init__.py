@@ -1,7 +1,7 @@
 """megacompile: train models far larger than device memory, at full precision, on one accelerator."""
 
 from megacompile.api import compile
-from megacompile.capture.substitute import our_operators
+from megacompile.capture.patching import our_operators
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
 from megacompile.plan.plan import Plan
 from megacompile.pretrained import from_pretrained

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megacompile.capture.snapshot import refuse_gradient_hooks
+from megacompile.capture.frozen import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
 from megacompile.host.bucket import is_dense
 from megacompile.host.nvme import check_directories

@@ -97,6 +97,16 @@ class Compiler:
         return any(key == batch.key for key, _ in self._scheduled)
 
     @property
+    def programs(self) -> int:
+        """How many programs were compiled and are not forgotten."""
+        return len(self._scheduled)
+
+    def forget(self) -> None:
+        """Forget all programs and captures; how weights are cut and where state is stays decided."""
+        self._scheduled.clear()
+        self.frontend.forget()
+
+    @property
     def pieces(self) -> Mapping[str, Parameter]:
         """The parameters with those that are cut replaced by their pieces."""
         return cut_parameters(self.frontend.parameters, self.cuts or {})

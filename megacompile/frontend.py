@@ -124,6 +124,11 @@ class Frontend:
         named = {name: buffers[name] for name in captured.buffers.values()}
         return named | captured.constants
 
+    def forget(self) -> None:
+        """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
+        self._fronts.clear()
+        self._compiled.clear()
+
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
         with _TRACING:

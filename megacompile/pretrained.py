@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.api import compile
-from megacompile.capture.patching import in_this_thread
+from megacompile.capture.patching import Patch, replaced
 from megacompile.errors import MegacompileError
 from megacompile.program import Program
 from megacompile.storage.checkpoint import open_shard
 from megacompile.storage.merged_weights import Conversions, Merged
 
-_patching = threading.Lock()  # the function that is replaced is the whole process's
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -77,16 +74,15 @@ def build_empty(folder: Path) -> nn.Module:
 def parameters_on_meta() -> Iterator[None]:
     """Parameters lose their values as this thread builds modules; buffers keep theirs."""
 
-    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_empty(theirs: Any, self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
+        theirs(self, name, param)
 
-    with _patching:
-        register = nn.Module.register_parameter
-        patched = in_this_thread(register_empty, register)
-        with mock.patch.object(nn.Module, "register_parameter", patched):
-            yield
+    with replaced(
+        [Patch(nn.Module, "register_parameter", register_empty, "values are read later, each once")]
+    ):
+        yield
 
 
 class Shards:

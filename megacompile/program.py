@@ -228,6 +228,18 @@ class Program(Inspection):
         self.wait()
         self._session.values.copy_to(model)
 
+    @alone
+    def recompile(self) -> None:
+        """Forget what was captured, so that the next step looks anew at the model and at what its code reads.
+
+        For changes that no program follows: globals, closures, classes, the environment. State, moments, step
+        counts and seeds stay as they are.
+        """
+        self.wait()
+        if self._session.runtime is not None:
+            self._laid_out("recompile")
+        self._session.forget_programs()
+
     def __getstate__(self) -> Any:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 

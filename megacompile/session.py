@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch
-from megacompile.capture.snapshot import Frozen, model_settings
+from megacompile.capture.frozen import Frozen
+from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
@@ -121,15 +122,14 @@ class Session:
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""
-        first = self.runtime is None
         known = self.compiler.knows(batch)
-        if not first and not known and mode.kind != "evaluate":
+        if self.compiler.programs and not known and mode.kind != "evaluate":
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
             last = self._last_batch
             changed = last is not None and last.settings != batch.settings
             why = ", as modes or attributes of the model's modules changed" if changed else ""
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
-        if first:
+        if self.runtime is None:
             longest = self._intake.longest(batch)
             if longest is not None:
                 self.compiler.schedule(longest, mode)  # first: how far weights are cut must suffice for it
@@ -143,6 +143,13 @@ class Session:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
+
+    def forget_programs(self) -> None:
+        """Capture and compile every kind of batch anew, over the same state."""
+        self.compiler.forget()
+        self._bound.clear()
+        self._previous = None
+        self._intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
     def _take_over(self, scheduled: Scheduled) -> None:
         if ownership.is_owned(self.model):

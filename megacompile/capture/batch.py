@@ -156,30 +156,19 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> li
 
 def check_signature(model: nn.Module, batch: Batch, *, own_loss: bool) -> None:
     """Name entries that the forward does not take, unless they are for a loss function, and missing ones."""
-    parameters = inspect.signature(model.forward).parameters
-    kinds = {p.kind for p in parameters.values()}
     args, kwargs = divide(model, batch.args, batch.kwargs)[:2] if own_loss else (batch.args, batch.kwargs)
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        unknown = sorted(set(kwargs) - set(parameters))
-        if unknown:
-            raise MegacompileError(
-                f"{type(model).__name__}.forward takes no {', '.join(unknown)}: remove it from the batch, or "
-                "give compile a loss_fn, which is given the batch."
-            )
-    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(parameters):
+    signature, name = inspect.signature(model.forward), f"{type(model).__name__}.forward"
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    unknown = sorted(kwargs.keys() - signature.parameters.keys())
+    if unknown and not takes_all:
         raise MegacompileError(
-            f"{type(model).__name__}.forward takes {len(parameters)} entries and the batch has {len(args)}: "
-            "remove what is too much, or give compile a loss_fn, which is given the batch."
+            f"{name} takes no {', '.join(unknown)}: remove it from the batch, or give compile a loss_fn, "
+            "which is given the batch."
         )
-    given = set(list(parameters)[: len(args)]) | set(kwargs)
-    missing = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty
-        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        and name not in given
-    ]
-    if missing:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
         raise MegacompileError(
-            f"{type(model).__name__}.forward needs {', '.join(missing)}: add it to the batch."
-        )
+            f"{name} cannot be called with this batch ({error}): add what is missing, remove what is too "
+            "much, or give compile a loss_fn, which is given the batch."
+        ) from error

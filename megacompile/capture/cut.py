@@ -70,30 +70,22 @@ def _is_weight(node: fx.Node, captured: Captured) -> bool:
 
 def _merge(runs: list[_Run], limit: int) -> list[_Run]:
     """Join what is small beside a layer to a neighbour that is no layer of full size itself, nor a tile."""
+
+    def full(run: _Run) -> bool:
+        return run.tile or (run.layer and _bytes(run.weights) * _SMALL >= limit)
+
     merged: list[_Run] = []
     for run in runs:
-        full = run.tile or (run.layer and _bytes(run.weights) * _SMALL >= limit)
         last = merged[-1] if merged else None
-        last_full = last is not None and (
-            last.tile or (last.layer and _bytes(last.weights) * _SMALL >= limit)
-        )
-        if last is None or full:
+        if last is None or full(last) or not (full(run) or _joins(last, run, limit)):
             merged.append(run)
-            if (
-                last is not None
-                and not last_full
-                and not last.weights
-                and len(merged) > 2
-                and not merged[-3].tile
-            ):
-                merged.pop(-2)
-                merged[-2].absorb(last)  # no weights at all: joins the block before it
-        elif last_full:
-            merged.append(run)
-        elif _joins(last, run, limit):
+        elif not full(run):
             last.absorb(run)
         else:
             merged.append(run)
+            if not last.weights and len(merged) > 2 and not merged[-3].tile:
+                merged.pop(-2)
+                merged[-2].absorb(last)  # no weights at all: joins the block before it
     if len(merged) > 1 and not merged[-1].weights and not any(r.tile for r in merged[-2:]):
         last = merged.pop()
         merged[-1].absorb(last)

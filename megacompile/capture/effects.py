@@ -8,12 +8,10 @@ the next time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -24,8 +22,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from megacompile.capture.captured import strip
-from megacompile.capture.patching import in_this_thread
-from megacompile.capture.snapshot import attributes, global_state, tensors_of
+from megacompile.capture.snapshot import attributes, tensors_of
 from megacompile.errors import CaptureError
 
 _WAY_OUT = "a program would not, so pass what changes in the batch, or change it between steps."
@@ -80,47 +77,34 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
 
 
 class Effects:
-    """What a forward left behind: attributes by name with what they hold now, tensors that it replaced.
-
-    ``advanced`` are the globals that it changed, by name.
-    """
+    """What a forward left behind: attributes by name with what they hold now, tensors that it replaced."""
 
     def __init__(self) -> None:
         self.changed: dict[str, Any] = {}
-        self.advanced: set[str] = set()
         self.replaced: list[object] = []
 
     @property
     def first(self) -> str:
-        """The name of one attribute or global that was left changed, if there is one."""
-        return min(self.changed.keys() | self.advanced, default="")
+        """The name of one attribute that was left changed, if there is one."""
+        return min(self.changed, default="")
 
     def apply(self, model: nn.Module) -> None:
         """Make the model as the forward left it, and forget that it was not."""
         for name, value in self.changed.items():
             prefix, _, attribute = name.rpartition(".")
             vars(model.get_submodule(prefix))[attribute] = value
-        self.changed, self.advanced = {}, set()
+        self.changed = {}
 
     @contextlib.contextmanager
-    def noted(self, model: nn.Module, loss_fn: Any) -> Iterator[None]:
+    def noted(self, model: nn.Module) -> Iterator[None]:
         """Note what a forward in this thread does besides computing, and refuse what can't be noted."""
-        read = global_state(model, loss_fn)
-        before, tensors, states, missing = attributes(model), tensors_of(model), _random_states(), set[str]()
+        before, tensors, states = attributes(model), tensors_of(model), _random_states()
         buffers = dict(model.named_buffers())
-        with (
-            _Watch(),
-            _replaced(torch.inference_mode, "__enter__", _no_inference),
-            _replaced(saved_tensors_hooks, "__enter__", _no_packing),
-            _replaced(nn.Module, "__getattr__", _note_missing(missing)),
-        ):
+        with _Watch():
             yield
         for name, (value, described) in attributes(model).items():
-            known = name in before or name.rpartition(".")[2] not in missing
-            if before.get(name, (None, described))[1] != described or not known:
+            if name not in before or before[name][1] != described:
                 self.changed[name] = value
-        now = global_state(model, loss_fn)
-        self.advanced |= {name for name, described in read.items() if now.get(name) != described}
         left = set(map(id, tensors_of(model)))
         self.replaced += [tensor for tensor in tensors if id(tensor) not in left]
         for name, buffer in model.named_buffers():
@@ -139,36 +123,19 @@ def refuse_other_forward(first: fx.Graph, second: fx.Graph, before: str, after: 
         raise CaptureError(f"The forward changes {before or after}, and what it computes with it: {_WAY_OUT}")
 
 
-def _replaced(owner: type, name: str, ours: Callable[..., Any]) -> Any:
-    """A method replaced, for this thread, by ``ours``, which is given the original before its arguments."""
-    theirs = getattr(owner, name)
-    return mock.patch.object(owner, name, in_this_thread(functools.partial(ours, theirs), theirs))
-
-
 def _random_states() -> tuple[Any, ...]:
     return random.getstate(), pickle.dumps(numpy.random.get_state())  # noqa: NPY002
 
 
-def _note_missing(missing: set[str]) -> Callable[..., Any]:
-    """Attributes as torch finds them, noting those that a forward asks for and are not there."""
-
-    def get(theirs: Any, module: nn.Module, name: str) -> Any:
-        try:
-            return theirs(module, name)
-        except AttributeError:
-            missing.add(name)
-            raise
-
-    return get
-
-
-def _no_inference(theirs: Any, context: torch.inference_mode) -> None:
+def no_inference(theirs: Any, context: torch.inference_mode) -> None:
+    """``torch.inference_mode``, refused where it is one."""
     if context.mode:
         raise CaptureError("The forward enters torch.inference_mode: use torch.no_grad() there.")
     theirs(context)
 
 
-def _no_packing(theirs: Any, context: saved_tensors_hooks) -> None:
+def no_packing(theirs: Any, context: saved_tensors_hooks) -> None:
+    """``saved_tensors_hooks``, refused but for torch's own."""
     if not type(context).__module__.startswith("torch.") or type(context) is saved_tensors_hooks:
         raise CaptureError(
             "The forward enters saved_tensors_hooks, which would never run: remove them, as the plan decides "

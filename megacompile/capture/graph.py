@@ -15,34 +15,30 @@ import operator
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.calls import only_calls_that_trace
+from megacompile.capture.calls import fake_kernels_named
 from megacompile.capture.captured import Captured, given_gradients, strip
 from megacompile.capture.clean import clean, handed_through
 from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
-from megacompile.capture.patching import in_this_thread
+from megacompile.capture.patching import REFUSED, our_operators, replaced
 from megacompile.capture.refusals import (
-    no_own_gradients,
     refuse_mixed_products,
     refuse_mutations,
     refuse_writes,
 )
-from megacompile.capture.substitute import our_operators
 from megacompile.errors import BudgetError, CaptureError
 
 aten = torch.ops.aten
@@ -67,12 +63,7 @@ class _Loss(nn.Module):
 
     def _loss(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids") is not None
-        with (
-            no_own_gradients(),
-            only_calls_that_trace(),
-            _no_checkpoints(),
-            self.effects.noted(self.model, self._loss_fn),
-        ):
+        with replaced(REFUSED), fake_kernels_named(), self.effects.noted(self.model):
             taken, named, rest = (args, kwargs, ())
             if self._loss_fn is not None:
                 taken, named, rest = divide(self.model, args, kwargs)
@@ -170,19 +161,6 @@ def _no_cache(model: nn.Module) -> None:
         for part in (config, getattr(config, "text_config", None)):
             if part is not None and getattr(part, "use_cache", False):
                 part.use_cache = False
-
-
-def _no_checkpoints() -> AbstractContextManager[object]:
-    """Run what checkpoints inside the model hold as it is: the plan decides what is recomputed, and export
-    mistakes how nested ones save their inputs for the end of a ``no_grad`` region.
-    """
-    name = "_checkpoint_without_reentrant_generator"
-
-    def plain(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    ours = in_this_thread(plain, getattr(torch.utils.checkpoint, name))
-    return mock.patch.object(torch.utils.checkpoint, name, ours)
 
 
 def _keep_gradient_barriers(root: fx.GraphModule) -> None:

@@ -7,7 +7,6 @@ untouched computes the band itself, and the mask is dead code.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,8 +36,6 @@ class Masks:
 
     def __init__(self) -> None:
         self._made: list[Mask] = []
-        self.eager: Callable[..., Tensor] = self._make
-        self.sdpa: Callable[..., Tensor] = functools.partial(self._make, boolean=True)
 
     def known(self, mask: Tensor | None) -> Mask | None:
         """What is known of a mask that was made here, or of an alias of it, as long as nothing changed it."""
@@ -53,8 +50,9 @@ class Masks:
                 return made
         return None
 
-    def _make(
+    def make(
         self,
+        theirs: Callable[..., Tensor],
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -66,18 +64,17 @@ class Masks:
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         dtype: torch.dtype = torch.float32,
-        boolean: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """transformers' mask interface: always a dense mask, additive or ``boolean``.
+        """transformers' mask interface: always a dense mask, boolean or additive as ``theirs`` makes it.
 
         Where the model changes it, it is no longer known, and the dense mask, which is right in every case,
         is used.
         """
-        from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+        from transformers.masking_utils import causal_mask_function
 
         function = mask_function or causal_mask_function
-        mask: Tensor = (sdpa_mask if boolean else eager_mask)(
+        mask = theirs(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,

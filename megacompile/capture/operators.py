@@ -82,7 +82,7 @@ def attention(
     log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden, by -inf in ``bias``,
     gives zeros, and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
-    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    path = sdpa.choose(q, k, v, sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
     if path in ("library", "efficient"):
         mask = _flash_mask(q, k, bias, causal, window)
         run = sdpa.forward if path == "library" else sdpa.efficient_forward
@@ -94,7 +94,7 @@ def attention(
         return _heads_inside(out), lse.contiguous()
     if path == "triton":
         return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks))
-    probabilities, lse, _ = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
+    probabilities, lse, _ = sdpa.softmax(q, k, bias, sinks, scale, causal, window, softcap)
     probabilities = probabilities.to(v.dtype)
     if dropout_p > 0.0:
         assert rng is not None
@@ -107,7 +107,7 @@ def attention(
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length = q.shape[:3]
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=_accumulate_dtype(q))
+    return out, q.new_empty(batch, heads, length, dtype=sdpa.accumulate_dtype(q))
 
 
 @torch.library.custom_op("megacompile::attention_backward", mutates_args=())
@@ -134,7 +134,7 @@ def attention_backward(
     The gradients of ``bias`` and ``sinks`` are empty tensors where these are absent or constant.
     """
     none = q.new_empty(0)
-    path = sdpa.choose(q, k, v, _features(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    path = sdpa.choose(q, k, v, sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
     if path == "library":
         mask = _flash_mask(q, k, bias, causal, window)
         grad = _of_lowered_rows(grad, bias, mask)
@@ -154,7 +154,7 @@ def attention_backward(
 
     groups = k.shape[1]
     k_all, v_all = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    p, _, capped = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
+    p, _, capped = sdpa.softmax(q, k, bias, sinks, scale, causal, window, softcap)
     dropped = p.to(v.dtype)
     if dropout_p > 0.0:
         assert rng is not None
@@ -212,45 +212,16 @@ def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 
 
-def _accumulate_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _heads_inside(out: Tensor) -> Tensor:
     """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _features(
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout_p: float,
-    bias_grad: bool,
-) -> sdpa.Features:
-    return sdpa.Features(
-        bias is not None, bias_grad, sinks is not None, dropout_p > 0.0, causal, window, softcap
-    )
-
-
-def _band(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
-    """Boolean [S, T], true where query i may look at key j, or None where everything is allowed."""
-    if not causal and window <= 0:
-        return None
-    length, keys = q.shape[2], k.shape[2]
-    ahead = torch.arange(length, device=q.device)[:, None] + (keys - length)
-    distance = ahead - torch.arange(keys, device=q.device)[None, :]
-    allowed = distance >= 0 if causal else distance.abs() < window
-    return allowed & (distance < window) if causal and window > 0 else allowed
 
 
 def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int) -> Tensor | None:
     covers_all = window <= 0 or window >= k.shape[2]
     if bias is None and covers_all:
         return None
-    band = _band(q, k, causal, window)
+    band = sdpa.band_mask(q, k, causal, window)
     mask = bias if bias is not None else q.new_zeros(())
     if band is not None:
         mask = torch.where(band, mask, -math.inf)
@@ -278,41 +249,6 @@ def _of_lowered_rows(grad: Tensor, bias: Tensor | None, mask: Tensor | None) -> 
     tops = _tops(mask)
     lowered = (tops > -math.inf) & (tops <= _LOWERED)
     return grad * torch.where(lowered, 1.0 / mask.shape[-1], 1.0).to(grad.dtype)
-
-
-def _softmax(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Probabilities [B, H, S, T], log-sum-exp [B, H, S], and the capped scores where capped."""
-    dtype = _accumulate_dtype(q)
-    keys = repeat_heads(k, q.shape[1])
-    scores = torch.matmul(q, keys.transpose(-1, -2)).to(dtype) * scale
-    capped = None
-    if softcap > 0.0:
-        scores = capped = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    band = _band(q, k, causal, window)
-    if band is not None:
-        scores = scores.masked_fill(~band, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        sinks = sinks.to(dtype).view(1, -1, 1, 1)
-        top = torch.maximum(top, sinks)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    lse = (top + torch.log(total)).masked_fill(total == 0.0, math.inf)
-    return weights / total.masked_fill(total == 0.0, 1.0), lse.squeeze(-1), capped
 
 
 @register_flop_formula(torch.ops.megacompile.attention)

@@ -26,7 +26,7 @@ PACKED = (
 )
 
 
-def lstm(input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``torch._VF.lstm``: (output, last hidden states, last cell states)."""
     _refuse_packed(hx, weights)
     projected = hx[0].shape[2] != hx[1].shape[2]
@@ -34,7 +34,7 @@ def lstm(input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, T
     return output, last[0], last[1]
 
 
-def gru(input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
+def gru(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
     """``torch._VF.gru``: (output, last hidden states)."""
     _refuse_packed(hx, weights)
     output, last = _layers(_gru_cell, input, (hx,), weights, *options)
@@ -47,7 +47,7 @@ def rnn(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, T
     def cell(given: Tensor, state: State, recurrent: Sequence[Tensor]) -> State:
         return (activation(given + F.linear(state[0], *recurrent)),)
 
-    def run(input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    def run(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
         _refuse_packed(hx, weights)
         output, last = _layers(cell, input, (hx,), weights, *options)
         return output, last[0]

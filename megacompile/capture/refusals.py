@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from megacompile.capture.captured import module_path, strip
-from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
 aten = torch.ops.aten
@@ -26,39 +23,29 @@ _AS_TORCH_WOULD = {
 """Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
 
 
-@contextlib.contextmanager
-def no_own_gradients() -> Iterator[None]:
-    """Refuse gradients that a forward in this thread defines itself: a graph knows torch's rules alone."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-        name = f"{function.__module__}.{function.__name__}"
-        torchs = function.__module__.startswith("torch.") and "checkpoint" not in function.__module__
-        if torchs or name in _AS_TORCH_WOULD:
-            return apply(function, *args, **kwargs)
-        raise CaptureError(
-            f"The forward calls {name}, a torch.autograd.Function, whose own gradient would be lost: "
-            + (
-                "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
-                if "checkpoint" in function.__module__
-                else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
-                "register_autograd."
-            )
+def own_gradient(theirs: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.Function.apply``: refused for gradients that a forward defines itself."""
+    name = f"{function.__module__}.{function.__name__}"
+    checkpoint = "checkpoint" in function.__module__
+    if name in _AS_TORCH_WOULD or (function.__module__.startswith("torch.") and not checkpoint):
+        return theirs(function, *args, **kwargs)
+    raise CaptureError(
+        f"The forward calls {name}, a torch.autograd.Function, whose own gradient would be lost: "
+        + (
+            "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
+            if checkpoint
+            else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
+            "register_autograd."
         )
+    )
 
-    def refuse_hook(tensor: Tensor, hook: Any) -> None:
-        raise CaptureError(
-            f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
-            "never run: scale the tensor itself, or its loss."
-        )
 
-    with (
-        mock.patch.object(
-            torch.autograd.Function, "apply", classmethod(in_this_thread(refuse_function, apply))
-        ),
-        mock.patch.object(Tensor, "register_hook", in_this_thread(refuse_hook, Tensor.register_hook)),
-    ):
-        yield
+def gradient_hook(theirs: Any, tensor: Tensor, hook: Any) -> None:
+    """``Tensor.register_hook``, refused."""
+    raise CaptureError(
+        f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
+        "never run: scale the tensor itself, or its loss."
+    )
 
 
 def refuse_writes(exported: torch.export.ExportedProgram) -> None:

@@ -7,37 +7,21 @@ is the original embedding up to the original length, and beyond it depends on al
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.patching import in_this_thread
 from megacompile.errors import CaptureError
 
 _UPDATES = "transformers.modeling_rope_utils"
 
 
-@contextlib.contextmanager
-def frequencies_in_the_graph(model: nn.Module, *, positions_given: bool) -> Iterator[None]:
-    """Within the context, rotary embeddings of ``model`` write no frequencies into their buffers.
-
-    ``positions_given`` says that positions come with the batch, so that no shape tells the largest.
-    """
-    with contextlib.ExitStack() as stack:
-        for kind in {type(module) for module in model.modules() if _depends_on_length(module)}:
-            ours = in_this_thread(_without_writes(kind.forward, positions_given), kind.forward)
-            stack.enter_context(mock.patch.object(kind, "forward", ours))
-        yield
-
-
 def turning_lengths(model: nn.Module) -> frozenset[int]:
     """The lengths beyond which some rotary embedding of the model computes otherwise."""
-    rotary: list[Any] = [module for module in model.modules() if _depends_on_length(module)]
+    rotary: list[Any] = [module for module in model.modules() if depends_on_length(module)]
     return frozenset(length for module in rotary for length in _limits(module))
 
 
@@ -58,7 +42,8 @@ def _original_length(rotary: Any, layer_type: str | None) -> int:
     return length
 
 
-def _depends_on_length(module: nn.Module) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the length."""
     types = getattr(module, "rope_type", None)
     named = list(types.values()) if isinstance(types, dict) else [types]
     if not any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in named):
@@ -70,23 +55,29 @@ def _depends_on_length(module: nn.Module) -> bool:
     return False
 
 
-def _without_writes(theirs: Callable[..., Any], positions_given: bool) -> Callable[..., Any]:
-    rotate = inspect.unwrap(theirs)
+@torch.no_grad()
+def forward(
+    positions_given: bool,
+    theirs: Any,
+    rotary: Any,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """The forward of an embedding that depends on the length, which writes no frequencies into its buffers.
 
-    @torch.no_grad()
-    def forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        named = {} if layer_type is None else {"layer_type": layer_type}
-        name: Any = self.rope_type if layer_type is None else self.rope_type[layer_type]
-        frequencies = None
-        if "dynamic" in name:
-            frequencies = _original(self, position_ids, layer_type, positions_given)
-        elif name == "longrope":
-            frequencies = _short_or_long(self, position_ids, layer_type, x.device)
-        buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-        module = self if frequencies is None else _With(self, buffer, frequencies)
-        return rotate(module, x, position_ids, **named)
-
-    return forward
+    ``positions_given`` says that positions come with the batch, so that no shape tells the largest.
+    """
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    name: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    frequencies = None
+    if "dynamic" in name:
+        frequencies = _original(rotary, position_ids, layer_type, positions_given)
+    elif name == "longrope":
+        frequencies = _short_or_long(rotary, position_ids, layer_type, x.device)
+    buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+    module = rotary if frequencies is None else _With(rotary, buffer, frequencies)
+    return inspect.unwrap(theirs)(module, x, position_ids, **named)
 
 
 class _With:

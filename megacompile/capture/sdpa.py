@@ -1,4 +1,4 @@
-"""Which implementation of attention runs a call, and torch's own attentions behind one interface.
+"""Which implementation of attention runs a call, torch's own behind one interface, the plain softmax.
 
 ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
 kernel for windows, softcap and sinks in 16-bit types, ``efficient`` torch's memory-efficient attention on
@@ -13,9 +13,10 @@ and equal seeds must give equal bits. The other two are asked to be deterministi
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ class Features:
     causal: bool
     window: int
     softcap: float
+
+    @classmethod
+    def of(
+        cls, bias: Tensor | None, sinks: Tensor | None, causal: bool, window: int, softcap: float,
+        dropout_p: float, bias_grad: bool,
+    ) -> Self:  # fmt: skip
+        """Of the arguments of a call."""
+        drops = dropout_p > 0.0
+        return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
@@ -71,6 +81,57 @@ def _efficient_covers(q: Tensor) -> bool:
     """Whether torch's memory-efficient attention takes these, on CUDA alone."""
     rows = q.shape[-1] * q.element_size()
     return q.is_cuda and q.element_size() <= 4 and rows % _ALIGNED == 0
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """Of scores and sums."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def band_mask(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
+    """Boolean [S, T], true where query i may look at key j, or None where everything is allowed."""
+    if not causal and window <= 0:
+        return None
+    length, keys = q.shape[2], k.shape[2]
+    ahead = torch.arange(length, device=q.device)[:, None] + (keys - length)
+    distance = ahead - torch.arange(keys, device=q.device)[None, :]
+    allowed = distance >= 0 if causal else distance.abs() < window
+    return allowed & (distance < window) if causal and window > 0 else allowed
+
+
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Probabilities [B, H, S, T], log-sum-exp [B, H, S], and the capped scores where capped."""
+    dtype = accumulate_dtype(q)
+    keys = repeat_heads(k, q.shape[1])
+    scores = torch.matmul(q, keys.transpose(-1, -2)).to(dtype) * scale
+    capped = None
+    if softcap > 0.0:
+        scores = capped = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    band = band_mask(q, k, causal, window)
+    if band is not None:
+        scores = scores.masked_fill(~band, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(dtype).view(1, -1, 1, 1)
+        top = torch.maximum(top, sinks)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    lse = (top + torch.log(total)).masked_fill(total == 0.0, math.inf)
+    return weights / total.masked_fill(total == 0.0, 1.0), lse.squeeze(-1), capped
 
 
 def forward(

@@ -10,30 +10,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.capture import operators as ops
-from megacompile.capture import recurrent
 from megacompile.capture.masks import Masks, as_additive
-from megacompile.capture.patching import in_this_thread
-from megacompile.capture.rotary import frequencies_in_the_graph
 from megacompile.errors import CaptureError
 
-_EAGER, _SDPA = "eager", "sdpa"
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
-_MAKE_MASKS = ("longt5", "switch_transformers", "udop")  # of ones, but not while torch compiles them
-_current: list[_CallSites] = []
-_patching = threading.RLock()  # the functions that are replaced are the whole process's
+_current: list[CallSites] = []
 
 
-class _CallSites:
+class CallSites:
     """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks."""
 
     def __init__(self, rng: Tensor) -> None:
@@ -46,96 +37,28 @@ class _CallSites:
 
 
 @contextlib.contextmanager
-def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = False) -> Iterator[None]:
-    """Within the context ``model`` runs attention and dropout through :mod:`megacompile.capture.operators`.
-
-    ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
-    ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
-    look for packed sequences in them; positions that a model makes itself are never packed.
-    """
-    with _patching:  # other threads wait here, and their other calls run torch's own functions
-        if _current:
-            raise RuntimeError("our_operators is already active: contexts cannot be nested.")
-        _current.append(_CallSites(rng))
-        try:
-            with contextlib.ExitStack() as stack:
-                for owner, name, replacement in (
-                    (F, "dropout", _dropout),
-                    (torch, "dropout", _dropout),
-                    (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
-                    (nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
-                    (torch._VF, "lstm", recurrent.lstm),
-                    (torch._VF, "gru", recurrent.gru),
-                    (torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh)),
-                    (torch._VF, "rnn_relu", recurrent.rnn(torch.relu)),
-                ):
-                    ours = in_this_thread(replacement, getattr(owner, name))
-                    stack.enter_context(mock.patch.object(owner, name, ours))
-                stack.enter_context(_attention_implementation(model, positions_given))
-                stack.enter_context(frequencies_in_the_graph(model, positions_given=positions_given))
-                yield
-        finally:
-            _current.pop()
-
-
-@contextlib.contextmanager
-def _attention_implementation(model: nn.Module, positions_given: bool) -> Iterator[None]:
-    """Our attention in place of transformers' "sdpa" and "eager" ones; models set to others become eager.
-
-    Each model keeps its name: it asks for it before it does what a boolean mask needs, or an additive one.
-    """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        yield
-        return
-    configs: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, transformers.PreTrainedConfig):
-                configs[id(value)] = (value, value._attn_implementation_internal)
-    for config, own in configs.values():
-        config._attn_implementation_internal = _SDPA if own == _SDPA else _EAGER
-    attention, makers = (
-        interface._global_mapping
-        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface)
-    )
-    masks = _current[-1].masks
-    not_packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
+def numbered(rng: Tensor) -> Iterator[CallSites]:
+    """The sites of one forward's calls; ``rng`` is int64 [2], (seed, 0)."""
+    if _current:
+        raise RuntimeError("our_operators is already active: contexts cannot be nested.")
+    _current.append(CallSites(rng))
     try:
-        with (
-            mock.patch.dict(attention, {_EAGER: _transformers_attention, _SDPA: _transformers_attention}),
-            mock.patch.dict(makers, {_EAGER: masks.eager, _SDPA: masks.sdpa}),
-            contextlib.nullcontext() if positions_given else not_packed,
-            _masks_of_ones(),
-        ):
-            yield
+        yield _current[-1]
     finally:
-        for config, before in configs.values():
-            config._attn_implementation_internal = before
+        _current.pop()
 
 
-@contextlib.contextmanager
-def _masks_of_ones() -> Iterator[None]:
-    """Models that need a mask, and make one where the batch has none, make it in a capture too."""
-    with contextlib.ExitStack() as stack:
-        for name in _MAKE_MASKS:
-            file = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
-            if file is not None:
-                ours = in_this_thread(lambda: False, file.is_torchdynamo_compiling)
-                stack.enter_context(mock.patch.object(file, "is_torchdynamo_compiling", ours))
-        yield
-
-
-def _said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def said_to_be_causal(
+    theirs: Any, mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     """torch would compare the mask's values with a causal one's; used as it is, it is right in every case."""
     return is_causal is True
 
 
-def _not_packed(position_ids: Tensor) -> None:
-    return None
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def dropout(
+    theirs: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """``F.dropout`` whose mask comes from a counter."""
     if not training or p == 0.0:
         return input
     sites = _current[-1]
@@ -179,7 +102,8 @@ def _attend(
     return out
 
 
-def _scaled_dot_product_attention(
+def attention(
+    theirs: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -210,7 +134,8 @@ def _scaled_dot_product_attention(
     return out.reshape(*lead, *out.shape[-2:]) if query.dim() != 4 else out
 
 
-def _transformers_attention(
+def transformers_attention(
+    theirs: Any,
     module: nn.Module,
     query: Tensor,
     key: Tensor,

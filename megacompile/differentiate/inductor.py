@@ -15,7 +15,6 @@ import functools
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
+from megacompile.capture.patching import Patch, replaced
 from megacompile.errors import CaptureError, MegacompileError
 
 _SETTINGS = {
@@ -101,7 +101,8 @@ def dry(source: str, moved: list[int]) -> Callable[[list[Any]], list[Any]]:
     add the bytes of their arguments to ``moved``."""
     from torch._inductor import async_compile
 
-    with mock.patch.object(async_compile, "AsyncCompile", functools.partial(_NoKernels, moved)):
+    patch = Patch(async_compile, "AsyncCompile", lambda theirs: _NoKernels(moved), "nothing is compiled")
+    with replaced([patch]):
         namespace = _executed(source)
     namespace["reinterpret_tensor"] = _reinterpret
     return _boxed(namespace)

@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Container
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,28 @@ from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
 
+_BELONGS = "This {} belongs to a megacompile program"
+_USED = (
+    " and holds no values: call program.train_step or program.evaluate, or program.sync_to(model) to get the "
+    "values back."
+)
+_SAVED = (
+    " and holds no values: call program.state_dict, load_state_dict, save or export, or "
+    "program.sync_to(model) to get the values back."
+)
+_PICKLED = (
+    " and holds no values to save: save program.state_dict(), or call program.save, export, or "
+    "sync_to(model) and save that."
+)
+_STEPPED = ": call program.train_step or program.optimizer_step instead of optimizer.step."
+_MOMENTS = (
+    ", which holds its moments: call program.save and program.load instead of the optimizer's state_dict and "
+    "load_state_dict."
+)
+_GROUPED = (
+    ", which was compiled for its param groups: call program.sync_to(model), add the group, and compile the "
+    "model again."
+)
 _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
@@ -83,6 +106,21 @@ class _OwnedParameter(_OwnedValues, nn.Parameter):
             )
 
 
+@dataclass(frozen=True)
+class _Refuser:
+    """A hook that refuses what is asked of a part of a model, no copy of one, an optimizer or a parameter."""
+
+    reason: str
+
+    def __call__(self, owned: Any, *given: Any) -> None:
+        kind = "optimizer" if isinstance(owned, torch.optim.Optimizer) else "parameter"
+        if isinstance(owned, nn.Module):
+            if owned not in _EMPTY:
+                return
+            kind = type(owned).__name__
+        raise ProgramError(_BELONGS.format(kind) + self.reason)
+
+
 def take(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -93,27 +131,28 @@ def take(
 
     ``copied`` gives a copy of a parameter, by name, for deep copies; it is held by a weak reference.
     """
+    use, save, pickled, step, moments = map(_Refuser, (_USED, _SAVED, _PICKLED, _STEPPED, _MOMENTS))
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             _EMPTY.add(module)
             handles += [
-                module.register_forward_pre_hook(_refuse_use),
-                module.register_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
+                module.register_forward_pre_hook(use),
+                module.register_state_dict_pre_hook(save),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(save),  # type: ignore[no-untyped-call]
             ]
     _OWNED[model] = [
         *handles,
-        optimizer.register_step_pre_hook(_refuse_step),
-        optimizer.register_state_dict_pre_hook(_refuse_moments),
-        optimizer.register_load_state_dict_pre_hook(_refuse_moments),
+        optimizer.register_step_pre_hook(step),
+        optimizer.register_state_dict_pre_hook(moments),
+        optimizer.register_load_state_dict_pre_hook(moments),
     ]
     for name, parameter in model.named_parameters():
         if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
-        parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
+        parameter.__reduce_ex__ = pickled  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
-    refuse_groups = types.MethodType(_refuse_groups, optimizer)
+    refuse_groups = types.MethodType(_Refuser(_GROUPED), optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
 
@@ -143,56 +182,11 @@ def _refuse_values() -> NoReturn:
     )
 
 
-def _refuse_use(module: nn.Module, args: Any) -> None:
-    if module in _EMPTY:
-        raise ProgramError(
-            f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
-            "program.train_step or program.evaluate, or program.sync_to(model) to get the values back."
-        )
-
-
-def _refuse_state(module: nn.Module, *given: Any) -> None:
-    if module in _EMPTY:
-        raise ProgramError(
-            f"This {type(module).__name__} belongs to a megacompile program and holds no values: call "
-            "program.state_dict, load_state_dict, save or export, or program.sync_to(model) to get the "
-            "values back."
-        )
-
-
-def _refuse_pickling(protocol: Any) -> Any:
-    raise ProgramError(
-        "This parameter belongs to a megacompile program and holds no values to save: save "
-        "program.state_dict(), or call program.save, export, or sync_to(model) and save that."
-    )
-
-
 def _copy(copied: weakref.WeakMethod[Callable[[str], nn.Parameter]], name: str, memo: Any) -> nn.Parameter:
     copy = copied()
     if copy is None:
         raise ProgramError(f"The program that held the values of {name} is gone: there is nothing to copy.")
     return copy(name)
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *given: Any) -> None:
-    raise ProgramError(
-        "This optimizer belongs to a megacompile program: call program.train_step or "
-        "program.optimizer_step instead of optimizer.step."
-    )
-
-
-def _refuse_moments(optimizer: torch.optim.Optimizer, *given: Any) -> None:
-    raise ProgramError(
-        "This optimizer belongs to a megacompile program, which holds its moments: call program.save and "
-        "program.load instead of the optimizer's state_dict and load_state_dict."
-    )
-
-
-def _refuse_groups(optimizer: torch.optim.Optimizer, group: Any) -> None:
-    raise ProgramError(
-        "This optimizer belongs to a megacompile program, which was compiled for its param groups: call "
-        "program.sync_to(model), add the group, and compile the model again."
-    )
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:

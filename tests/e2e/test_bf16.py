@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.batch import read_batch
-from megacompile.capture.substitute import our_operators
+from megacompile.capture.patching import our_operators
 from megacompile.host.bucket import slot_view
 from megacompile.session import step_seed
 from tests.support.models import batch_for, build

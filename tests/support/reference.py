@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import micro_weights, read_batch
 from megacompile.capture.loss import apply_loss, divide, find_loss
-from megacompile.capture.substitute import our_operators
+from megacompile.capture.patching import our_operators
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
 from megacompile.program import Program

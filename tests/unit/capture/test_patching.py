@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.refusals import no_own_gradients
+from megacompile.capture.patching import REFUSED, replaced
 from megacompile.errors import CaptureError
 from megacompile.pretrained import parameters_on_meta
 
@@ -42,7 +42,7 @@ def gradient() -> Tensor:
 
 
 def test_gradients_of_ones_own_are_refused_to_the_thread_that_captures() -> None:
-    with no_own_gradients():
+    with replaced(REFUSED):
         with pytest.raises(CaptureError, match="Double"):
             gradient()
         assert elsewhere(gradient).tolist() == [6, 6]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.snapshot import model_settings
-from tests.support.reference import EagerTrainer
+from megacompile.errors import ProgramError
+from tests.support.reference import EagerTrainer, assert_equal
 
 BATCH = {"x": torch.linspace(-1, 1, 16).view(2, 8)}
 
@@ -98,7 +99,7 @@ def test_settings_tell_values_apart_that_are_equal() -> None:
     assert model_settings(model, evaluate=True) == model_settings(model.train(), evaluate=True)
 
 
-@dataclass
+@dataclass(slots=True)
 class Scale:
     by: float = 1.0
 
@@ -114,12 +115,12 @@ class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        self.config, self.table = Data(), {"scales": [1.0, 1.0]}
+        self.config, self.table, self.many = Data(), {"scales": [1.0, 1.0]}, [1.0] * 2000
         self.fixed, self.listed = torch.ones(8), [torch.ones(8)]
         self.activation = torch.tanh
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.config.scale.by * self.table["scales"][0]
+        scale = self.config.scale.by * self.table["scales"][0] * self.many[7]
         return (self.activation(self.layer(x)) * scale * self.fixed + self.listed[0]).square().mean()
 
 
@@ -128,6 +129,7 @@ class Held(nn.Module):
     [
         lambda m: setattr(m.config.scale, "by", 3.0),
         lambda m: m.table["scales"].__setitem__(0, 3.0),
+        lambda m: m.many.__setitem__(7, 3.0),
         lambda m: setattr(m, "table", {"scales": [2.0]}),
         lambda m: setattr(m, "fixed", torch.full((8,), 2.0)),
         lambda m: m.fixed.fill_(2.0),
@@ -207,12 +209,87 @@ def test_objects_that_are_no_data_are_looked_at_by_identity() -> None:
     assert model_settings(model, evaluate=False) != before
 
 
-def test_functions_are_told_apart_by_what_they_close_over() -> None:
-    scales = [1.0]
-    model: Any = Scaled()
-    model.layers[0].register_forward_hook(lambda module, args, out: out * scales[0])
-    model.wrapped = functools.partial(torch.mul, scales)
-    settings = [model_settings(model, evaluate=False)]
-    scales[0] = 2.0
-    settings.append(model_settings(model, evaluate=False))
-    assert settings[0] != settings[1] == model_settings(model, evaluate=False)
+class Counting(Scaled):
+    """Computes with an iterator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.counts)
+
+
+def test_a_forward_that_advances_an_iterator_is_refused_by_name() -> None:
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    with pytest.raises(megacompile.CaptureError, match=r"The forward changes counts, .*pass what changes"):
+        program.train_step(BATCH)
+
+
+def test_outputs_that_hooks_keep_do_not_compile_again() -> None:
+    program, model = start()
+    outputs: dict[str, Tensor] = {}
+    model.layers[0].register_forward_hook(lambda module, args, out: outputs.update(a=out))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program.train_step(BATCH)
+        program.train_step(BATCH)
+    assert outputs
+    program.close()
+
+
+GLOBAL = 1.0
+
+
+class Outside(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * GLOBAL
+
+
+def test_recompile_looks_anew_at_what_code_reads_outside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Outside()
+    eager = copy.deepcopy(model)
+    optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, eager))
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    trainer = EagerTrainer(eager, theirs)
+    assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
+    frozen = float(program.evaluate(BATCH))
+    monkeypatch.setitem(globals(), "GLOBAL", 3.0)
+    assert float(program.evaluate(BATCH)) == frozen
+    program.recompile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was asked for
+        for _ in range(2):
+            assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
+    assert_equal(program, trainer)
+    program.close()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_recompile_changes_no_bit_where_nothing_changed(clip: float | None) -> None:
+    states = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        program = megacompile.compile(
+            model, "1GB", optimizer=optimizer, max_grad_norm=clip, compute_dtype=torch.float32
+        )
+        if again:
+            program.recompile()  # before anything is compiled
+        for _ in range(2):
+            program.train_step(BATCH)
+            if again:
+                program.recompile()
+        program.forward_backward(BATCH)
+        if again:
+            with pytest.raises(ProgramError, match="Gradients are waiting"):
+                program.recompile()
+        program.optimizer_step()
+        states.append(program.state_dict())
+        program.close()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name

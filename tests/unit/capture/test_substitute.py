@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import megacompile
 from megacompile.capture import operators as ops
-from megacompile.capture.substitute import our_operators
+from megacompile.capture.patching import our_operators
 from megacompile.errors import CaptureError
 from tests.support.zoo import causal, padded_batch
 
