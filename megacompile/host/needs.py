@@ -38,7 +38,8 @@ class HostBytes:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self)) - self.nvme
+        total: int = sum(astuple(self)) - self.nvme
+        return total
 
 
 def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
