@@ -10,7 +10,6 @@ the fastest of the steps counts: what else the machine does only makes a step lo
 from __future__ import annotations
 
 import argparse
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 import megacompile
 from benchmarks.gpu.work import batch_of, tiny
-from benchmarks.report import machine_line
+from benchmarks.report import interleaved, machine_line
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
@@ -83,17 +82,11 @@ def measured(tokens: int, count: int, repeats: int) -> list[Row]:
     whole.close()
     budgets = budgets_between(least, most, count)
     programs = [program(f"{budget}B") for budget in budgets]
-    seconds: list[list[float]] = [[] for _ in budgets]
-    for _ in range(repeats + 1):
-        for one, times in zip(programs, seconds, strict=True):
-            start = time.perf_counter()
-            one.train_step(batch)
-            one.wait()
-            times.append(time.perf_counter() - start)
+    seconds = interleaved(programs, batch, repeats)
     rows = []
     for budget, one, times in zip(budgets, programs, seconds, strict=True):
         assert one.memory.device_peak_bytes <= budget
-        quickest = min(times[1:])
+        quickest = min(times)
         rows.append({"budget_gb": budget / 1e9, "seconds": quickest, "tokens_per_second": tokens / quickest,
                      "peak_gb": one.memory.device_peak_bytes / 1e9})  # fmt: skip
         one.close()

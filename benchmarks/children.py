@@ -15,7 +15,7 @@ LIMIT_SECONDS = 300
 """CPU seconds of one judgement; one that takes ``LIMIT_SECONDS * PATIENCE`` by the clock hangs."""
 PATIENCE = 8
 PRELOAD = [
-    "transformers.models.llama.modeling_llama", "tests.judge", "torch.export", "torch._export",
+    "transformers.models.llama.modeling_llama", "tests.support.judge", "torch.export", "torch._export",
     "torch._dynamo", "torch._functorch.aot_autograd", "torch.onnx", "accelerate", "scipy.optimize",
 ]  # fmt: skip
 """What every judgement imports, 2 s of it late; imported once, before the children are forked."""

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def try_one(seed: int) -> Result:
     """Judge what is drawn from a seed; the result holds the trial, so that it can be read."""
-    from tests.fuzz import draw
+    from tests.support.fuzz import draw
 
     part = RESULTS / f"{seed}.part"
     part.unlink(missing_ok=True)
@@ -69,8 +69,8 @@ def _judge(seed: int) -> Result:
 
     from megacompile.search import tile_choice
     from megacompile.tile import cuts
-    from tests.fuzz import case, draw
-    from tests.judge import judge
+    from tests.support.fuzz import case, draw
+    from tests.support.judge import judge
 
     trial = draw(seed)
     if trial.piece_bytes:

@@ -1,7 +1,7 @@
 """The law of split masters on every FP32 bit pattern: join(split(x)) is x, for all 2**32 of them.
 
 In:  nothing. Out: one line per backend; exit status 1 where a pattern is lost. The test suite takes a
-stratified sample (`tests/test_host_adam.py`); this takes them all, NaN payloads and denormals included.
+stratified sample (`tests/unit/host/test_adam.py`); this takes them all, NaN payloads and denormals included.
 """
 
 from __future__ import annotations

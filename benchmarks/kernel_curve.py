@@ -7,7 +7,7 @@ batches. Noise is what changes without kernels: masters that start half a bfloat
 another number of threads changes nothing). The bound: averaged over 10 steps, the run with kernels is
 nowhere farther from the plain run than twice the farthest of the noise runs. On a CPU the kernels run as
 their torch references.
-``tests/test_kernel_curve.py`` holds a smaller model to the same bound.
+``tests/unit/benchmarks/test_kernel_curve.py`` holds a smaller model to the same bound.
 """
 
 from __future__ import annotations

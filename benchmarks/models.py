@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="do not use earlier results")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")
     options = parser.parse_args(arguments)
-    from tests.zoo import cases
+    from tests.support.zoo import cases
 
     names = options.only or list(cases())
     unknown = sorted(set(names) - set(cases()))
@@ -77,8 +77,8 @@ def _place(name: str, dtype: str) -> Path:
 def _judge(name: str, dtype: str) -> Result:
     import torch
 
-    from tests.judge import judge
-    from tests.zoo import cases
+    from tests.support.judge import judge
+    from tests.support.zoo import cases
 
     return judge(cases()[name], getattr(torch, dtype)).as_dict()
 
@@ -106,11 +106,20 @@ Results are kept from run to run, and so may be older than the code: `--again` m
 """
 
 
+_TITLES = {
+    "refused": "What is refused",
+    "eager fails": "What plain PyTorch does not train in this form",
+    "WRONG": "What trains wrong",
+    "crashed": "What crashes",
+    "too slow": "What took too long",
+}
+
+
 def page(results: list[Result]) -> str:
     """The whole page in Markdown."""
     import transformers
 
-    from tests.zoo import cases
+    from tests.support.zoo import cases
 
     counts = Counter((r["status"], r["dtype"]) for r in results)
     summary = [
@@ -119,13 +128,7 @@ def page(results: list[Result]) -> str:
     ]
     right = [r for r in results if r["status"] == "right"]
     rest = [r for r in results if r["status"] != "right"]
-    parts = [
-        _INTRODUCTION.format(version=transformers.__version__),
-        *summary,
-        "",
-        "## What trains",
-        "",
-    ]
+    parts = [_INTRODUCTION.format(version=transformers.__version__), *summary, "", "## What trains", ""]
     missing = 2 * len(cases()) - len(results)
     if missing:
         parts.insert(1, f"Not tried yet: {missing} of {2 * len(cases())} pairs of architecture and dtype.\n")
@@ -135,13 +138,7 @@ def page(results: list[Result]) -> str:
         "|---|---|---|--:|--:|--:|---|---|--:|",
         *map(_row, right),
     ]
-    for status, title in (
-        ("refused", "What is refused"),
-        ("eager fails", "What plain PyTorch does not train in this form"),
-        ("WRONG", "What trains wrong"),
-        ("crashed", "What crashes"),
-        ("too slow", "What took too long"),
-    ):
+    for status, title in _TITLES.items():
         rows = [r for r in rest if r["status"] == status]
         if rows:
             parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.browser import Browser, find_browser
-from tests.test_page import schedule_of
+from tests.support.browser import Browser, find_browser
+from tests.unit.schedule.test_page import schedule_of
 
 _MEASURE = """(async () => {
   const found = [], quantile = (v, p) => v.sort((a, b) => a - b)[Math.floor(v.length * p)];

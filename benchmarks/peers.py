@@ -14,6 +14,7 @@ from megacompile.plan.plan import Mode
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import Shape, uniform, with_late
 from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Weights
 
 _SEGMENT = 4  # layers between MegaTrain's checkpoints
 
@@ -56,7 +57,7 @@ def _again(ops: tuple[Op, ...], work: Workload, segment: int) -> tuple[Op, ...]:
             start = max(1, op.block - (op.block - 1) % segment)
             for b in range(start, op.block + 1):
                 run = forwards[b, op.micro]
-                weights = tuple(t for t in run.reads if t[0] == "w")
+                weights = tuple(t for t in run.reads if isinstance(t, Weights))
                 found.append(run.with_(kind="recompute", reads=weights, writes=()))
         found.append(op)
     return tuple(found)

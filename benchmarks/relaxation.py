@@ -33,10 +33,8 @@ from megacompile.machine.simulate import call_seconds, duration
 from megacompile.plan.plan import Mode, norm_bytes
 from megacompile.plan.workload import Workload
 from megacompile.search.mixture import Mixer, Order
-from megacompile.step.operations import Kind, Op, Stream
-
-_STREAMS: dict[Kind, Stream] = {"prefetch": "h2d", "reload": "h2d", "push_grad": "d2h", "offload": "d2h",
-                                "norm": "host", "adam": "host"}  # fmt: skip
+from megacompile.step.operations import Op
+from megacompile.step.spec import SPECS, Kind
 
 
 def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> float:
@@ -119,7 +117,7 @@ class _Relaxation:
     # ---- transfers --------------------------------------------------------------------------------
 
     def _seconds(self, kind: Kind, nbytes: float) -> float:
-        return duration(Op(kind, _STREAMS[kind], nbytes=nbytes), self.machine)  # type: ignore[arg-type]
+        return duration(Op(kind, SPECS[kind].stream, nbytes=nbytes), self.machine)  # type: ignore[arg-type]
 
     def _fetch(self, group: int) -> float:
         return self._seconds("prefetch", self.work.groups[group].nbytes)

@@ -1,13 +1,30 @@
-"""What benchmarks print besides their figures: the machine and the versions, cells of tables."""
+"""What benchmarks share: steps timed in turn, the machine and the versions, cells of tables."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from megacompile.program import Program
+
+
+def interleaved(programs: Sequence[Program], batch: Any, repeats: int) -> list[list[float]]:
+    """Seconds of ``repeats`` whole steps of each program, which take turns; one before them warms up."""
+    seconds: list[list[float]] = [[] for _ in programs]
+    for _ in range(repeats + 1):
+        for program, times in zip(programs, seconds, strict=True):
+            start = time.perf_counter()
+            program.train_step(batch)
+            program.wait()
+            times.append(time.perf_counter() - start)
+    return [times[1:] for times in seconds]
 
 
 def cell(text: str, characters: int) -> str:

@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import megacompile
-from benchmarks.report import machine_line
+from benchmarks.report import interleaved, machine_line
 from megacompile.capture.substitute import our_operators
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.host.adam import adamw_step
@@ -141,14 +141,7 @@ def compare_inductor(tokens: int, fraction: float, repeats: int, need: int) -> s
     """A row: a program's medians with plain blocks and with Inductor's, interleaved."""
     batch, budget = batch_of(tokens), int(need * fraction)
     programs = [compiled(budget, batch, inductor=by_inductor) for by_inductor in (False, True)]
-    seconds: list[list[float]] = [[], []]
-    for _ in range(repeats + 1):
-        for program, times in zip(programs, seconds, strict=True):
-            start = time.perf_counter()
-            program.train_step(batch)
-            program.wait()
-            times.append(time.perf_counter() - start)
-    plain, fused = (statistics.median(times[1:]) for times in seconds)
+    plain, fused = map(statistics.median, interleaved(programs, batch, repeats))
     peaks = [program.memory.device_peak_bytes / 1e6 for program in programs]
     for program in programs:
         program.close()

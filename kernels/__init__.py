@@ -13,39 +13,24 @@ from megacompile.kernels.attention import (
     flash_attention_forward,
 )
 from megacompile.kernels.clamped_glu import clamped_glu
-from megacompile.kernels.cross_entropy import cross_entropy
 from megacompile.kernels.dropout import dropout_mask
-from megacompile.kernels.embedding import embedding
 from megacompile.kernels.glu import glu
-from megacompile.kernels.gradient_bucket import accumulate_gradient, pack, unpack
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
-from megacompile.kernels.quantize import dequantize, quantize
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
-from megacompile.kernels.rounding import join_halves, split_halves, stochastic_round
 
 __all__ = [
-    "accumulate_gradient",
     "adamw_",
     "add_rms_norm",
     "clamped_glu",
-    "cross_entropy",
-    "dequantize",
     "document_bounds",
     "dropout_mask",
-    "embedding",
     "flash_attention_backward",
     "flash_attention_forward",
     "glu",
-    "join_halves",
     "layer_norm",
     "linear_cross_entropy",
-    "pack",
-    "quantize",
     "rms_norm",
     "rope",
-    "split_halves",
-    "stochastic_round",
-    "unpack",
 ]

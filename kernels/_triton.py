@@ -181,6 +181,14 @@ def launch(
         kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
 
 
+def launch_columns(
+    kernel: Any, rows: int, columns: int, block: int, dtype: torch.dtype, *args: Any, **constants: Any
+) -> None:
+    """Launch a kernel on the flat grid that ``tile_at`` reads, computing in the accumulator of ``dtype``."""
+    constants |= {"ACC": accumulator(dtype), "BLOCK": block}
+    launch(kernel, (rows * ceil_div(columns, block),), *args, **constants)
+
+
 @dataclass(frozen=True)
 class RowTile:
     """How a kernel that holds whole rows is tiled: BLOCK_M rows of BLOCK_N columns."""

@@ -5,11 +5,11 @@
     w -= lr / (1 - beta1**step) * m / (sqrt(v / (1 - beta2**step)) + eps)
 
 in float32 and in the order of torch's fused kernel, with g = grad * scale. weight: flat float32, or
-bfloat16 with ``low`` (int16), the halves of ``rounding.py``. exp_avg, exp_avg_sq: flat float32.
+bfloat16 with ``low`` (int16), its halves: ``high = bits + 0x8000 >> 16`` (the value to nearest, ties up)
+and ``low = bits - (high << 16)``, which give back all 2**32 patterns. exp_avg, exp_avg_sq: flat float32.
 grad: flat, any float type. scale: float32 with one element on the device (1 / accumulation, the
-clipping factor), or None. copy: bfloat16, gets the new weight rounded, or None. All in place and
-contiguous. One program updates 1024 elements. Traffic per parameter: 24 bytes and the gradient (both
-moments and four bytes of weight, each read and written), 2 more for the copy.
+clipping factor), or None. All in place and contiguous. One program updates 1024 elements. Traffic per
+parameter: 24 bytes and the gradient (both moments and four bytes of weight, each read and written).
 """
 
 import math
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
-from megacompile.kernels.rounding import halves, join_reference, joined, split_reference
 
 BLOCK = 1024
+State = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""weight, low, exp_avg, exp_avg_sq."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,25 @@ class Constants:
 
 
 @triton.jit
+def joined(high, low):
+    """The float32 of a bfloat16 and an int16 half."""
+    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(x):
+    """(bfloat16, int16) of a float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    high = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, bits.to(tl.int16)
+
+
+@triton.jit
 def adamw_kernel(
-    weight_ptr, low_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, scale_ptr, copy_ptr, count,
+    weight_ptr, low_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, scale_ptr, count,
     decay, lerp, beta2, one_minus_beta2, correction2, eps, step_size,
-    SPLIT: tl.constexpr, SCALED: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The module's formula; divisions and the root are rounded as IEEE says, as on the host."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -70,8 +86,6 @@ def adamw_kernel(
     tl.store(exp_avg_sq_ptr + at, square, mask=inside)
     below = tl.div_rn(tl.sqrt_rn(square), tl.zeros_like(square) + correction2) + eps
     weight = weight * decay - tl.div_rn(step_size * mean, below)
-    if COPY:
-        tl.store(copy_ptr + at, weight.to(tl.bfloat16), mask=inside)
     if SPLIT:
         high, low = halves(weight)
         tl.store(weight_ptr + at, high, mask=inside)
@@ -80,49 +94,30 @@ def adamw_kernel(
         tl.store(weight_ptr + at, weight, mask=inside)
 
 
-def adamw_triton(
-    weight: Tensor,
-    low: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    constants: Constants,
-    scale: Tensor | None,
-    copy: Tensor | None,
-) -> None:
+def adamw_triton(state: State, grad: Tensor, constants: Constants, scale: Tensor | None) -> None:
     """The update by the kernel."""
+    weight, low, exp_avg, exp_avg_sq = state
     launch(
         adamw_kernel,
         (ceil_div(weight.numel(), BLOCK),),
         *(weight, pointer(low, weight), exp_avg, exp_avg_sq, grad.contiguous()),
-        *(pointer(scale, weight), pointer(copy, weight), weight.numel()),
+        *(pointer(scale, weight), weight.numel()),
         *astuple(constants),
         SPLIT=low is not None,
         SCALED=scale is not None,
-        COPY=copy is not None,
         BLOCK=BLOCK,
     )
 
 
-def adamw_reference(
-    weight: Tensor,
-    low: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    constants: Constants,
-    scale: Tensor | None,
-    copy: Tensor | None,
-) -> None:
+def adamw_reference(state: State, grad: Tensor, constants: Constants, scale: Tensor | None) -> None:
     """The update in plain torch."""
+    weight, low, exp_avg, exp_avg_sq = state
     value = weight if low is None else join_reference(weight, low)
     grad = grad.float() if scale is None else grad.float() * scale
     exp_avg.add_(constants.lerp * (grad - exp_avg))
     exp_avg_sq.mul_(constants.beta2).add_(constants.one_minus_beta2 * grad * grad)
     below = exp_avg_sq.sqrt() / constants.correction2 + constants.eps
     value = value * constants.decay - constants.step_size * exp_avg / below
-    if copy is not None:
-        copy.copy_(value)
     if low is None:
         weight.copy_(value)
     else:
@@ -131,9 +126,18 @@ def adamw_reference(
         low.copy_(rest)
 
 
-@torch.library.custom_op(
-    "megacompile::adamw_", mutates_args=("weight", "low", "exp_avg", "exp_avg_sq", "copy")
-)
+def join_reference(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 values of bfloat16 and int16 halves, in plain torch."""
+    return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(high, low) in plain torch."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+@torch.library.custom_op("megacompile::adamw_", mutates_args=("weight", "low", "exp_avg", "exp_avg_sq"))
 def adamw_(
     weight: Tensor,
     low: Tensor | None,
@@ -147,20 +151,16 @@ def adamw_(
     weight_decay: float,
     step: int,
     scale: Tensor | None,
-    copy: Tensor | None,
 ) -> None:
-    """One update, in place; see the module's docstring.
-
-    ``copy`` has no default, since torch before 2.13 fails where an argument that is written to is left out.
-    """
+    """One update, in place; see the module's docstring."""
     if (weight.dtype, low is None) not in ((torch.float32, True), (torch.bfloat16, False)):
         raise ValueError("adamw_ takes float32 weights, or bfloat16 weights with their low halves")
-    written = [x for x in (weight, low, exp_avg, exp_avg_sq, copy) if x is not None]
+    written = [x for x in (weight, low, exp_avg, exp_avg_sq) if x is not None]
     if not all(x.is_contiguous() and x.numel() == grad.numel() for x in written):
         raise ValueError("adamw_ writes to contiguous tensors with as many elements as the gradient")
     constants = Constants.of(lr, beta1, beta2, eps, weight_decay, step)
     run = adamw_triton if runs_triton(weight) else adamw_reference
-    run(weight, low, exp_avg, exp_avg_sq, grad, constants, scale, copy)
+    run((weight, low, exp_avg, exp_avg_sq), grad, constants, scale)
 
 
 @aot_cases
@@ -171,8 +171,8 @@ def _aot() -> list[AotCase]:
         state = torch.empty(1 << 20, device="meta")
         high, low = state.bfloat16(), state.to(torch.int16)
         if split:
-            adamw_triton(high, low, state, state, high, constants, state, None)
+            adamw_triton((high, low, state, state), high, constants, state)
         else:
-            adamw_triton(state, None, state, state, high, constants, state, high)
+            adamw_triton((state, None, state, state), high, constants, state)
 
-    return [("split bf16", partial(case, True)), ("fp32 with copy", partial(case, False))]
+    return [("split bf16", partial(case, True)), ("fp32", partial(case, False))]

@@ -18,35 +18,18 @@ from megacompile.kernels.rms_norm import backward_triton, forward_triton
 MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
 
 
-def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, sum, rstd) in plain torch."""
-    total = (x + residual).contiguous()
-    y, rstd = rms_norm_reference(total, weight, eps, offset, cast_early)
-    return y, total, rstd
-
-
 @torch.library.custom_op("megacompile::add_rms_norm", mutates_args=())
 def add_rms_norm_op(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, sum, rstd); see the module's docstring."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError("add_rms_norm needs x and residual of one shape and type")
-    if not runs_triton(x) or x.shape[-1] > MAX_ROW:
-        return add_rms_norm_reference(x, residual, weight, eps, offset, cast_early)
-    return forward_triton(x, residual, weight, eps, offset, cast_early)
+    if runs_triton(x) and x.shape[-1] <= MAX_ROW:
+        return forward_triton(x, residual, weight, eps, offset, cast_early)
+    total = (x + residual).contiguous()
+    y, rstd = rms_norm_reference(total, weight, eps, offset, cast_early)
+    return y, total, rstd
 
 
 @torch.library.custom_op("megacompile::add_rms_norm_backward", mutates_args=())
@@ -60,20 +43,14 @@ def add_rms_norm_backward_op(
     cast_early: bool,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x and of residual, dw)."""
-    args = grad, grad_sum, total, weight, rstd, offset, cast_early
-    if not runs_triton(total) or total.shape[-1] > MAX_ROW_BACKWARD:
-        return rms_norm_backward_reference(*args)
-    return backward_triton(*args)
+    fits = runs_triton(total) and total.shape[-1] <= MAX_ROW_BACKWARD
+    run = backward_triton if fits else rms_norm_backward_reference
+    return run(grad, grad_sum, total, weight, rstd, (offset, cast_early))
 
 
 @add_rms_norm_op.register_fake
 def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    cast_early: bool = True,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
     return empty_output(x, weight, cast_early), x.new_empty(x.shape), rstd
@@ -119,6 +96,6 @@ def _aot() -> list[AotCase]:
         x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
         _, total, rstd = forward_triton(x, x, x[0], 1e-6, 0.0, True)
         if width <= MAX_ROW_BACKWARD:
-            backward_triton(x, x, total, x[0], rstd, 0.0, True)
+            backward_triton(x, x, total, x[0], rstd, (0.0, True))
 
     return [(f"{n} bf16", partial(case, n)) for n in ROW_WIDTHS]

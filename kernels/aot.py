@@ -34,8 +34,6 @@ TABLE = Path(__file__).with_name("resources.csv")
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # Kernels whose widest load may be narrower than 16 bytes, and why.
 NARROW = {
-    # 16 bytes of bfloat16 come out of 4 bytes of codes; the loads of a warp are still one line.
-    ("quantize", "nf4 64", "dequantize_kernel"): 4,
     # Random numbers come out of nothing but the seed, 8 bytes.
     ("uniform", "bf16", "uniform_kernel"): 8,
     ("uniform", "fp32", "uniform_kernel"): 8,

@@ -21,7 +21,7 @@ walks over keys; no atomics. Scores are formed transposed where the gradient nee
 own attention operator calls ``flash_attention_forward`` and ``flash_attention_backward``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -94,13 +94,12 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.stack((padded[index - 1], padded[index])).unsqueeze(1)
 
 
-def _constants(q: Tensor, v: Tensor, rule: Rule, bounds: Tensor | None, tile: Tile) -> dict[str, Any]:
+def _constants(q: Tensor, v: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
     return {
         "CAUSAL": rule.causal,
         "WINDOW": rule.window > 0,
         "CAPPED": rule.softcap > 0,
-        "BOUNDED": bounds is not None,
-        "PRECISION": "ieee",
+        "BOUNDED": rule.bounds is not None,
         "ACC": accumulator(q.dtype),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -131,27 +130,25 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def forward_triton(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None, bounds: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward_triton(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernel."""
     batch, heads, queries, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=wide(q.dtype))
     q, k, v = _dense(q), _dense(k), _dense(v)
     tile = tile_for("forward", q, v)
-    first, last = _bounds(bounds, q, lse)
+    first, last = _bounds(rule.bounds, q, lse)
     launch(
         attention_forward_kernel,
         (ceil_div(queries, tile.block_m), heads, batch),
-        *(q, k, v, pointer(sinks, lse), first, last, out, lse),
+        *(q, k, v, pointer(rule.sinks, lse), first, last, out, lse),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *out.stride()[:3],
         *_sizes(q, k, v, rule),
-        SINKS=sinks is not None,
-        **_constants(q, v, rule, bounds, tile),
+        SINKS=rule.sinks is not None,
+        **_constants(q, v, rule, tile),
     )
     return out, lse
 
@@ -177,22 +174,14 @@ def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
 
 
 def backward_triton(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rule: Rule,
-    sinks: Tensor | None,
-    bounds: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks) by the kernels."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
     lse = lse.contiguous()
     delta = _delta(out, grad, lse)
-    first, last = _bounds(bounds, q, lse)
+    first, last = _bounds(rule.bounds, q, lse)
     inputs = q, k, v, grad, lse, delta, first, last
     strides = [s for x in inputs[:4] for s in x.stride()[:3]]
     sizes = _sizes(q, k, v, rule)
@@ -203,7 +192,7 @@ def backward_triton(
         *(*inputs, dk, dv),
         *strides,
         *sizes,
-        **_constants(q, v, rule, bounds, tile),
+        **_constants(q, v, rule, tile),
     )
     tile = tile_for("q", q, v)
     launch(
@@ -212,9 +201,9 @@ def backward_triton(
         *(*inputs, dq),
         *strides,
         *sizes,
-        **_constants(q, v, rule, bounds, tile),
+        **_constants(q, v, rule, tile),
     )
-    return dq, dk, dv, sink_gradient(q, lse, delta, sinks)
+    return dq, dk, dv, sink_gradient(lse, delta, rule.sinks)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -227,45 +216,23 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return fits and max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
 
 
-def _rule(q: Tensor, k: Tensor, scale: float, causal: bool, window: int, softcap: float) -> Rule:
+def _reaching(q: Tensor, k: Tensor, rule: Rule) -> Rule:
     """A window that reaches every key is none: models write 2**31 - 1, which would wrap."""
-    return Rule(scale, causal, window if window < max(q.shape[2], k.shape[2]) else 0, softcap)
+    return rule if rule.window < max(q.shape[2], k.shape[2]) else replace(rule, window=0)
 
 
-def flash_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out, lse); see the module's docstring."""
     run = forward_triton if runs_triton(q) and supports(q, k, v) else forward_reference
-    return run(q, k, v, _rule(q, k, scale, causal, window, softcap), sinks, bounds)
+    return run(q, k, v, _reaching(q, k, rule))
 
 
 def flash_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    bounds: Tensor | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks), contiguous; dsinks is empty where there are no sinks."""
     run = backward_triton if runs_triton(q) and supports(q, k, v) else backward_reference
-    rule = _rule(q, k, scale, causal, window, softcap)
-    return run(grad, q, k, v, out, lse, rule, sinks, bounds)
+    return run(grad, q, k, v, out, lse, _reaching(q, k, rule))
 
 
 @aot_cases
@@ -275,8 +242,9 @@ def _aot() -> list[AotCase]:
         k = torch.empty((2, 4096, 8, dim), dtype=dtype, device="meta").transpose(1, 2)
         logits = q[0, :, 0, 0].contiguous() if sinks else None
         bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
-        out, lse = forward_triton(q, k, k, rule, logits, bounds)
-        backward_triton(out, q, k, k, out, lse, rule, logits, bounds)
+        rule = replace(rule, sinks=logits, bounds=bounds)
+        out, lse = forward_triton(q, k, k, rule)
+        backward_triton(out, q, k, k, out, lse, rule)
 
     every = Rule(0.1, window=1024, softcap=50.0)
     low = torch.bfloat16

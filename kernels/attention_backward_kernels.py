@@ -54,7 +54,7 @@ def attention_backward_q_kernel(
     grad_batch, grad_head, grad_row,
     heads, group, queries, keys, dim, v_dim, scale, window, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BOUNDED: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M queries of one head; dq is contiguous."""
@@ -82,14 +82,14 @@ def attention_backward_q_kernel(
         key = begin + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, key, k_row, keys, col, dim)
         v = load_rows(v_ptr, key, v_row, keys, v_col, v_dim)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
-        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * scale
+        dp = tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC)
         seen = visible(
             row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
             CAUSAL, WINDOW, BOUNDED,
         )  # fmt: skip
         _, ds = slope(s, seen, lse[:, None], dp, delta[:, None], softcap, CAPPED)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION, out_dtype=ACC)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=ACC)
     store_rows(dq_ptr + line.to(tl.int64) * queries * dim, row, dim, queries, col, dim, dq * scale)
 
 
@@ -100,7 +100,7 @@ def attention_backward_kv_kernel(
     grad_batch, grad_head, grad_row,
     heads, group, queries, keys, dim, v_dim, scale, window, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BOUNDED: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys of one key head, over all query heads of its group."""
@@ -144,14 +144,14 @@ def attention_backward_kv_kernel(
             if BOUNDED:
                 first = tl.load(first_ptr + row, mask=row < queries, other=keys)
                 last = tl.load(last_ptr + row, mask=row < queries, other=0)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC) * scale
-            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION, out_dtype=ACC)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC) * scale
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee", out_dtype=ACC)
             seen = visible(
                 row[None, :] + offset, key[:, None], keys, first[None, :], last[None, :], window,
                 CAUSAL, WINDOW, BOUNDED,
             )  # fmt: skip
             p, ds = slope(s, seen, lse[None, :], dp, delta[None, :], softcap, CAPPED)
-            dv += tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION, out_dtype=ACC)
-            dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION, out_dtype=ACC)
+            dv += tl.dot(p.to(grad.dtype), grad, input_precision="ieee", out_dtype=ACC)
+            dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee", out_dtype=ACC)
     store_rows(dk_ptr + kv_line.to(tl.int64) * keys * dim, key, dim, keys, col, dim, dk * scale)
     store_rows(dv_ptr + kv_line.to(tl.int64) * keys * v_dim, key, v_dim, keys, v_col, v_dim, dv)

@@ -90,7 +90,7 @@ def attention_forward_kernel(
     out_batch, out_head, out_row,
     heads, group, queries, keys, dim, v_dim, scale, window, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BOUNDED: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; long rows (late queries) start first."""
@@ -117,7 +117,7 @@ def attention_forward_kernel(
         key = begin + tl.arange(0, BLOCK_N)
         k_at = k_ptr + key[None, :].to(tl.int64) * k_row + col[:, None]
         k = tl.load(k_at, mask=(key < keys)[None, :] & (col < dim)[:, None], other=0.0)
-        s = tl.dot(q, k, input_precision=PRECISION, out_dtype=ACC) * scale
+        s = tl.dot(q, k, input_precision="ieee", out_dtype=ACC) * scale
         s = capped(s, softcap, CAPPED) * LOG2E
         seen = visible(
             row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
@@ -130,7 +130,7 @@ def attention_forward_kernel(
         p = tl.exp2(s - base[:, None])
         v = load_rows(v_ptr, key, v_row, keys, v_col, v_dim)
         total = total * shrink + tl.sum(p, axis=1)
-        update = tl.dot(p.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
+        update = tl.dot(p.to(v.dtype), v, input_precision="ieee", out_dtype=ACC)
         out = out * shrink[:, None] + update
         top = above
     if SINKS:

@@ -23,12 +23,10 @@ from torch import Tensor
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     AotCase,
-    accumulator,
     aot_cases,
     as_rows,
     as_tiles,
-    ceil_div,
-    launch,
+    launch_columns,
     runs_triton,
     tile_at,
     tl,
@@ -114,13 +112,10 @@ def forward_triton(both: Tensor, limit: float, alpha: float, interleaved: bool) 
     y = empty_output(both)
     (rows,) = _rows(both, interleaved)
     columns = rows.shape[1] // 2
-    launch(
-        clamped_glu_forward_kernel,
-        (rows.shape[0] * ceil_div(columns, BLOCK),),
+    launch_columns(
+        *(clamped_glu_forward_kernel, rows.shape[0], columns, BLOCK, both.dtype),
         *(rows, y, rows.stride(0), columns, limit, alpha),
         INTERLEAVED=interleaved,
-        ACC=accumulator(both.dtype),
-        BLOCK=BLOCK,
     )
     return y
 
@@ -131,13 +126,10 @@ def backward_triton(
     """Fill dboth, contiguous; it may be both where that is contiguous."""
     rows, grads = _rows(both, interleaved, grad)
     columns = rows.shape[1] // 2
-    launch(
-        clamped_glu_backward_kernel,
-        (rows.shape[0] * ceil_div(columns, BLOCK),),
+    launch_columns(
+        *(clamped_glu_backward_kernel, rows.shape[0], columns, BLOCK, both.dtype),
         *(grads, rows, dboth, grads.stride(0), rows.stride(0), columns, limit, alpha),
         INTERLEAVED=interleaved,
-        ACC=accumulator(both.dtype),
-        BLOCK=BLOCK,
     )
 
 

@@ -1,5 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Cross-entropy of logits that come in vocabulary tiles; ``cross_entropy.py`` has the formula.
+"""Cross-entropy of logits that come in vocabulary tiles, one loss per token.
+
+    z = softcap * tanh(logits / softcap)  (where softcap > 0; Gemma 2, arXiv:2408.00118)
+    lse = logsumexp(z)
+    loss = lse - (1 - s) * z[label] - s * mean(z)
+
+with label smoothing s (Szegedy et al. 2015, arXiv:1512.00567).
+labels: int64 [T]; ``ignore_index`` gives loss 0 and gradient 0, any other label outside [0, V) a NaN loss.
+Stats are the maximum of z and the logarithm of the sum of exp(z - maximum). Their sum is lse, but rounded
+to one float32 it would cost 0.4 % of every probability at logits of 60000.
 
 ``accumulate`` folds a tile of logits [T, columns] into a running state [4, T] (maximum, sum of
 exponentials, z at the label, sum of z; Milakov and Gimelshein 2018, arXiv:1805.02867), ``finish`` turns
@@ -20,8 +29,8 @@ from megacompile.kernels._triton import (
     AotCase,
     accumulator,
     aot_cases,
-    ceil_div,
     launch,
+    launch_columns,
     next_power_of_2,
     runs_triton,
     tile_at,
@@ -40,7 +49,6 @@ class Terms:
     vocabulary: int
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    z_loss: float = 0.0
     softcap: float = 0.0
 
 
@@ -87,14 +95,13 @@ def accumulate_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr, out_ptr, labels_ptr, stats_ptr, grad_ptr,
-    stride, out_stride, rows, columns, start, vocabulary,
-    ignore_index, label_smoothing, z_loss, softcap,
+    logits_ptr, labels_ptr, stats_ptr, grad_ptr, stride, rows, columns, start, vocabulary,
+    ignore_index, label_smoothing, softcap,
     CAPPED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token; ``out`` may be ``logits``. With p = exp(z - lse):
+    """One program: BLOCK columns of one token, overwritten. With p = exp(z - lse):
 
-    grad * (p * (1 + 2 * z_loss * lse) - s / V - (1 - s) * [column == label]) * (1 - (z / softcap)**2)
+    grad * (p - s / V - (1 - s) * [column == label]) * (1 - (z / softcap)**2)
     """
     row, first = tile_at(columns, BLOCK)
     col = first + tl.arange(0, BLOCK)
@@ -105,12 +112,12 @@ def gradient_kernel(
     grad = tl.load(grad_ptr + row)
     x = tl.load(logits_ptr + row * stride + col, mask=inside, other=0.0).to(ACC)
     z = capped(x, softcap, CAPPED)
-    share = tl.exp(z - top - rest) * (1.0 + 2.0 * z_loss * (top + rest)) - label_smoothing / vocabulary
+    share = tl.exp(z - top - rest) - label_smoothing / vocabulary
     slope = grad * (share - tl.where(col + start == label, 1.0 - label_smoothing, 0.0))
     if CAPPED:
         slope = slope * (1.0 - (z / softcap) * (z / softcap))
     slope = tl.where(label == ignore_index, 0.0, slope)
-    tl.store(out_ptr + row * out_stride + col, slope.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(logits_ptr + row * stride + col, slope.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def new_state(logits: Tensor, tokens: int) -> Tensor:
@@ -162,7 +169,7 @@ def finish(state: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]
     """(loss, stats) of a state that has seen the whole vocabulary."""
     top, rest = state[0], state[1].log()
     smooth = terms.label_smoothing
-    loss = rest + (1.0 - smooth) * (top - state[2]) + terms.z_loss * (top + rest).square()
+    loss = rest + (1.0 - smooth) * (top - state[2])
     if smooth:
         loss = loss + smooth * (top - state[3] / terms.vocabulary)
     known = (labels >= 0) & (labels < terms.vocabulary)
@@ -170,40 +177,27 @@ def finish(state: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]
     return torch.where(labels == terms.ignore_index, 0.0, loss), torch.stack((top, rest))
 
 
-def gradient_(
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    grad: Tensor,
-    start: int,
-    terms: Terms,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient of a tile of logits, written over it or to ``out``; grad: [T], of the losses."""
-    out = logits if out is None else out
-    if not runs_triton(logits):
-        for part in chunks(*logits.shape):
-            given = logits[part], labels[part], stats[:, part], grad[part]
-            out[part] = gradient_reference(*given, start, terms)
-        return out
-    return gradient_triton(logits, labels, stats, grad, start, terms, out)
+def gradient_(logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms) -> None:
+    """The gradient of a tile of logits, written over it; grad: [T], of the losses."""
+    if runs_triton(logits):
+        gradient_triton(logits, labels, stats, grad, start, terms)
+        return
+    for part in chunks(*logits.shape):
+        given = logits[part], labels[part], stats[:, part], grad[part]
+        logits[part] = gradient_reference(*given, start, terms)
 
 
 def gradient_triton(
-    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms, out: Tensor
-) -> Tensor:
-    """``gradient_`` by the kernel; logits and out must have unit column stride."""
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms
+) -> None:
+    """``gradient_`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK // 2, next_power_of_2(logits.shape[1]))
-    launch(
-        gradient_kernel,
-        (logits.shape[0] * ceil_div(logits.shape[1], block),),
-        *(logits, out, labels, stats, grad, logits.stride(0), out.stride(0), *logits.shape, start),
+    launch_columns(
+        *(gradient_kernel, *logits.shape, block, logits.dtype),
+        *(logits, labels, stats, grad, logits.stride(0), *logits.shape, start),
         *astuple(terms),
         CAPPED=terms.softcap > 0,
-        ACC=accumulator(logits.dtype),
-        BLOCK=block,
     )
-    return out
 
 
 def gradient_reference(
@@ -213,8 +207,7 @@ def gradient_reference(
     z = _capped(logits.to(stats.dtype), terms.softcap)
     smooth = terms.label_smoothing
     (top, rest), grad, label = stats[:, :, None], grad[:, None], labels[:, None]
-    slope = torch.exp(z - top - rest) * (1.0 + 2.0 * terms.z_loss * (top + rest))
-    slope = slope - smooth / terms.vocabulary
+    slope = torch.exp(z - top - rest) - smooth / terms.vocabulary
     columns = torch.arange(start, start + z.shape[1], device=z.device)
     slope = grad * torch.where(columns == label, slope - (1.0 - smooth), slope)
     if terms.softcap:
@@ -233,9 +226,9 @@ def _aot() -> list[AotCase]:
         labels = torch.empty(4096, dtype=torch.int64, device="meta")
         state = new_state(logits, 4096)
         accumulate_triton(state, logits, labels, 0, terms)
-        gradient_triton(logits, labels, state, state[0], 0, terms, logits)
+        gradient_triton(logits, labels, state, state[0], 0, terms)
 
-    whole, every = Terms(128256), Terms(128256, -100, 0.1, 1e-4, 30.0)
+    whole, every = Terms(128256), Terms(128256, -100, 0.1, 30.0)
     return [
         ("128256 bf16", partial(case, 128256, torch.bfloat16, whole)),
         ("128256 bf16 all terms", partial(case, 128256, torch.bfloat16, every)),

@@ -20,11 +20,9 @@ from torch import Tensor
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     AotCase,
-    accumulator,
     aot_cases,
     as_tiles,
-    ceil_div,
-    launch,
+    launch_columns,
     runs_triton,
     tile_at,
     tl,
@@ -104,14 +102,8 @@ def forward_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """y; see the module's docstring."""
     y = gate.new_empty(gate.shape)
     gates, ups = as_tiles(gate, up)
-    launch(
-        glu_forward_kernel,
-        (gates.shape[0] * ceil_div(gates.shape[1], BLOCK),),
-        *(gates, ups, y, gates.stride(0), ups.stride(0), gates.shape[1]),
-        KIND=_kind(activation),
-        ACC=accumulator(gate.dtype),
-        BLOCK=BLOCK,
-    )
+    given = gates, ups, y, gates.stride(0), ups.stride(0), gates.shape[1]
+    launch_columns(glu_forward_kernel, *gates.shape, BLOCK, gate.dtype, *given, KIND=_kind(activation))
     return y
 
 
@@ -120,15 +112,9 @@ def backward_triton(
 ) -> None:
     """Fill dgate and dup, which may be gate and up where these are contiguous."""
     grads, gates, ups = as_tiles(grad, gate, up)
-    launch(
-        glu_backward_kernel,
-        (gates.shape[0] * ceil_div(gates.shape[1], BLOCK),),
-        *(grads, gates, ups, dgate, dup),
-        *(grads.stride(0), gates.stride(0), ups.stride(0), gates.shape[1]),
-        KIND=_kind(activation),
-        ACC=accumulator(gate.dtype),
-        BLOCK=BLOCK,
-    )
+    strides = [x.stride(0) for x in (grads, gates, ups)]
+    given = grads, gates, ups, dgate, dup, *strides, gates.shape[1]
+    launch_columns(glu_backward_kernel, *gates.shape, BLOCK, gate.dtype, *given, KIND=_kind(activation))
 
 
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """A linear head and its cross-entropy without ever holding the logits.
 
-loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of ``cross_entropy.py``. Both
+loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of ``cross_entropy_tiles.py``. Both
 passes walk over the vocabulary in tiles whose logits fit ``workspace`` bytes: the forward folds
 each tile into a running log-sum-exp, the backward forms the tile's logits again, overwrites them
 with their gradient and multiplies. Tiling the vocabulary, not the tokens, makes every row of the
@@ -68,16 +68,15 @@ def linear_cross_entropy_op(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    workspace: int = WORKSPACE,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    workspace: int,
 ) -> tuple[Tensor, Tensor]:
     """(loss [T], stats [2, T]); see the module's docstring."""
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError("linear_cross_entropy needs hidden [T, H] and labels [T]")
-    terms = Terms(weight.shape[0], ignore_index, label_smoothing, z_loss, softcap)
+    terms = Terms(weight.shape[0], ignore_index, label_smoothing, softcap)
     labels = labels.contiguous()
     state = new_state(hidden, hidden.shape[0])
     for columns, logits in tiles(hidden, weight, bias, workspace):
@@ -95,12 +94,11 @@ def linear_cross_entropy_backward_op(
     stats: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
     softcap: float,
     workspace: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias); dbias is empty where there is no bias."""
-    terms = Terms(weight.shape[0], ignore_index, label_smoothing, z_loss, softcap)
+    terms = Terms(weight.shape[0], ignore_index, label_smoothing, softcap)
     labels, grad, stats = labels.contiguous(), grad.contiguous(), stats.contiguous()
     total = torch.zeros_like(hidden, dtype=wide(hidden.dtype))
     dweight, dbias = torch.empty_like(weight), _bias_like(bias, weight)
@@ -141,7 +139,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     dhidden, dweight, dbias = linear_cross_entropy_backward_op(
         grad, hidden, weight, bias, labels, stats, *ctx.terms
     )
-    none = itertools.repeat(None, 6)
+    none = itertools.repeat(None, 5)
     return dhidden, dweight, None if bias is None else dbias, *none
 
 
@@ -155,11 +153,10 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float = 0.0,
     workspace: int = WORKSPACE,
 ) -> Tensor:
     """The loss per token [T], differentiable in hidden, weight and bias."""
-    terms = ignore_index, label_smoothing, z_loss, softcap, workspace
+    terms = ignore_index, label_smoothing, softcap, workspace
     loss: Tensor = linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
     return loss

@@ -9,6 +9,9 @@ from torch import Tensor
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import wide
 
+Variant = tuple[float, bool]
+"""offset, cast_early."""
+
 
 def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
     """A contiguous tensor of y's shape and type."""
@@ -18,7 +21,7 @@ def empty_output(x: Tensor, weight: Tensor | None, cast_early: bool) -> Tensor:
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd) in plain torch."""
     y = empty_output(x, weight, cast_early)
@@ -39,15 +42,10 @@ def rms_norm_reference(
 
 
 def rms_norm_backward_reference(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    cast_early: bool,
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: Variant
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw) in plain torch; dw is empty where there is no weight."""
+    offset, cast_early = variant
     dx, dtype = x.new_empty(x.shape), rstd.dtype
     dw = x.new_zeros(0 if weight is None else weight.shape[0], dtype=dtype)
 

@@ -39,7 +39,12 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.norm_reference import empty_output, rms_norm_backward_reference, rms_norm_reference
+from megacompile.kernels.norm_reference import (
+    Variant,
+    empty_output,
+    rms_norm_backward_reference,
+    rms_norm_reference,
+)
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 
@@ -150,15 +155,10 @@ def forward_triton(
 
 
 def backward_triton(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    cast_early: bool,
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: Variant
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw); dw is empty where there is no weight."""
+    offset, cast_early = variant
     dx = x.new_empty(x.shape)
     rows, grads = as_rows(x), as_rows(grad)
     sums = grads if grad_sum is None else as_rows(grad_sum)
@@ -182,7 +182,7 @@ def backward_triton(
 
 @torch.library.custom_op("megacompile::rms_norm", mutates_args=())
 def rms_norm_op(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd); see the module's docstring."""
     if not runs_triton(x) or x.shape[-1] > MAX_ROW:
@@ -196,15 +196,13 @@ def rms_norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast_early: bool
 ) -> tuple[Tensor, Tensor]:
     """(dx, dw); dw is empty where there is no weight."""
-    if not runs_triton(x) or x.shape[-1] > MAX_ROW_BACKWARD:
-        return rms_norm_backward_reference(grad, None, x, weight, rstd, offset, cast_early)
-    return backward_triton(grad, None, x, weight, rstd, offset, cast_early)
+    fits = runs_triton(x) and x.shape[-1] <= MAX_ROW_BACKWARD
+    run = backward_triton if fits else rms_norm_backward_reference
+    return run(grad, None, x, weight, rstd, (offset, cast_early))
 
 
 @rms_norm_op.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cast_early: bool = True
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_early: bool) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
     return empty_output(x, weight, cast_early), rstd
 
@@ -244,7 +242,7 @@ def _aot() -> list[AotCase]:
         weight = x[0]
         _, _, rstd = forward_triton(x, None, weight, 1e-6, 0.0, True)
         if width <= MAX_ROW_BACKWARD:
-            backward_triton(x, None, x, weight, rstd, 0.0, True)
+            backward_triton(x, None, x, weight, rstd, (0.0, True))
 
     cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in ROW_WIDTHS]
     return [*cases, ("4096 fp32", partial(case, 4096, torch.float32))]

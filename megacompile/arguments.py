@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megacompile.capture.snapshot import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
+from megacompile.host.bucket import is_dense
 from megacompile.host.nvme import check_directories
 from megacompile.runtime.ownership import is_owned
 
@@ -80,7 +81,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     placed = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad)
         for name, p in model.named_parameters()
-        if not p.is_meta and p.numel() and _is_dense(p)
+        if not p.is_meta and p.numel() and is_dense(p)
     )
     for (_, end, name, trains), (start, _, other, also) in itertools.pairwise(placed):
         if start < end and (trains or also):
@@ -88,11 +89,6 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"The parameters {name} and {other} share memory but are two parameters: tie them by making "
                 "them one, as in head.weight = embedding.weight, or clone one."
             )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span == tensor.numel()
 
 
 def _is_number(value: Any) -> bool:

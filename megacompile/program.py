@@ -10,33 +10,27 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.bench.calibrate import calibrated
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.fuse.report import Fusions
-from megacompile.host.arena import resident_peak_bytes
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
 from megacompile.host.state import HostState
-from megacompile.machine.measured import align
-from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode, Plan
+from megacompile.inspection import Inspection
+from megacompile.plan.plan import Mode
 from megacompile.runtime.calls import alone
-from megacompile.runtime.results import Memory, StepOutput
+from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
-from megacompile.schedule.schedule import Schedule
 from megacompile.session import Session
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.storage.export import export_model
 
 
-class Program:
+class Program(Inspection):
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`."""
 
     def __init__(self, session: Session) -> None:
@@ -233,73 +227,6 @@ class Program:
         """
         self.wait()
         self._session.values.copy_to(model)
-
-    # ---- inspection ------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided for the training program that ran last."""
-        scheduled = self._session.scheduled()
-        planned, work = scheduled.planned, scheduled.compiled.assembly.work
-        names = tuple(b.name for b in work.blocks), tuple(g.name for g in work.groups)
-        return replace(planned.plan, names=names)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The scheduled step of the training program that ran last, with its times if it was the last to run.
-
-        Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
-        """
-        return self._schedule_on(self._session.compiler.measured_machine)
-
-    def _schedule_on(self, machine: Machine) -> Schedule:
-        scheduled, runtime = self._session.scheduled(), self._session.runtime
-        step, trace = runtime.traces[-1] if runtime and runtime.traces else (None, [])
-        ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
-        return self._session.compiler.schedule_of(scheduled, machine, ran)
-
-    @alone
-    def profile(self) -> Schedule:
-        """The schedule with times predicted from each block function's own, measured now on the CPU backend.
-
-        Takes some runs of every function on made-up values. What ``schedule`` predicts comes from
-        rates and is farther off.
-        """
-        self.wait()
-        schedule = self.schedule
-        if not schedule.machine.shared_cores:
-            raise ProgramError(
-                "program.profile() is for the CPU backend: on a GPU, run `megacompile profile` instead."
-            )
-        work, machine = calibrated(self._session.scheduled().compiled, schedule.machine)
-        return replace(schedule, work=work, machine=machine)
-
-    @property
-    def fusions(self) -> Fusions:
-        """Which fused kernels the program that ran last holds, where, and what was left alone and why."""
-        return self._session.scheduled().compiled.fusions
-
-    @property
-    def source(self) -> str:
-        """The emitted Python of the training program that ran last."""
-        return self._session.scheduled().source
-
-    @property
-    def memory(self) -> Memory:
-        """Measured and predicted bytes over all programs that ran so far."""
-        session, runtime = self._session, self._session.runtime
-        host = runtime.state.nbytes() | runtime.buffers.nbytes() if runtime else {}
-        offload = runtime.state.offload if runtime else None
-        return Memory(
-            budget_bytes=session.compiler.budget_bytes,
-            device_peak_bytes=runtime.peak_bytes if runtime else 0,
-            predicted_peak_bytes=session.predicted_peak,
-            host_bytes=host,
-            host_budget_bytes=session.settings.host_budget_bytes,
-            resident_peak_bytes=resident_peak_bytes(),
-            storage_bytes=offload.storage.nbytes if offload else 0,
-            traffic=self._schedule_on(session.compiler.machine).traffic if offload else "",
-        )
 
     def __getstate__(self) -> Any:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")

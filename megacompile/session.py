@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import Batch, check_signature, read_batch
-from megacompile.capture.padding import bucketed, computes_as_libraries_do, hides_padding, pad_batch
-from megacompile.capture.rotary import turning_lengths
-from megacompile.capture.snapshot import Frozen, ModelSettings, model_settings
+from megacompile.capture.batch import Batch
+from megacompile.capture.snapshot import Frozen, model_settings
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import CaptureError, MegacompileError, ProgramError
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import Weights
+from megacompile.intake import Intake
 from megacompile.plan.plan import Mode
 from megacompile.runtime import ownership
 from megacompile.runtime.calls import refuse_autocast, whole_step
@@ -81,8 +80,7 @@ class Session:
         self.torn = ""
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
-        self._pads = True  # until a capture shows that this model would see the padding
-        self._turning = turning_lengths(model)
+        self._intake = Intake(model, compiler, settings.max_seq_len)
         self._bound: dict[int, BoundStep] = {}
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -113,37 +111,13 @@ class Session:
             self.check_model()
         loss_fn = self.compiler.frontend.loss_fn
         settings = model_settings(self.model, evaluate=evaluate, loss_fn=loss_fn)  # once for all of them
-        return [self._read(item, evaluate, settings) for item in items]
+        may_pad = self.current is not None
+        return [self._intake.read(item, settings, evaluate=evaluate, may_pad=may_pad) for item in items]
 
     def check_model(self) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled."""
         with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
             self._frozen.check()
-
-    def _read(self, item: Any, evaluate: bool, settings: ModelSettings) -> Batch:
-        own_loss = self.compiler.frontend.loss_fn is not None
-        batch = read_batch(item, self.model, evaluate=evaluate, keep_mask=own_loss, settings=settings)
-        if self._pads and not (self.compiler.knows(batch) or self.current is None or own_loss):
-            longest = self.settings.max_seq_len
-            longer = bucketed(item, batch, self.model, longest=longest, turning=self._turning)
-            if longer is not None:
-                padded = read_batch(longer, self.model, evaluate=evaluate, settings=settings)
-                batch = self._padded(batch, padded, evaluate)
-        check_signature(self.model, batch, own_loss=own_loss)
-        return batch
-
-    def _padded(self, batch: Batch, longer: Batch, evaluate: bool) -> Batch:
-        """The longer batch where its padding is hidden; where it is not, this model is not padded again."""
-        if not self.compiler.knows(longer):
-            self._pads = computes_as_libraries_do(self.model) and self._hides_padding(longer, evaluate)
-        return longer if self._pads else batch
-
-    def _hides_padding(self, longer: Batch, evaluate: bool) -> bool:
-        try:
-            captured = self.compiler.frontend.captured(longer, evaluate=evaluate)
-        except CaptureError:  # not of this length
-            return False
-        return hides_padding(self.model, captured, longer)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""
@@ -156,7 +130,9 @@ class Session:
             why = ", as modes or attributes of the model's modules changed" if changed else ""
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if first:
-            self._prove_longest(batch, mode)  # first: how far weights are cut must suffice for it
+            longest = self._intake.longest(batch)
+            if longest is not None:
+                self.compiler.schedule(longest, mode)  # first: how far weights are cut must suffice for it
         scheduled = self.compiler.schedule(batch, mode)
         if self.runtime is None:
             self._take_over(scheduled)
@@ -167,14 +143,6 @@ class Session:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
-
-    def _prove_longest(self, batch: Batch, mode: Mode) -> None:
-        ids = batch.kwargs.get("input_ids")
-        if self.settings.max_seq_len is None or not isinstance(ids, Tensor):
-            return
-        if ids.shape[1] < self.settings.max_seq_len:
-            longest = read_batch(pad_batch(batch.kwargs, self.settings.max_seq_len), self.model)
-            self.compiler.schedule(longest, mode)
 
     def _take_over(self, scheduled: Scheduled) -> None:
         if ownership.is_owned(self.model):

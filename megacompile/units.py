@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megacompile.errors import BudgetError
@@ -135,3 +135,14 @@ def _meminfo(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise BudgetError(f"This system does not report {field}: give host_budget yourself.")
+
+
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers; they are given in ascending order."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return runs

@@ -11,6 +11,7 @@ from bisect import bisect, insort
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Ring
 
 ALIGNMENT = 512
 _Place = tuple[int, int]  # offset and bytes
@@ -40,7 +41,7 @@ def _stays(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
     for index, op in enumerate(ops):
         if op.kind == "prefetch":
             open_stays[op.group] = index
-        elif op.kind == "evict" and op.group >= 0:
+        elif op.kind == "evict":
             stays.append((open_stays.pop(op.group), index, op.group))
     return stays
 
@@ -66,6 +67,6 @@ def _ring_bytes(ops: tuple[Op, ...], work: Workload) -> tuple[int, ...]:
     sizes: dict[int, int] = {}
     for op in ops:
         for token in op.writes:
-            if token[0] == "ring":
-                sizes[token[1]] = max(sizes.get(token[1], 0), work.groups[op.group].nbytes)
+            if isinstance(token, Ring):
+                sizes[token.slot] = max(sizes.get(token.slot, 0), work.groups[op.group].nbytes)
     return tuple(sizes[i] for i in sorted(sizes))

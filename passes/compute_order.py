@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Choice, ValueWork, Workload
-from megacompile.step.operations import Op, Step, Token, compute_op
+from megacompile.step.operations import Op, Step, compute_op
+from megacompile.step.spec import Kind, Master, Saved, Token, Value, ValueGrad, WeightGrad
 
 
 def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -54,23 +55,24 @@ class _Order:
     def load(self, m: int) -> None:
         for v, value in enumerate(self.work.values):
             if value.batch:
-                token = self._take(("x", v, m), value.nbytes)
-                table = tuple(("master", g) for g in value.rows)
+                token = self._take(Value(v, m), value.nbytes)
+                table = tuple(Master(g) for g in value.rows)
+                kind: Kind = "gather" if table else "load"
                 self.ops.append(
-                    Op("load", "compute", micro=m, reads=table, writes=(token,), nbytes=value.nbytes)
+                    Op(kind, "compute", micro=m, reads=table, writes=(token,), nbytes=value.nbytes)
                 )
 
     def forward(self, b: int, m: int) -> None:
         block, choice = self.work.blocks[b], self._choice(b)
-        outputs = [self._take(("x", v, m), self.work.values[v].nbytes) for v in block.outputs]
+        outputs = [self._take(Value(v, m), self.work.values[v].nbytes) for v in block.outputs]
         keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
-            outputs.append(self._take(("saved", b, m), choice.saved_bytes))
+            outputs.append(self._take(Saved(b, m), choice.saved_bytes))
         op = compute_op("forward", b, m, choice, choice.forward, donates=(), writes=tuple(outputs))
         seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
-            seed = self._take(("g", self.work.loss, m), nbytes)
+            seed = self._take(ValueGrad(self.work.loss, m), nbytes)
             op = op.with_(writes=(*op.writes, seed), peak_bytes=op.peak_bytes + nbytes)
         self.ops.append(op)
 
@@ -78,21 +80,21 @@ class _Order:
         block, choice, values = self.work.blocks[b], self._choice(b), self.work.values
         if self.mode.kind == "evaluate" or choice.backward is None:
             return
-        given = [v for v in block.tangents if ("g", v, m) in self.written]
+        given = [v for v in block.tangents if ValueGrad(v, m) in self.written]
         missing = sum(values[v].nbytes for v in block.tangents if v not in given)
         kept = choice.saved_bytes or choice.recompute is not None
-        saved: tuple[Token, ...] = (("saved", b, m),) if kept else ()
-        reads = tuple(("g", v, m) for v in given) + saved
+        saved: tuple[Token, ...] = (Saved(b, m),) if kept else ()
+        reads = tuple(ValueGrad(v, m) for v in given) + saved
         sums = [v for v in block.grad_values if values[v].sum_bytes]
-        begun = [v for v in sums if ("g", v, m) not in self.written]
+        begun = [v for v in sums if ValueGrad(v, m) not in self.written]
         writes = tuple(
-            [self._take(("g", v, m), values[v].sum_bytes or values[v].nbytes) for v in block.grad_values]
-            + [self._take(("wg", g, b, m), nbytes) for g, nbytes in block.grad_groups]
+            [self._take(ValueGrad(v, m), values[v].sum_bytes or values[v].nbytes) for v in block.grad_values]
+            + [self._take(WeightGrad(g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
         op = compute_op(
             "backward", b, m, choice, choice.backward, donates=reads, writes=writes, extra=missing
         )
-        op = op.with_(reads=op.reads + tuple(("g", v, m) for v in sums if v not in begun))
+        op = op.with_(reads=op.reads + tuple(ValueGrad(v, m) for v in sums if v not in begun))
         self.ops.append(_around_sums(op, [values[v] for v in given], [values[v] for v in begun], missing))
 
 

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import DEVICE_TOKENS, Step, Token
+from megacompile.step.operations import Step
+from megacompile.step.spec import Token
 
 
 def insert_frees(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -14,7 +15,7 @@ def insert_frees(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     last: dict[Token, int] = {}
     for index, op in enumerate(step.ops):
         for token in (*op.reads, *op.writes):
-            if token[0] in DEVICE_TOKENS:
+            if token.on_device:
                 last[token] = index
         for token in (*op.donates, *op.frees):
             last.pop(token, None)

@@ -21,7 +21,20 @@ from collections.abc import Iterator
 from megacompile.passes.keep_state import gradients_that_wait
 from megacompile.plan.plan import Mode, Plan, norm_bytes, updated_groups
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import (
+    HostGrad,
+    Kind,
+    Master,
+    Norm,
+    PassingGrad,
+    Resident,
+    ResidentGrad,
+    Ring,
+    Scale,
+    Token,
+    WeightGrad,
+)
 
 
 def insert_gradients(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -61,7 +74,7 @@ class _Inserter:
             self.late = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
 
     def pass_by(self, index: int, op: Op) -> None:
-        if op.kind not in ("evict", "prefetch"):
+        if op.kind not in ("evict", "prefetch", "free_stash"):
             self.ops += self.due
             self.due = []
         self.ops.append(op)
@@ -75,19 +88,18 @@ class _Inserter:
                 else:
                     self._push(op, group, nbytes)
         elif op.group in self.late and index == self.fetched[op.group]:
-            self.ops.append(self._adam(op.group, ("hgrad", op.group)))
+            self.ops.append(self._adam(op.group, HostGrad(op.group)))
 
     def _push(self, op: Op, group: int, nbytes: int) -> None:
         """Push one gradient: of a group, or of gathered rows, which lands in all groups of their table."""
         table = self.work.gathered.get(op.block)
-        homes: tuple[Token, ...] = tuple(("hgrad", g) for g in table) if table else (self._home(group),)
-        self.pushes += homes[0][0] == "ring"
-        token: Token = ("wg", group, op.block, op.micro)
-        self.ops.append(
-            Op("push_grad", "d2h", block=op.block, group=group, micro=op.micro,
-               choice="rows" if table else "", reads=(token,), writes=homes, nbytes=nbytes)
-        )  # fmt: skip
-        free = Op("evict", "compute", frees=(token,))
+        homes: tuple[Token, ...] = tuple(HostGrad(g) for g in table) if table else (self._home(group),)
+        self.pushes += isinstance(homes[0], Ring)
+        token = WeightGrad(group, op.block, op.micro)
+        kind: Kind = "push_rows" if table else "push_grad"
+        push = Op(kind, "d2h", op.block, group, op.micro, reads=(token,), writes=homes, nbytes=nbytes)
+        free = Op("free", "compute", op.block, group, op.micro, frees=(token,))
+        self.ops.append(push)
         if self.plan.grad_lag:
             self.frees.append((self.plan.grad_lag, free))
         else:
@@ -105,25 +117,25 @@ class _Inserter:
             self.ops.append(self._adam(group, home))
 
     def _accumulate(self, op: Op, group: int, nbytes: int) -> None:
-        home: Token = ("dgrad", group) if group in self.waiting else ("dring", 0)
-        token: Token = ("wg", group, op.block, op.micro)
+        home = ResidentGrad(group) if group in self.waiting else PassingGrad(0)
+        token = WeightGrad(group, op.block, op.micro)
         self.ops.append(
-            Op("accumulate", "compute", block=op.block, group=group, micro=op.micro,
-               reads=(token,), writes=(home,), frees=(token,), nbytes=nbytes)
+            Op("accumulate", "compute", op.block, group, op.micro, reads=(token,), writes=(home,),
+               frees=(token,), nbytes=nbytes)
         )  # fmt: skip
         self.left[group] -= 1
         if self.left[group]:
             return
         if self.mode.kind == "train" and self.mode.keeps_gradients:
             self.ops.append(self._norm(group))
-        elif home[0] == "dring":
+        elif isinstance(home, PassingGrad):
             self.ops.append(self._adam(group, home))
 
     def _home(self, group: int) -> Token:
         shared = len(self.work.contributions[group]) > 1
         if self.mode.keeps_gradients or shared or group in self.late | self.kept:
-            return ("hgrad", group)
-        return ("ring", self.pushes % self.plan.ring)
+            return HostGrad(group)
+        return Ring(self.pushes % self.plan.ring)
 
     def finish(self) -> None:
         """Norms and updates that wait for the end of the backward; those of the host are issued first."""
@@ -138,23 +150,22 @@ class _Inserter:
             self.ops += [self._adam(g, self._kept_home(g)) for g in groups if g in waiting]
 
     def _kept_home(self, group: int) -> Token:
-        return ("dgrad" if group in self.resident else "hgrad", group)
+        return ResidentGrad(group) if group in self.resident else HostGrad(group)
 
     def _norm(self, group: int) -> Op:
         there = group in self.resident  # in FP32, as all gradients that wait on the device
         nbytes = 4 * self.work.groups[group].elements if there else norm_bytes(self.work, self.mode, group)
         return Op("norm", "compute" if there else "host", group=group, nbytes=nbytes,
-                  reads=(self._kept_home(group),), writes=(("norm", group),))  # fmt: skip
+                  reads=(self._kept_home(group),), writes=(Norm(group),))  # fmt: skip
 
     def _adam(self, group: int, home: Token, *extra: Token) -> Op:
         on_device = group in self.resident
         return Op("adam", "compute" if on_device else "host", group=group, reads=(home, *extra),
-                  writes=(("resident" if on_device else "master", group),),
+                  writes=(Resident(group) if on_device else Master(group),),
                   nbytes=self.work.groups[group].update_bytes)  # fmt: skip
 
     def _updates(self, groups: list[int]) -> Iterator[Op]:
         """The clipping coefficient, then updates in the order of first use."""
-        yield Op("clip_scale", "host", reads=tuple(("norm", g) for g in groups),
-                 writes=(("scale",),))  # fmt: skip
+        yield Op("clip_scale", "host", reads=tuple(Norm(g) for g in groups), writes=(Scale(),))
         for group in groups:
-            yield self._adam(group, self._kept_home(group), ("scale",))
+            yield self._adam(group, self._kept_home(group), Scale())

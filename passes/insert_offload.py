@@ -11,7 +11,8 @@ from collections import defaultdict
 from megacompile.passes.weave import weave
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Offloaded, Saved, Token, Value
 
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -32,13 +33,13 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
             continue
         back = min(i for token in stash for i in readers[token] if i > index)
         nbytes = sum(step.token_bytes[t] for t in stash)
-        home: Token = ("stash", op.block, op.micro)
+        home = Offloaded(op.block, op.micro)
         start = min(index + 1, back - 1)
         if back - index < 4:
             continue  # the backward is next: there is nothing to gain
         place = {"block": op.block, "micro": op.micro, "nbytes": nbytes}
         after[index].append(Op("offload", "d2h", reads=stash, writes=(home,), **place))  # type: ignore[arg-type]
-        after[start].append(Op("evict", "compute", block=op.block, micro=op.micro, frees=stash))
+        after[start].append(Op("free_stash", "compute", op.block, micro=op.micro, frees=stash))
         before[max(back - 1, start + 1)].append(
             Op("reload", "h2d", reads=(home,), writes=stash, **place)  # type: ignore[arg-type]
         )
@@ -52,7 +53,7 @@ def _stash(step: Step, index: int, readers: dict[Token, list[int]], work: Worklo
     for token in (*op.reads, *op.writes):
         later = [i for i in readers[token] if i > index]
         mine = all(step.ops[i].block == op.block for i in later)
-        moves = token[0] == "saved" or (token[0] == "x" and not work.values[token[1]].batch)
-        if moves and later and mine and token[-1] == op.micro:
+        saved = isinstance(token, Saved) or (isinstance(token, Value) and not work.values[token.value].batch)
+        if saved and later and mine and token[-1] == op.micro:
             own.append(token)
     return tuple(own)

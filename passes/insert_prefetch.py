@@ -13,18 +13,18 @@ from megacompile.passes.weave import weave
 from megacompile.plan.plan import GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
+from megacompile.step.spec import COMPUTES, Master, Weights
 
 
 def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Insert a prefetch ``lead`` compute operations ahead of each stay and an evict at its end."""
-    compute = [i for i, op in enumerate(step.ops) if op.stream == "compute" and op.block >= 0
-               and op.kind != "evict"]  # fmt: skip
+    compute = [i for i, op in enumerate(step.ops) if op.kind in COMPUTES]
     uses: dict[int, list[int]] = defaultdict(list)
     micro = [step.ops[i].micro for i in compute]
     for position, index in enumerate(compute):
         for token in step.ops[index].reads:
-            if token[0] == "w":
-                uses[token[1]].append(position)
+            if isinstance(token, Weights):
+                uses[token.group].append(position)
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
     for first, last, group in sorted(
@@ -33,11 +33,17 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
         start = max(0, first - plan.groups[group].lead)
         nbytes = work.groups[group].nbytes
         before[compute[start]].append(
-            Op("prefetch", "h2d", group=group, reads=(("master", group),),
-               writes=(("w", group),), nbytes=nbytes)
-        )  # fmt: skip
+            Op(
+                "prefetch",
+                "h2d",
+                group=group,
+                reads=(Master(group),),
+                writes=(Weights(group),),
+                nbytes=nbytes,
+            )
+        )
         after[compute[last]].append(
-            Op("evict", "compute", group=group, writes=(("w", group),), nbytes=nbytes)
+            Op("evict", "compute", group=group, writes=(Weights(group),), nbytes=nbytes)
         )
     return step.with_(ops=weave(step.ops, before, after))
 

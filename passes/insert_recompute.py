@@ -5,6 +5,7 @@ from __future__ import annotations
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, compute_op
+from megacompile.step.spec import Saved
 
 
 def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -15,7 +16,7 @@ def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
         if op.kind == "backward":
             choice = work.blocks[op.block].choice(plan.blocks[op.block].choice)
             if choice.recompute is not None:
-                saved = ("saved", op.block, op.micro)
+                saved = Saved(op.block, op.micro)
                 token_bytes[saved] = choice.saved_bytes
                 ops.append(
                     compute_op("recompute", op.block, op.micro, choice, choice.recompute,

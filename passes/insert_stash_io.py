@@ -11,7 +11,8 @@ from collections import defaultdict
 from megacompile.passes.weave import weave
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Kind, Spill, Stream, Token
 
 _PAGE = 4096  # a drive moves whole pages
 
@@ -29,28 +30,21 @@ def insert_stash_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     after: dict[int, list[Op]] = defaultdict(list)
     begin = 0  # where a read may start: reads and offloads fill buffers in the order of their numbers
     for number, index in enumerate(fills):
-        op, buffer = ops[index], ("spill", number % plan.window)
+        op, buffer = ops[index], Spill(number % plan.window)
         if op.kind == "offload":
             home = op.writes
             ops[index] = op.with_(writes=(buffer,))
-            after[index].append(_move("write", op, reads=(buffer,), writes=home))
+            after[index].append(_move("write_stash", op, reads=(buffer,), writes=home))
             begin = index
         else:
             if number >= plan.window:  # what the buffer held is on its way to the drive or to the device
                 begin = max(begin, fills[number - plan.window])
-            after[begin].append(_move("read", op, reads=op.reads, writes=(buffer,)))
+            after[begin].append(_move("read_stash", op, reads=op.reads, writes=(buffer,)))
             ops[index] = op.with_(reads=(buffer,))
     return step.with_(ops=weave(tuple(ops), {}, after), window=plan.window)
 
 
-def _move(kind: str, op: Op, *, reads: tuple[Token, ...], writes: tuple[Token, ...]) -> Op:
-    return Op(
-        kind,  # type: ignore[arg-type]
-        "nvme_read" if kind == "read" else "nvme_write",
-        block=op.block,
-        micro=op.micro,
-        choice="stash",
-        reads=reads,
-        writes=writes,
-        nbytes=-(-op.nbytes // _PAGE) * _PAGE,
-    )
+def _move(kind: Kind, op: Op, *, reads: tuple[Token, ...], writes: tuple[Token, ...]) -> Op:
+    stream: Stream = "nvme_read" if kind == "read_stash" else "nvme_write"
+    nbytes = -(-op.nbytes // _PAGE) * _PAGE
+    return Op(kind, stream, op.block, micro=op.micro, reads=reads, writes=writes, nbytes=nbytes)

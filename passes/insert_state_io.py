@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from megacompile.passes.weave import weave
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Disk, Staged, Token, Window
 
 
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -24,18 +25,13 @@ def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     before: dict[int, list[Op]] = defaultdict(list)
     after: dict[int, list[Op]] = defaultdict(list)
     ops = list(step.ops)
-    _stage_weights(ops, states, work, plan.window, before, after)
+    _stage_weights(ops, states, plan.window, before, after)
     _pass_state(ops, states, work, plan.window, before, after)
     return step.with_(ops=weave(ops, before, after), window=plan.window)
 
 
 def _stage_weights(
-    ops: list[Op],
-    states: Sequence[str],
-    work: Workload,
-    window: int,
-    before: dict[int, list[Op]],
-    after: dict[int, list[Op]],
+    ops: list[Op], states: Sequence[str], window: int, before: dict[int, list[Op]], after: dict[int, list[Op]]
 ) -> None:
     """Buffers are filled in turn; one is filled again right after the last prefetch out of it."""
     buffers: list[tuple[int, int]] = [(-1, -1)] * window  # (group, its last prefetch)
@@ -50,11 +46,11 @@ def _stage_weights(
             slot = reads % window
             reads += 1
             start = max(start, buffers[slot][1])  # reads start in the order of their buffers
-            read = Op("read", "nvme_read", group=op.group, choice="weights", nbytes=op.nbytes,
-                      reads=(("disk", op.group, 0),), writes=(("staged", slot),))  # fmt: skip
+            read = Op("read_weights", "nvme_read", group=op.group, nbytes=op.nbytes,
+                      reads=(Disk(op.group, 0),), writes=(Staged(slot),))  # fmt: skip
             (after if buffers[slot][1] >= 0 or start else before)[start].append(read)
         buffers[slot] = (op.group, index)
-        ops[index] = op.with_(reads=(("staged", slot),))
+        ops[index] = op.with_(reads=(Staged(slot),))
 
 
 def _pass_state(
@@ -70,13 +66,12 @@ def _pass_state(
     begin = next((i for i, op in enumerate(ops) if op.kind == "backward"), 0)
     for number, index in enumerate(adams):
         op = ops[index]
-        slot: Token = ("window", number % window)
+        slot = Window(number % window)
         parts = (0, 1) if states[op.group] == "nvme-all" else (1,)
-        places: tuple[Token, ...] = tuple(("disk", op.group, part) for part in parts)
+        places = tuple(Disk(op.group, part) for part in parts)
         group = work.groups[op.group]
         nbytes = group.state_bytes + (group.nbytes if 0 in parts else 0)
-        read = Op("read", "nvme_read", group=op.group, choice="state", nbytes=nbytes,
-                  reads=places, writes=(slot,))  # fmt: skip
+        read = Op("read_state", "nvme_read", group=op.group, nbytes=nbytes, reads=places, writes=(slot,))
         write = Op("write", "nvme_write", group=op.group, nbytes=nbytes, reads=(slot,), writes=places)
         if number < window:
             before[begin].append(read)

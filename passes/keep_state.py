@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from megacompile.plan.plan import Mode, Plan, updated_groups
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Resident, Token, Weights
 
 
 def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Let blocks read ("resident", group) for ("w", group), and count what the groups take."""
+    """Let blocks read Resident for Weights, and count what the groups take."""
     resident = tuple(g for g, group in enumerate(plan.groups) if group.state == "device")
     if not resident:
         return step
     kept = set(resident)
 
     def where(token: Token) -> Token:
-        return ("resident", token[1]) if token[0] == "w" and token[1] in kept else token
+        return Resident(token.group) if isinstance(token, Weights) and token.group in kept else token
 
     ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in step.ops)
     nbytes = sum(work.groups[g].nbytes + work.groups[g].state_bytes for g in resident)
@@ -43,5 +44,7 @@ def gradients_that_wait(ops: tuple[Op, ...], work: Workload, mode: Mode) -> set[
     for index, op in enumerate(ops):
         if op.kind == "backward":
             given |= {g: index for g, _ in work.blocks[op.block].grad_groups}
-        waiting |= {t[1] for t in op.reads if t[0] == "resident" and given.get(t[1], index) < index}
+        waiting |= {
+            t.group for t in op.reads if isinstance(t, Resident) and given.get(t.group, index) < index
+        }
     return waiting

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import DEVICE_TOKENS, STREAMS, Event, Op, Step, Token
+from megacompile.step.operations import Event, Op, Step
+from megacompile.step.spec import STREAMS, Token
 
 _Place = tuple[int, int]  # first byte and end of a slot
 _COMPUTE = STREAMS.index("compute")
@@ -44,7 +45,7 @@ class _Item:
             changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
         self.changed = [numbers.setdefault(t, len(numbers)) for t in changed]
         self.touched = self.reads + self.changed
-        self.takes = op.stream != "compute" and any(t[0] in DEVICE_TOKENS for t in op.writes)
+        self.takes = op.stream != "compute" and any(t.on_device for t in op.writes)
         place = (op.offset, op.offset + op.nbytes) if op.group >= 0 else None
         self.fills = place if op.kind == "prefetch" else None
         self.leaves = place if op.kind == "evict" else None

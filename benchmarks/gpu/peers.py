@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.gpu.record import Result
 from benchmarks.gpu.work import batch_of, device, shaped, tiny
@@ -69,6 +69,17 @@ def _timed(step: Step, repeats: int) -> float:
     return statistics.median(run() for _ in range(repeats))
 
 
+def _step(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step() -> object:
+        loss = forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def _plain(module: nn.Module, batch: dict[str, Any]) -> Step:
     """Resident, FP32 masters under autocast, torch.compile, fused AdamW, layers checkpointed."""
     module = module.float().to(device())
@@ -77,15 +88,11 @@ def _plain(module: nn.Module, batch: dict[str, Any]) -> Step:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     forward = torch.compile(module) if on_gpu else module
 
-    def step() -> object:
+    def loss() -> Tensor:
         with torch.autocast(device(), torch.bfloat16):
-            loss = forward(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+            return forward(**batch).loss  # type: ignore[no-any-return]
 
-    return step
+    return _step(loss, optimizer)
 
 
 def _fsdp2(module: nn.Module, batch: dict[str, Any]) -> Step:
@@ -108,14 +115,7 @@ def _fsdp2(module: nn.Module, batch: dict[str, Any]) -> Step:
         buffer.data = buffer.data.to(device())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
-    def step() -> object:
-        loss = module(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return _step(lambda: module(**batch).loss, optimizer)
 
 
 def _deepspeed(module: nn.Module, batch: dict[str, Any], *, more: dict[str, Any] | None = None) -> Step:

@@ -99,19 +99,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over tokens, from logits in at least float32, as transformers' losses."""
-    return F.cross_entropy(logits.to(wide(logits.dtype)), labels)
-
-
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """A head and its loss."""
-    return cross_entropy(F.linear(hidden, weight), labels)
-
-
-def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """torch's."""
-    return F.embedding(ids, weight)
+    """A head and its mean loss over tokens, from logits in at least float32, as transformers' losses."""
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,12 +136,6 @@ def _head_costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     tokens, width, vocabulary = shape
     product, nbytes = 2 * tokens * width * vocabulary, (tokens + vocabulary) * width * itemsize
     return Cost(nbytes, product), Cost(2 * nbytes, 2 * product)
-
-
-def _embedding_costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    tokens, width, vocabulary = shape
-    rows, table = tokens * width * itemsize, vocabulary * width * itemsize
-    return Cost(2 * rows), Cost(rows + table)
 
 
 def _attention_costs(window: int) -> Callable[[Shape, int], tuple[Cost, Cost]]:
@@ -196,16 +181,10 @@ OPERATIONS: dict[str, Operation] = {
                   lambda s, itemsize: _elementwise(2, 1, 5)((s[0], s[1] // 2), itemsize)),
         Operation("rope", ("batch", "heads", "tokens", "width"), ((2, 32, 8192, 128), (2, 8, 8192, 128)),
                   _turned, 1, rope, _elementwise(1, 1, 2)),
-        Operation("cross_entropy", ("tokens", "vocabulary"), ((4096, 128256),),
-                  lambda s, g: [_normal(g, *s), _integers(g, s[1], s[0])], 1, cross_entropy,
-                  _elementwise(1, 0, 2)),
         Operation("linear_cross_entropy", ("tokens", "width", "vocabulary"),
                   ((4096, 4096, 128256), (8192, 2048, 151936)),
                   lambda s, g: [_normal(g, s[0], s[1]), _normal(g, s[2], s[1], scale=s[1] ** -0.5),
                                 _integers(g, s[2], s[0])], 2, linear_cross_entropy, _head_costs),
-        Operation("embedding", ("tokens", "width", "vocabulary"), ((8192, 4096, 128256),),
-                  lambda s, g: [_normal(g, s[2], s[1]), _integers(g, s[2], s[0])], 1, embedding,
-                  _embedding_costs),
         Operation("attention", ("batch", "heads", "groups", "tokens", "width"), ((2, 32, 8, 4096, 128),),
                   _qkv, 3, attention, _attention_costs(0)),
         Operation("capped_attention", ("batch", "heads", "groups", "tokens", "width"),

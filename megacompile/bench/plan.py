@@ -6,10 +6,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megacompile.bench.cases import OPERATIONS, Shape
 from megacompile.bench.kernels import Row, shape_text
-from megacompile.differentiate.kernel_calls import Calls, KernelCall
+from megacompile.differentiate.kernel_calls import Calls, KernelCall, total
+from megacompile.errors import MegacompileError
+from megacompile.plan.codec import from_plain, parse_json
 
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "glu")
 
@@ -23,6 +27,22 @@ class Target:
     shape: Shape
     forward: int
     backward: int
+
+
+def read_calls(plan: Path) -> Calls:
+    """The calls of the program whose plan this is, from the file that its dump wrote beside it."""
+    path = plan.with_name("kernel_calls.json")
+    if not plan.is_file():
+        raise MegacompileError(f"--plan {plan}: there is no such file.")
+    if not path.is_file():
+        raise MegacompileError(
+            f"--plan {plan}: the shapes of a plan stand in kernel_calls.json beside it, which is missing: "
+            "give the plan.json of a dump (megacompile.compile(..., dump=folder))."
+        )
+    items = from_plain(list[dict[str, Any]], parse_json(path.read_text(), str(path)), str(path))
+    counts = [from_plain(int, item.pop("calls", None), f"{path}: calls") for item in items]
+    calls = from_plain(tuple[KernelCall, ...], items, str(path))
+    return total(zip(calls, counts, strict=True))
 
 
 def targets(calls: Calls) -> tuple[list[Target], list[str]]:
@@ -50,8 +70,6 @@ def _operation(call: KernelCall) -> tuple[str, Shape, str] | None:
     if name in (*ROWS, "clamped_glu"):
         return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
     if name == "rope" and len(shapes[0]) == 4:
-        return name, shapes[0], kind
-    if name == "cross_entropy":
         return name, shapes[0], kind
     if name == "linear_cross_entropy":
         return name, (*shapes[0], shapes[1][0]), kind

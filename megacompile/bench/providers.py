@@ -52,9 +52,7 @@ OURS: dict[str, Function] = {
     "glu": kernels.glu,
     "clamped_glu": lambda both: kernels.clamped_glu(both, LIMIT, ALPHA),
     "rope": kernels.rope,
-    "cross_entropy": lambda x, labels: kernels.cross_entropy(x, labels).mean(),
     "linear_cross_entropy": lambda x, w, labels: kernels.linear_cross_entropy(x, w, labels).mean(),
-    "embedding": kernels.embedding,
     "attention": _attention(0.0, 0),
     "capped_attention": _attention(SOFTCAP, WINDOW),
 }
@@ -82,7 +80,6 @@ def _liger(name: str) -> Function | None:
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
         "glu": lambda gate, up: liger.liger_swiglu(gate, up),
         "rope": rope,
-        "cross_entropy": lambda x, labels: liger.liger_cross_entropy(x, labels),
         "linear_cross_entropy": lambda x, w, labels: liger.liger_fused_linear_cross_entropy(x, w, labels),
     }
     return known.get(name)

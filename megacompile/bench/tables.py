@@ -14,6 +14,7 @@ from typing import Any
 from megacompile.bench.kernels import MODES, Row
 from megacompile.errors import MegacompileError
 from megacompile.kernels.aot import SHARED_LIMIT, read_table
+from megacompile.plan.codec import from_plain, parse_json, to_plain
 
 SLOWER = 1.05
 """A median this many times an older one is called slower: below that is noise."""
@@ -54,7 +55,7 @@ def write(folder: Path, rows: Sequence[Row], hardware: Hardware) -> list[Path]:
     writer = csv.DictWriter(text, [*hardware, *(f.name for f in fields(Row))], lineterminator="\n")
     writer.writeheader()
     writer.writerows({**hardware, **asdict(row)} for row in rows)
-    document = {"hardware": dict(hardware), "rows": [asdict(row) for row in rows]}
+    document = {"hardware": dict(hardware), "rows": to_plain(rows)}
     files = {
         "kernels.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
         "kernels.csv": text.getvalue(),
@@ -94,13 +95,14 @@ def _plot(path: Path, rows: Sequence[Row]) -> Path | None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a kernels.json."""
+    what = f"--compare {path}: this is no kernels.json of bench kernels; it"
     try:
-        document = json.loads(path.read_text())
-        return [Row(**row) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MegacompileError(
-            f"--compare {path}: this is no kernels.json of bench kernels ({error})."
-        ) from error
+        document = parse_json(path.read_text(), what)
+    except OSError as error:
+        raise MegacompileError(f"--compare {path} cannot be read: {error}.") from error
+    table = from_plain(dict[str, Any], document, what)
+    rows: list[Row] = from_plain(list[Row], table.get("rows"), f"{what}s list of rows")
+    return rows
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> str:

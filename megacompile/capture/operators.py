@@ -20,6 +20,7 @@ from megacompile.capture import sdpa
 from megacompile.capture.sdpa import repeat_heads, sum_heads
 from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
+from megacompile.kernels.attention_reference import Rule
 from megacompile.kernels.dropout import dropout_mask, dropout_triton
 
 _LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
@@ -92,7 +93,7 @@ def attention(
             lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
         return _heads_inside(out), lse.contiguous()
     if path == "triton":
-        return flash_attention_forward(q, k, v, scale, causal, window, softcap, sinks)
+        return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks))
     probabilities, lse, _ = _softmax(q, k, bias, sinks, scale, causal, window, softcap)
     probabilities = probabilities.to(v.dtype)
     if dropout_p > 0.0:
@@ -147,9 +148,8 @@ def attention_backward(
             d_bias = dmask.sum_to_size(bias.shape).to(bias.dtype).contiguous()
         return dq, dk, dv, d_bias, none.clone()
     if path == "triton":
-        dq, dk, dv, d_sinks = flash_attention_backward(
-            grad, q, k, v, out, lse, scale, causal, window, softcap, sinks
-        )
+        rule = Rule(scale, causal, window, softcap, sinks)
+        dq, dk, dv, d_sinks = flash_attention_backward(grad, q, k, v, out, lse, rule)
         return dq, dk, dv, none, d_sinks
 
     groups = k.shape[1]

@@ -103,8 +103,7 @@ def _dtypes(options: argparse.Namespace) -> list[torch.dtype]:
 
 
 def _targets(plan: str) -> list[Any]:
-    from megacompile.bench.plan import targets
-    from megacompile.differentiate.kernel_calls import read_calls
+    from megacompile.bench.plan import read_calls, targets
 
     made, _ = targets(read_calls(Path(plan)))
     if not made:

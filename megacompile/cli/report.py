@@ -19,7 +19,7 @@ from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.text import plan_table
 from megacompile.search.least import describe_peak
 from megacompile.search.tiers import describe_traffic
-from megacompile.step.operations import STREAMS
+from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
 _STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host"}

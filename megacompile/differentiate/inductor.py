@@ -5,7 +5,8 @@ kernels, torch's products and our operators, and says itself where it takes memo
 allocation goes through torch's dispatcher, so that a meter counts it; no argument is written; the same
 inputs give the same bits, since nothing is left to atomic additions or to timings.
 
-This is private API of torch. All of it is used here, and ``tests/test_inductor.py`` fails when it goes away.
+This is private API of torch. All of it is used here; ``tests/unit/differentiate/test_inductor.py`` fails
+when it goes away.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Which of our operators a program calls, on which shapes, how often per step.
 
-In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, as JSON beside the
-plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
+In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump
+writes beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-
-from megacompile.errors import MegacompileError
 
 
 @dataclass(frozen=True, order=True)
@@ -63,32 +59,3 @@ def _call(node: fx.Node) -> KernelCall:
         tuple(tuple(t.shape) for t in tensors),
         tuple(constants),
     )
-
-
-def to_json(calls: Calls) -> str:
-    """The file ``kernel_calls.json`` of a dump."""
-    return json.dumps([{**asdict(call), "calls": count} for call, count in calls], indent=1) + "\n"
-
-
-def read_calls(plan: Path) -> Calls:
-    """The calls of the program whose plan this is, from the file that its dump wrote beside it."""
-    path = plan.with_name("kernel_calls.json")
-    if not plan.is_file():
-        raise MegacompileError(f"--plan {plan}: there is no such file.")
-    if not path.is_file():
-        raise MegacompileError(
-            f"--plan {plan}: the shapes of a plan stand in kernel_calls.json beside it, which is missing: "
-            "give the plan.json of a dump (megacompile.compile(..., dump=folder))."
-        )
-    try:
-        return total(_read(item) for item in json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
-        raise MegacompileError(f"{path} is no list of kernel calls: {error}.") from error
-
-
-def _read(item: dict[str, object]) -> tuple[KernelCall, int]:
-    fields = dict(item)
-    count = fields.pop("calls")
-    shapes = tuple(tuple(int(n) for n in shape) for shape in fields.pop("shapes"))  # type: ignore[attr-defined]
-    constants = tuple(str(c) for c in fields.pop("constants"))  # type: ignore[attr-defined]
-    return KernelCall(str(fields["op"]), str(fields["dtype"]), shapes, constants), int(str(count))

@@ -13,7 +13,8 @@ from megacompile.machine.simulate import duration
 from megacompile.plan.workload import Workload
 from megacompile.search.candidates import Planned
 from megacompile.search.least import alive_before
-from megacompile.step.operations import STREAMS, Step, Stream, memory_curve
+from megacompile.step.operations import Step, memory_curve
+from megacompile.step.spec import COMPUTES, STREAMS, Saved, Stream, Value, ValueGrad, WeightGrad
 
 
 def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
@@ -25,11 +26,11 @@ def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
         "weights and state that stay": step.constant_bytes - work.constant_bytes,
         "buffers and constants": work.constant_bytes,
     }
-    kinds = {"x": "activations between blocks", "saved": "tensors kept for the backward",
-             "g": "activation gradients", "wg": "weight gradients on their way"}  # fmt: skip
+    kinds = {Value: "activations between blocks", Saved: "tensors kept for the backward",
+             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way"}  # fmt: skip
     parts |= dict.fromkeys(kinds.values(), 0)
     for token in alive_before(step, index):
-        parts[kinds[token[0]]] += step.token_bytes[token]
+        parts[kinds[type(token)]] += step.token_bytes[token]
     parts["the running block's own"] = peak - sum(parts.values())
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
@@ -38,7 +39,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
     """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), memory traffic, launches,
     and what of gradients and updates is done there."""
     updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
-    ops = [op for op in step.ops if op.kind in ("forward", "recompute", "backward")]
+    ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
     return {
         "model FLOPs": model_flops / machine.flops,

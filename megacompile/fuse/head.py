@@ -155,7 +155,7 @@ def _emit(
     workspace = min(WORKSPACE, value(matrix).numel() * value(matrix).element_size() // _SHARE)
     pair = emit.call(
         torch.ops.megacompile.linear_cross_entropy.default, hidden, matrix, bias[0] if bias else None,
-        labels, terms.ignore_index, terms.smoothing, 0.0, terms.softcap, workspace, like=linear,
+        labels, terms.ignore_index, terms.smoothing, terms.softcap, workspace, like=linear,
     )  # fmt: skip
     loss = emit.call(operator.getitem, pair, 0, like=linear)
     if terms.reduction in (_MEAN, _SUM):
@@ -168,18 +168,15 @@ def _emit(
     return loss
 
 
-@register_flop_formula(torch.ops.megacompile.linear_cross_entropy)
-def linear_cross_entropy_flops(
-    hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    """One product of hidden and the head's weight."""
+def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """One product of hidden and the head's weight, by their shapes."""
     return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
 
 
-@register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)
-def linear_cross_entropy_backward_flops(
-    grad: Any, hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
+def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     """The logits again, and two products for the gradients."""
-    product: int = linear_cross_entropy_flops(hidden, weight)
-    return 3 * product
+    return 3 * head_flops(hidden, weight)
+
+
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(head_flops)
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)(head_backward_flops)

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megacompile.units import runs_of
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -68,18 +70,8 @@ def fold(places: Iterable[str]) -> list[str]:
         groups.setdefault((head, tail if digits else ""), []).append(int(digits) if digits else -1)
     lines = []
     for (head, tail), numbers in groups.items():
-        span = "" if numbers[0] < 0 else _ranges(sorted(set(numbers)))
+        runs = [] if numbers[0] < 0 else runs_of(sorted(set(numbers)))
+        span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
         name = f"{head}{span}{tail}" or "the model itself"
         lines.append(f"{name} (×{len(numbers)})" if len(numbers) > 1 else name)
     return lines
-
-
-def _ranges(numbers: list[int]) -> str:
-    """``0-3,5`` for 0, 1, 2, 3, 5."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -3,7 +3,7 @@
 In:  weights and a gradient as in `host/adam.py`; each moment as :class:`Coded`.
 Out: the same tensors, one optimizer step later.
 
-The books are those of ``kernels/quantize.py``: 8 bits with ``dynamic8`` and ``dynamic8_unsigned`` in
+The books are those of ``host/code_books.py``: 8 bits with ``dynamic8`` and ``dynamic8_unsigned`` in
 blocks of 256, 4 bits with ``dynamic4`` and ``linear4_unsigned`` in blocks of 128. A value takes the
 nearest code of its magnitude over the block's largest.
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megacompile.host import adam as host_adam
 from megacompile.host.adam import AdamHyper, adamw_step
+from megacompile.host.code_books import BOOKS, dequantize, quantize
 from megacompile.host.formats import CODINGS, Coding
-from megacompile.kernels.quantize import BOOKS, book_tables, dequantize_reference, quantize_reference
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,14 @@ class Coded:
         return Coded(codes, self.scales[start // coding.block : coding.blocks(stop)])
 
 
-def decode(moment: Coded, coding: Coding, book: str, elements: int) -> Tensor:
+def decode(moment: Coded, coding: Coding, book: str) -> Tensor:
     """The fp32 values (n) of a moment."""
-    table, _ = book_tables(book, torch.device("cpu"))
-    out = torch.empty(elements, dtype=torch.float32)
-    return dequantize_reference(moment.codes, moment.scales, table, book, coding.block, out)
+    return dequantize(moment.codes, moment.scales, book, coding.block)
 
 
 def encode(values: Tensor, moment: Coded, coding: Coding, book: str) -> None:
     """Write the codes and scales of fp32 ``values`` (n)."""
-    _, middles = book_tables(book, torch.device("cpu"))
-    codes, scales = quantize_reference(values, middles, book, coding.block)
+    codes, scales = quantize(values, book, coding.block)
     moment.codes.copy_(codes)
     moment.scales.copy_(scales)
 
@@ -129,8 +126,8 @@ def _torch_step(
     coding: Coding,
     threads: int,
 ) -> None:
-    m = decode(first, coding, coding.first_book, grad.numel())
-    v = decode(second, coding, coding.second_book, grad.numel())
+    m = decode(first, coding, coding.first_book)
+    v = decode(second, coding, coding.second_book)
     adamw_step(master, m, v, grad, hyper, threads)
     encode(m, first, coding, coding.first_book)
     encode(v, second, coding, coding.second_book)

@@ -9,6 +9,12 @@ from torch import Tensor
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() == 0 or span == x.numel()
+
+
 def padding_of(group: GroupLayout) -> list[slice]:
     """Where a bucket holds no parameter."""
     stops = [slot.offset + slot.parameter.numel for slot in group.slots]

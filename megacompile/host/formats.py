@@ -27,7 +27,7 @@ SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one format codes moments: bits, elements per scale, the code books of ``kernels.quantize``."""
+    """How one format codes moments: bits, elements per scale, the code books of ``host.code_books``."""
 
     bits: int
     block: int

@@ -16,7 +16,7 @@ from megacompile.host.offload import buffer_bytes, host_state_bytes, place_group
 from megacompile.plan.assemble import Assembly, GroupLayout
 from megacompile.plan.plan import Plan
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Step, kept_gradients, stash_buffers
+from megacompile.step.operations import Step, kept_gradients, stash_buffers, stashes
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class HostBytes:
 
     @property
     def total(self) -> int:
-        total: int = sum(astuple(self)) - self.nvme
-        return total
+        return int(sum(astuple(self))) - self.nvme
 
 
 def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
@@ -52,7 +51,7 @@ def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) ->
     gradients, buffers, stash = map(sum, _buffers(step, assembly.work))
     total = host_state_bytes(places, window) + step_bytes(step, assembly.work)
     padding = total - masters - moments - gradients - buffers - stash - passing
-    stored = sum(op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash")
+    stored = sum(stashes(step, "nvme_write").values())
     nvme = sum(p.storage_bytes for p in places) + stored
     return HostBytes(masters, moments, gradients, buffers, stash, passing, padding, nvme)
 

@@ -89,11 +89,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any) -> None:
+def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: list[dict[str, Any]]) -> None:
     """Refuse settings of param groups that are not this optimizer's, by name."""
     ours = [g["parameters"] for g in settings_of(optimizer, model)]
-    if not isinstance(saved, list) or not all(isinstance(g, dict) for g in saved):
-        raise MegacompileError("The checkpoint's param groups are malformed.")
     if len(saved) != len(ours):
         raise MegacompileError(f"The checkpoint has {len(saved)} param groups, the optimizer {len(ours)}.")
     for index, (group, names) in enumerate(zip(saved, ours, strict=True)):

@@ -17,16 +17,9 @@ from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena, trim_heap
 from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
-from megacompile.host.formats import (
-    CODINGS,
-    MomentPlace,
-    StateFormat,
-    group_arrays,
-    group_runs,
-    moment_names,
-    moment_places,
-)
+from megacompile.host.formats import CODINGS, StateFormat, group_runs, moment_names
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
+from megacompile.host.views import moments_of, parts_of
 from megacompile.plan.assemble import GroupLayout, Slot
 
 CHUNK = 1 << 22  # elements
@@ -199,13 +192,20 @@ class HostState:
         self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:
         """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments."""
-        arrays, low = self.arrays[group], self.arrays[group].get("low")
+        for weights, low, moments, part, hyper in self._views(group, self.arrays[group], grad, hypers):
+            first, second = moments  # four where they are coded: those are updated on the host
+            yield weights, low, first, second, part, hyper
+
+    def _views(
+        self, group: int, arrays: Mapping[str, Tensor], grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
+    ) -> Iterator[tuple[Tensor, Tensor | None, list[Tensor], Tensor, host_adam.AdamHyper]]:
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run of a group."""
+        low = arrays.get("low")
         for run in self._runs[group]:
-            assert not run.place.coded, "coded moments are updated on the host"
             part = slice(run.start, run.stop)
-            first, second = _moments(arrays, run.place, self.form)
             lows = None if low is None else low[part]
-            yield arrays["weights"][part], lows, first, second, grad[part], hypers[run.param_group]
+            moments = moments_of(arrays, run.place, self.form)
+            yield arrays["weights"][part], lows, moments, grad[part], hypers[run.param_group]
 
     def update(
         self,
@@ -226,18 +226,14 @@ class HostState:
         arrays = self.arrays[group]
         if slot is not None and self.offload is not None:
             arrays = arrays | self.offload.arrays(group, slot)
-        weights, low = arrays["weights"], arrays.get("low")
-        for run in self._runs[group]:
-            part, hyper = slice(run.start, run.stop), hypers[run.param_group]
-            master = weights[part] if low is None else (weights[part], low[part])
-            found = _moments(arrays, run.place, self.form)
-            if run.place.coded:
-                coding = CODINGS[self.form]
-                moments = Coded(*found[:2]), Coded(*found[2:])
-                coded_adamw_step(master, *moments, grad[part], hyper, coding, threads)
+        for weights, low, moments, part, hyper in self._views(group, arrays, grad, hypers):
+            master = weights if low is None else (weights, low)
+            if len(moments) == 4:
+                coded = Coded(*moments[:2]), Coded(*moments[2:])
+                coded_adamw_step(master, *coded, part, hyper, CODINGS[self.form], threads)
             else:
-                first, second = found
-                host_adam.adamw_step(master, first, second, grad[part], hyper, threads)
+                first, second = moments
+                host_adam.adamw_step(master, first, second, part, hyper, threads)
 
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.
@@ -245,41 +241,7 @@ class HostState:
         As with :meth:`open`, views are for as long as the iterator stands at their group.
         """
         for index, group in enumerate(self.groups):
-            yield _parts(group, self.open(index, change=change), self.form)
-
-
-def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
-    for group in groups:
-        arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
-                  for a in group_arrays(group, form)}  # fmt: skip
-        yield _parts(group, arrays, form)
-
-
-def _parts(
-    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat
-) -> dict[str, dict[str, Tensor]]:
-    named = {}
-    places = moment_places(group, form) if group.trainable else [None] * len(group.slots)
-    for slot, place in zip(group.slots, places, strict=True):
-        part = slice(slot.offset, slot.offset + slot.parameter.numel)
-        found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
-        names = moment_names(place.coded) if place else ()
-        moments = _moments(arrays, place, form) if place else []
-        named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
-    return named
-
-
-def _moments(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:
-    """Views of a place's moments, in the order of :func:`~megacompile.host.formats.moment_names`."""
-    start, stop = place.offset, place.offset + place.elements
-    if not place.coded:
-        return [arrays[name][start:stop] for name in moment_names(False)]
-    coding = CODINGS[form]
-    codes = slice(coding.code_bytes(start), coding.code_bytes(stop))
-    scales = slice(place.block, place.block + coding.blocks(place.elements))
-    parts = (codes, scales, codes, scales)
-    return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
+            yield parts_of(group, self.open(index, change=change), self.form)
 
 
 def nothing_for(parameter: nn.Parameter) -> Tensor:

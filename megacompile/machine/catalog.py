@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megacompile.errors import MegacompileError
 from megacompile.machine.rates import Machine, this_cpu
+from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.units import host_available
 
 PROFILE_VERSION = 1
@@ -186,7 +186,7 @@ def override(
 
 def profile_json(profile: MachineProfile) -> str:
     """The text of a machine.json; :func:`parse_profile` is its exact inverse."""
-    return json.dumps({"version": PROFILE_VERSION, **asdict(profile)}, indent=1, allow_nan=False)
+    return json.dumps({"version": PROFILE_VERSION, **to_plain(profile)}, indent=1, allow_nan=False)
 
 
 def read_profile(path: Path) -> MachineProfile:
@@ -200,50 +200,17 @@ def read_profile(path: Path) -> MachineProfile:
 
 def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
     """Check and read the text of a machine.json; every fault is named with its field."""
-    try:
-        given = json.loads(text, parse_constant=lambda name: name)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise MegacompileError(f"{what} is no JSON: {error}.") from error
+    given = parse_json(text, what)
     if not isinstance(given, dict) or not isinstance(given.get("machine"), dict):
         raise MegacompileError(f'{what} describes no machine: it has no object "machine".')
     if given.pop("version", None) != PROFILE_VERSION:
         raise MegacompileError(f"{what} is not of version {PROFILE_VERSION}: measure the machine again.")
-    machine = Machine(**_checked(given.pop("machine"), Machine, what))
-    return MachineProfile(machine, **_checked(given, MachineProfile, what))
+    profile: MachineProfile = from_plain(MachineProfile, given, what, partial=True)
+    figures = {f.name: getattr(part, f.name) for part in (profile, profile.machine) for f in fields(part)}
+    for name, value in figures.items():
+        if type(value) in (int, float) and (value < 0 or (value == 0 and name not in _MAY_BE_ZERO)):
+            raise MegacompileError(f"{what}: {name} is {value!r}, which is not possible for a machine.")
+    return profile
 
 
-_TEXTS, _FLAGS = {"name", "title"}, {"shared_cores", "shared_memory"}
 _MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
-_SIZES = {"device_bytes", "host_bytes", "cores"}
-
-
-def _checked(given: dict[str, Any], kind: type, what: str) -> dict[str, Any]:
-    known = [f.name for f in fields(kind) if f.name != "machine"]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else "."
-            raise MegacompileError(f"{what} has a field {name!r} that no machine has{hint}")
-    if kind is Machine:
-        required = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
-        if required:
-            raise MegacompileError(f"{what} lacks {', '.join(required)}.")
-    return {name: _value(name, value, kind, what) for name, value in given.items()}
-
-
-def _value(name: str, value: Any, kind: type, what: str) -> Any:
-    if name in _TEXTS:
-        right = isinstance(value, str)
-    elif name in _FLAGS:
-        right = isinstance(value, bool)
-    elif name == "sources":
-        right = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-    elif value is None:
-        right = kind is MachineProfile
-    else:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        right = number and math.isfinite(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
-        right = right and (name not in _SIZES or isinstance(value, int))
-    if not right:
-        raise MegacompileError(f"{what}: {name} is {value!r}, which is not possible for a machine.")
-    return value

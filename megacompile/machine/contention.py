@@ -7,12 +7,11 @@ for is over; what runs changes only when one ends, so a step takes as many momen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megacompile.machine.rates import Machine
-from megacompile.step.operations import STREAMS, Event, Op
-
-_COPIES = ("prefetch", "reload", "push_grad", "offload", "read", "write")
+from megacompile.step.operations import Event, Op
+from megacompile.step.spec import STREAMS
 
 
 def shared_times(
@@ -44,14 +43,7 @@ def shared_times(
             _release(index, effects, waiting, ready)
         if not running:
             break
-        cores = memory = 0.0
-        for index in running:
-            cores += draws[index][0]
-            memory += draws[index][1]
-        slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
-        pace = {
-            i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running
-        }
+        pace = _paces(running, draws)
         if machine.shared_cores:
             _slow_each_other(pace, computes, machine)
         passed = min(left * pace[i] for i, left in running.items())
@@ -63,6 +55,16 @@ def shared_times(
                 ends[index] = now
                 _release(index, effects, waiting, ready)
     return starts, ends
+
+
+def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict[int, float]:
+    """How many times longer each running operation takes than alone."""
+    cores = memory = 0.0
+    for index in running:
+        cores += draws[index][0]
+        memory += draws[index][1]
+    slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
+    return {i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running}
 
 
 def _slow_each_other(pace: dict[int, float], computes: Sequence[bool], machine: Machine) -> None:
@@ -108,11 +110,6 @@ def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
     if machine.shared_cores and op.stream in STREAMS[:4]:
         threads = {"h2d": 1, "d2h": 1, "host": max(1, machine.cores // 2)}.get(op.stream, machine.cores)
         cores = threads / machine.cores
-    elif machine.shared_memory and seconds > 0 and draws_memory(op):
+    elif machine.shared_memory and seconds > 0 and op.stream != "compute":
         memory = op.nbytes / seconds / machine.host_bandwidth
     return cores, memory
-
-
-def draws_memory(op: Op) -> bool:
-    """Whether an operation moves its bytes through host memory."""
-    return op.kind in _COPIES or op.stream == "host"

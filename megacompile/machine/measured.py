@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megacompile.machine.simulate import Timeline
-from megacompile.step.operations import Event, Kind, Step
+from megacompile.step.operations import Event, Step
+from megacompile.step.spec import Kind
 
 RUN: Event = ("run",)  # the entry of a trace that tells when the run began
 

@@ -7,12 +7,14 @@ and reads the very step that is emitted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megacompile.machine.contention import draws_memory, shared_times
+from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
 from megacompile.plan.workload import Call
-from megacompile.step.operations import STREAMS, Event, Op, Step, Stream
+from megacompile.step.operations import Event, Op, Step
+from megacompile.step.spec import SPECS, STREAMS, Cost, Kind, Stream
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def simulate(step: Step, machine: Machine) -> Timeline:
     for op, start, end, alone in zip(step.ops, starts, ends, seconds, strict=True):
         busy[op.stream] += end - start if shared else alone
     if machine.shared_memory:
-        moved = sum(op.nbytes for op in step.ops if draws_memory(op))
+        moved = sum(op.nbytes for op in step.ops if op.stream != "compute")
         period = max(period, moved / machine.host_bandwidth)
     return Timeline(tuple(starts), tuple(ends), max(period, *busy.values()), busy)
 
@@ -68,26 +70,6 @@ def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list
     return starts, ends
 
 
-def duration(op: Op, machine: Machine) -> float:
-    """Seconds that an operation takes alone on its stream."""
-    if op.kind in ("forward", "recompute", "backward"):
-        return call_seconds(op, machine)
-    if op.kind in ("prefetch", "reload") or (op.kind == "load" and op.reads):
-        return machine.copy_seconds + op.nbytes / machine.h2d_bandwidth
-    on_gpu = op.stream == "compute" and not machine.shared_cores  # a CPU runs the same kernel there
-    if op.kind == "accumulate" or (op.kind in ("adam", "norm") and on_gpu):
-        return op.nbytes / machine.memory_bandwidth
-    if op.kind in ("push_grad", "offload"):
-        return machine.copy_seconds + op.nbytes / machine.d2h_bandwidth
-    if op.kind in ("adam", "norm"):
-        return op.nbytes / machine.host_bandwidth
-    if op.kind == "read":
-        return op.nbytes / machine.nvme_read_bandwidth
-    if op.kind == "write":
-        return op.nbytes / machine.nvme_write_bandwidth
-    return 0.0
-
-
 def call_seconds(call: Call | Op | None, machine: Machine) -> float:
     """Seconds of a block function alone: as measured, else by the machine's rates; of None, nothing."""
     if call is None:
@@ -96,3 +78,27 @@ def call_seconds(call: Call | Op | None, machine: Machine) -> float:
         return call.seconds
     work = call.flops / machine.flops + call.moved_bytes / machine.memory_bandwidth
     return machine.launch_seconds + work
+
+
+def _state_seconds(op: Op, machine: Machine) -> float:
+    """What goes over a group's state, or its gradient, is as fast as the memory that they are in."""
+    on_gpu = op.stream == "compute" and not machine.shared_cores  # a CPU runs the same kernel there
+    return op.nbytes / (machine.memory_bandwidth if on_gpu else machine.host_bandwidth)
+
+
+_SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
+    "nothing": lambda op, machine: 0.0,
+    "call": call_seconds,
+    "upload": lambda op, machine: machine.copy_seconds + op.nbytes / machine.h2d_bandwidth,
+    "download": lambda op, machine: machine.copy_seconds + op.nbytes / machine.d2h_bandwidth,
+    "device": lambda op, machine: op.nbytes / machine.memory_bandwidth,
+    "state": _state_seconds,
+    "nvme_read": lambda op, machine: op.nbytes / machine.nvme_read_bandwidth,
+    "nvme_write": lambda op, machine: op.nbytes / machine.nvme_write_bandwidth,
+}
+_OF_KIND: dict[Kind, Callable[[Op, Machine], float]] = {k: _SECONDS[spec.cost] for k, spec in SPECS.items()}
+
+
+def duration(op: Op, machine: Machine) -> float:
+    """Seconds that an operation takes alone on its stream."""
+    return _OF_KIND[op.kind](op, machine)

@@ -1,16 +1,18 @@
 """Frozen dataclasses as strict JSON, and back: exact, checked field by field, nothing executed.
 
-A dataclass becomes an object, a tuple a list. Reading builds nothing but what the type hints say; any
-other text, NaN and infinity included, is a :class:`MegacompileError` that names the place.
+A dataclass becomes an object, or the list of its fields' values; a tuple becomes a list. Reading builds
+nothing but what the type hints say; any other text, NaN and infinity included, is a
+:class:`MegacompileError` that names the place.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
@@ -23,43 +25,52 @@ def parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text, parse_constant=lambda name: _refuse(what, name))
     except RecursionError as error:
-        raise MegacompileError(f"{what} is nested too deeply to be what it should be.") from error
+        raise MegacompileError(f"{what} is no JSON that can be read: it is nested too deeply.") from error
     except ValueError as error:  # JSONDecodeError, and numbers of thousands of digits
         if isinstance(error, MegacompileError):
             raise
         raise MegacompileError(f"{what} is no JSON, or was cut off: {error}.") from error
 
 
-def to_plain(value: Any) -> Any:
-    """Dataclasses, tuples and dicts of numbers and texts as what ``json.dumps`` takes."""
+def to_plain(value: Any, named: bool = True) -> Any:
+    """Dataclasses, tuples and dicts of numbers and texts as what ``json.dumps`` takes.
+
+    Dataclasses become objects where ``named``, otherwise lists.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
+        items = {f.name: to_plain(getattr(value, f.name), named) for f in fields(value)}
+        return items if named else [*items.values()]
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item, named) for item in value]
     if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {key: to_plain(item, named) for key, item in value.items()}
     return value
 
 
-def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """An instance of ``kind`` from plain JSON values; the inverse of :func:`to_plain`."""
+def from_plain(kind: Any, value: Any, where: str, partial: bool = False) -> Any:
+    """An instance of ``kind`` from plain JSON values; the inverse of :func:`to_plain`.
+
+    ``partial`` allows that fields with a default are missing.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
     if is_dataclass(kind):
-        return _dataclass(kind, value, where)
-    if origin is tuple:
-        return _tuple(arguments, value, where)
-    if origin is dict:
-        if isinstance(value, dict):
-            return {k: from_plain(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    elif origin is Literal:
-        if isinstance(value, str) and value in arguments:
-            return value
-    elif origin in (Union, types.UnionType):
+        return _dataclass(kind, value, where, partial)
+    if origin is tuple and isinstance(value, list):
+        return _tuple(arguments, value, where, partial)
+    if origin in (dict, list) and isinstance(value, origin):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        read = {k: from_plain(arguments[-1], v, f"{where}.{k}", partial) for k, v in items}
+        return read if origin is dict else [*read.values()]
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if origin in (Union, types.UnionType):
         if value is None:
             return None
         (inner,) = (a for a in arguments if a is not type(None))
-        return from_plain(inner, value, where)
-    elif kind is float:
+        return from_plain(inner, value, where, partial)
+    if kind is float:
         if type(value) in (int, float) and math.isfinite(value):
             return value
     elif type(value) is kind:
@@ -67,24 +78,35 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     raise MegacompileError(f"{where} is {_short(value)}, which cannot be.")
 
 
-def _dataclass(kind: Any, value: Any, where: str) -> Any:
-    names = {f.name for f in fields(kind)}
-    if not isinstance(value, dict) or set(value) != names:
-        wrong = sorted(set(value) ^ names)[:3] if isinstance(value, dict) else [_short(value)]
-        raise MegacompileError(f"{where} is no {kind.__name__}: it differs at {', '.join(wrong)}.")
+def _dataclass(kind: Any, value: Any, where: str, partial: bool) -> Any:
+    known = {f.name: f for f in fields(kind)}
+    if isinstance(value, list) and len(value) <= len(known):
+        value = dict(zip(known, value, strict=False))
+    if not isinstance(value, dict):
+        raise MegacompileError(f"{where} is {_short(value)} and no {kind.__name__}.")
+    for name in value:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f": did you mean {near[0]}?" if near else "."
+            raise MegacompileError(f"{where} has a field {_short(name)} that no {kind.__name__} has{hint}")
+    missing = [n for n, f in known.items() if n not in value and not (partial and _has_default(f))]
+    if missing:
+        raise MegacompileError(f"{where} lacks {', '.join(missing[:3])}.")
     hints = _hints(kind)
-    return kind(**{name: from_plain(hints[name], value[name], f"{where}.{name}") for name in value})
+    return kind(**{n: from_plain(hints[n], item, f"{where}.{n}", partial) for n, item in value.items()})
 
 
-def _tuple(items: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise MegacompileError(f"{where} is {_short(value)}, which cannot be.")
+def _has_default(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
+
+
+def _tuple(items: tuple[Any, ...], value: list[Any], where: str, partial: bool) -> tuple[Any, ...]:
     if items[-1] is Ellipsis:
-        return tuple(from_plain(items[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        items = (items[0],) * len(value)
     if len(items) != len(value):
         raise MegacompileError(f"{where} has {len(value)} items in place of {len(items)}.")
-    pairs = zip(items, value, strict=True)
-    return tuple(from_plain(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(pairs))
+    pairs = enumerate(zip(items, value, strict=True))
+    return tuple(from_plain(kind, item, f"{where}[{i}]", partial) for i, (kind, item) in pairs)
 
 
 def _short(value: Any) -> str:

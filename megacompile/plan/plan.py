@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal
 
 from megacompile.errors import MegacompileError
-from megacompile.plan.codec import parse_json
+from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.plan.text import plan_lines
 from megacompile.plan.workload import Workload
 
@@ -72,45 +72,32 @@ class Plan:
         return "\n".join(plan_lines(self, blocks, groups))
 
     def to_json(self) -> str:
-        fields = {name: value for name, value in asdict(self).items() if name != "names"}
-        return json.dumps({"version": PLAN_VERSION, **fields}, indent=1, allow_nan=False)
+        plain = {name: value for name, value in to_plain(self).items() if name != "names"}
+        return json.dumps({"version": PLAN_VERSION, **plain}, indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
-        fields = parse_json(text, "The plan file")
-        if not isinstance(fields, dict) or "version" not in fields:
+        given = parse_json(text, "The plan file")
+        if not isinstance(given, dict) or "version" not in given:
             raise MegacompileError("This is no plan file: it has no version.")
-        version = fields.pop("version")
+        version = given.pop("version")
         if version != PLAN_VERSION:
             raise MegacompileError(
                 f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
             )
-        for name, kind in (("blocks", BlockPlan), ("groups", GroupPlan)):
-            if not isinstance(fields.get(name), list):
-                raise MegacompileError(f"The plan file has no list of {name}.")
-            items = enumerate(fields[name])
-            fields[name] = tuple(_read(kind, item, f"{name}[{i}]") for i, item in items)
-        plan: Plan = _read(Plan, fields, "the plan")
+        plan: Plan = from_plain(Plan, {**given, "names": [[], []]}, "The plan file")
+        _check_counts(plan)
         return plan
 
 
-def _read(kind: type, fields: Any, where: str) -> Any:
-    """An instance of a plan's dataclass, if ``fields`` are exactly its fields with values it allows."""
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "names"}
-    if not isinstance(fields, dict) or set(fields) != set(hints):
-        raise MegacompileError(f"The plan file is wrong at {where}: it needs {sorted(hints)}.")
-    for name, hint in hints.items():
-        value, options = fields[name], get_args(hint)
-        if hint is int:
-            valid = type(value) is int and value >= (name in ("ring", "window"))
-        elif hint is str or get_origin(hint) is Literal:
-            valid = isinstance(value, str) and (not options or value in options)
-        else:
-            valid = isinstance(value, tuple)
-        if not valid:
-            raise MegacompileError(f"The plan file is wrong at {where}: {name} is {value!r}.")
-    return kind(**fields)
+def _check_counts(plan: Plan) -> None:
+    """Refuse counts of operations below 0, of buffers below 1."""
+    counts = {f"groups[{i}].lead": g.lead for i, g in enumerate(plan.groups)} | {"grad_lag": plan.grad_lag}
+    buffers = {"ring": plan.ring, "window": plan.window}
+    for name, value in (counts | buffers).items():
+        if value < (name in buffers):
+            raise MegacompileError(f"The plan file.{name} is {value}, which cannot be.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megacompile.units import format_bytes
+from megacompile.units import format_bytes, runs_of
 
 if TYPE_CHECKING:
     from megacompile.plan.plan import BlockPlan, GroupPlan, Plan
@@ -157,11 +157,5 @@ def _title(stem: str, numbers: list[Any]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``0–3, 7, 9–10`` of ascending numbers; after six ranges the rest is counted."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    shown = [f"{a}–{b}" if b > a else f"{a}" for a, b in runs]
+    shown = [f"{a}–{b}" if b > a else f"{a}" for a, b in runs_of(numbers)]
     return ", ".join(shown) if len(shown) <= 6 else f"{', '.join(shown[:5])}, … {shown[-1]}"

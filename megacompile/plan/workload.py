@@ -6,15 +6,13 @@ without weights, without a GPU, and on instances that tests make up.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
+from megacompile.plan.codec import from_plain, parse_json, to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,53 +153,20 @@ class Workload:
 
     def to_json(self) -> str:
         """Strict JSON: every dataclass as the list of its fields' values, in order."""
-        return json.dumps({"version": WORKLOAD_VERSION, "work": _listed(self)}, allow_nan=False,
-                          separators=(",", ":"))  # fmt: skip
+        content = {"version": WORKLOAD_VERSION, "work": to_plain(self, named=False)}
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Workload:
-        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
-        try:
-            given = json.loads(text, parse_constant=lambda name: name)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise MegacompileError(f"This is no workload file: {error}.") from error
+        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else.
+
+        Fields that came after a file was written take their defaults.
+        """
+        given = parse_json(text, "The workload file")
         if not isinstance(given, dict) or given.get("version") != WORKLOAD_VERSION:
             raise MegacompileError(f"This is no workload file of version {WORKLOAD_VERSION}.")
-        work: Workload = _built(Workload, given.get("work"), "work")
+        work: Workload = from_plain(Workload, given.get("work"), "The workload file", partial=True)
         return work
 
 
 WORKLOAD_VERSION = 1
-
-
-def _listed(value: Any) -> Any:
-    if is_dataclass(value):
-        return [_listed(getattr(value, f.name)) for f in fields(value)]
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
-
-
-@functools.cache
-def _hints(kind: type) -> tuple[tuple[str, Any], ...]:
-    hints = get_type_hints(kind)
-    return tuple((f.name, hints[f.name]) for f in fields(kind))
-
-
-def _built(kind: Any, value: Any, where: str) -> Any:
-    """A value of a field's type from its JSON form, every type checked."""
-    if isinstance(kind, UnionType):  # X | None
-        return None if value is None else _built(get_args(kind)[0], value, where)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        if isinstance(value, list) and inner[-1] is ...:
-            return tuple(_built(inner[0], item, where) for item in value)
-        if isinstance(value, list) and len(value) == len(inner):
-            return tuple(_built(k, item, where) for k, item in zip(inner, value, strict=True))
-    elif is_dataclass(kind):
-        names = _hints(kind)  # type: ignore[arg-type]
-        # fields that came after a file was written have defaults
-        needed = sum(f.default is MISSING for f in fields(kind))
-        if isinstance(value, list) and needed <= len(value) <= len(names):
-            return kind(*(_built(h, v, n) for (n, h), v in zip(names, value, strict=False)))  # type: ignore[operator]
-    elif type(value) is kind:
-        return value
-    raise MegacompileError(f"The workload file is wrong at {where}: {str(value)[:60]!r}.")

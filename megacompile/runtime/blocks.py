@@ -21,7 +21,7 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.step_io import StepInputs
 from megacompile.step.bind import BoundCall, BoundStep
-from megacompile.step.operations import Token
+from megacompile.step.spec import Saved, Token, Value, ValueGrad, WeightGrad
 
 
 class Blocks:
@@ -72,7 +72,7 @@ class Blocks:
         """The inverse of :meth:`tensors`; the tokens of one block name its saved tensors last."""
         rest = list(tensors)
         for token in tokens:
-            if token[0] == "saved":
+            if isinstance(token, Saved):
                 self.values[token], rest = rest, []
             else:
                 self.values[token] = rest.pop(0)
@@ -91,14 +91,14 @@ class Blocks:
 
     def start_backward(self, loss: int, micro: int) -> None:
         """The gradient of the loss is its weight in the step."""
-        value = self.values["x", loss, micro]
+        value = self.values[Value(loss, micro)]
         with self._device.counted():
-            self.values["g", loss, micro] = torch.full_like(value, self._inputs.loss_weights[micro])
+            self.values[ValueGrad(loss, micro)] = torch.full_like(value, self._inputs.loss_weights[micro])
 
     def _run(self, call: BoundCall, micro: int) -> list[Any]:
         arguments = [self._argument(call, ref, micro) for ref in call.function.inputs]
         if any(kind == "saved" for kind, _ in call.function.inputs):
-            self.values.pop(("saved", call.block.index, micro))
+            self.values.pop(Saved(call.block.index, micro))
         try:
             with self._device.counted(), torch.no_grad():
                 return call.run(arguments)
@@ -118,14 +118,14 @@ class Blocks:
         assert self._bound is not None
         kind, i = ref
         if kind == "saved":
-            return self.values["saved", call.block.index, micro][i]
+            return self.values[Saved(call.block.index, micro)][i]
         if kind == "out":
-            return self.values["x", call.block.outputs[i], micro]
+            return self.values[Value(call.block.outputs[i], micro)]
         if kind == "grad":
             return self._tangent(call.block.outputs[i], micro)
         item = call.block.inputs[i]
         if item.kind == "value":
-            return self.values["x", item.value, micro]
+            return self.values[Value(item.value, micro)]
         if item.kind == "weight":
             group, slot = self._bound.assembly.places[item.name]
             return (self._weights.get(group) or self._resident.weights[group])[slot]
@@ -135,7 +135,7 @@ class Blocks:
 
     def _tangent(self, value: int, micro: int) -> Tensor:
         assert self._bound is not None
-        grad: Tensor | None = self.values.pop(("g", value, micro), None)
+        grad: Tensor | None = self.values.pop(ValueGrad(value, micro), None)
         info = self._bound.part.values[value]
         if grad is not None and grad.dtype == info.dtype:
             return grad
@@ -150,9 +150,9 @@ class Blocks:
             if kind == "saved":
                 saved.append(result)
             else:
-                self.values["x", call.block.outputs[i], micro] = result
+                self.values[Value(call.block.outputs[i], micro)] = result
         if saved:
-            self.values["saved", call.block.index, micro] = saved
+            self.values[Saved(call.block.index, micro)] = saved
 
     def _keep_gradients(self, call: BoundCall, micro: int, results: list[Any]) -> None:
         """Add gradients to those of earlier blocks; each is let go here before the next is added."""
@@ -164,10 +164,10 @@ class Blocks:
             rows = self._bound.part.rows.get(item.value)
             if item.kind == "weight" or rows is not None:
                 group, slot = self._bound.assembly.places[rows.pieces[0] if rows else item.name]
-                key: Token = ("wg", group, call.block.index, micro)
+                key = WeightGrad(group, call.block.index, micro)
                 self.values.setdefault(key, []).append((slot, grad))
                 continue
-            token: Token = ("g", item.value, micro)
+            token = ValueGrad(item.value, micro)
             earlier = self.values.pop(token, None)
             if self._bound.assembly.work.values[item.value].sum_bytes:
                 with self._device.counted():

@@ -227,7 +227,7 @@ class CudaDevice(Device):
             if hyper.grad_scale != 1.0:
                 scale = self.send(torch.tensor([hyper.grad_scale], dtype=torch.float32))
             adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
-                   hyper.weight_decay, hyper.step, scale, None)  # fmt: skip
+                   hyper.weight_decay, hyper.step, scale)  # fmt: skip
 
 
 def _run_all(tails: Sequence[Tail]) -> None:

@@ -19,7 +19,8 @@ from megacompile.host.adam import AdamHyper
 from megacompile.host.state import HostState
 from megacompile.plan.assemble import Slot
 from megacompile.runtime.workers import Trace
-from megacompile.step.operations import Event, Step, Stream
+from megacompile.step.operations import Event, Step
+from megacompile.step.spec import Stream
 
 Tail = Callable[[], None]
 """What is left to do on the host once the copies of an operation are over."""

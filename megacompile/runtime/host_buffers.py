@@ -19,7 +19,8 @@ from megacompile.host.arena import HostArena, Room, padded
 from megacompile.host.nvme import Storage
 from megacompile.runtime.device import Device
 from megacompile.step.bind import BoundStep
-from megacompile.step.operations import Step, Token, stash_buffers
+from megacompile.step.operations import Step, stash_buffers, stashes
+from megacompile.step.spec import Offloaded, Ring, Spill, Token
 
 
 class HostBuffers:
@@ -63,8 +64,8 @@ class HostBuffers:
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
         """Where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept."""
         layout = bound.assembly.groups[group]
-        if home[0] == "ring":
-            return self._ring[home[1]][: layout.nbytes].view(layout.dtype)
+        if isinstance(home, Ring):
+            return self._ring[home.slot][: layout.nbytes].view(layout.dtype)
         dtype = layout.dtype if bound.kept.get(group) else torch.float32
         nbytes = dtype.itemsize * layout.elements
         known = self.gradients.get(group)
@@ -72,7 +73,7 @@ class HostBuffers:
             known = self.gradients[group] = self._grown([] if known is None else [known], nbytes)
         return known[:nbytes].view(dtype)
 
-    def stash(self, home: Token, tensors: Sequence[Tensor], slot: int | None = None) -> list[Tensor]:
+    def stash(self, home: Offloaded, tensors: Sequence[Tensor], slot: int | None = None) -> list[Tensor]:
         """Host memory for what a block stashes: tensors of the same shapes, dtypes and, if dense, strides.
 
         With ``slot`` in that buffer, from which it goes on to storage.
@@ -81,27 +82,27 @@ class HostBuffers:
             self._likes[home] = [torch.empty_like(t, device="meta") for t in tensors]
         return self.stashed(home, slot)
 
-    def stashed(self, home: Token, slot: int | None = None) -> list[Tensor]:
+    def stashed(self, home: Offloaded, slot: int | None = None) -> list[Tensor]:
         """What was stashed, where it lies or in a buffer to which it came back."""
-        place = home if slot is None else ("spill", slot)
+        place = home if slot is None else Spill(slot)
         if (home, place) not in self._stashes:
             likes = self._likes[home]
             sizes = [like.untyped_storage().nbytes() for like in likes]
             if self._homes[place].nbytes < sum(sizes):  # views that share memory, each as a tensor
                 if slot is not None:
                     raise ProgramError(
-                        f"What block {home[1]} keeps for its backward shares memory, and taken apart has no "
-                        "room in a buffer for NVMe: raise host_budget, so that it waits in RAM."
+                        f"What block {home.block} keeps for its backward shares memory, and taken apart has "
+                        "no room in a buffer for NVMe: raise host_budget, so that it waits in RAM."
                     )
                 self._homes[home] = self._grown([self._homes[home]], sum(sizes))
             self._stashes[home, place] = _views(self._homes[place], likes, sizes)
         return self._stashes[home, place]
 
-    def spilled(self, home: Token, slot: int) -> tuple[str, Tensor]:
+    def spilled(self, home: Offloaded, slot: int) -> tuple[str, Tensor]:
         """Where on storage a stash waits, and the bytes of a buffer that it passes through."""
         assert self._storage is not None
         region = _region(home)
-        return region, self._homes["spill", slot][: self._storage.nbytes_of(region)]
+        return region, self._homes[Spill(slot)][: self._storage.nbytes_of(region)]
 
     def _lay_out(self, step: Step) -> None:
         """Give each stash its bytes: in the arena, or in one buffer more that grows to what programs want."""
@@ -109,10 +110,10 @@ class HostBuffers:
         self._homes.clear()
         self._likes.clear()
         self._stashes.clear()
-        needs = stash_buffers(step)
-        writes = {op.writes[0]: op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"}
+        needs: dict[Token, int] = stash_buffers(step)
         if self._storage is not None:
-            self._storage.lay_over({_region(home): nbytes for home, nbytes in writes.items()})
+            written = stashes(step, "nvme_write").items()
+            self._storage.lay_over({_region(home): nbytes for home, nbytes in written})
         left = {home: n for home, n in needs.items() if not self._place(home, self._arena, n)}
         want = sum(padded(nbytes) for nbytes in left.values())
         if self._more.whole.nbytes < want:
@@ -161,5 +162,5 @@ def _views(flat: Tensor, likes: Sequence[Tensor], sizes: Sequence[int]) -> list[
     return views
 
 
-def _region(home: Token) -> str:
-    return f"the stash of block {home[1]}, micro-batch {home[2]}"
+def _region(home: Offloaded) -> str:
+    return f"the stash of block {home.block}, micro-batch {home.micro}"

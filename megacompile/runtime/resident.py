@@ -15,7 +15,8 @@ from megacompile.host.bucket import slot_view
 from megacompile.host.state import HostState
 from megacompile.plan.assemble import GroupLayout
 from megacompile.runtime.device import Device
-from megacompile.step.operations import Step, Token
+from megacompile.step.operations import Step
+from megacompile.step.spec import PassingGrad, ResidentGrad, Token
 
 
 class ResidentState:
@@ -50,14 +51,16 @@ class ResidentState:
 
     def prepare(self, step: Step) -> None:
         """Buffers for the gradients of a step; those that it does not use are given back."""
-        homes = {op.writes[0] for op in step.ops if op.kind == "accumulate"}
-        waiting = {group for name, group in homes if name == "dgrad"} | self.landed
+        homes = {op.writes[0]: op.group for op in step.ops if op.kind == "accumulate"}
+        waiting = {group for home, group in homes.items() if isinstance(home, ResidentGrad)} | self.landed
         for group in set(self._gradients) - waiting:
             del self._gradients[group]
         for group in sorted(waiting - set(self._gradients)):
             elements = self.state.groups[group].elements
             self._gradients[group] = torch.zeros(elements, dtype=torch.float32, device=self.device)
-        passing = [op.group for op in step.ops if op.kind == "accumulate" and op.writes[0][0] == "dring"]
+        passing = [
+            op.group for op in step.ops if op.kind == "accumulate" and isinstance(op.writes[0], PassingGrad)
+        ]
         nbytes = max((self.state.groups[g].nbytes for g in passing), default=0)
         if self._passing.nbytes != nbytes:
             self._passing = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -65,7 +68,7 @@ class ResidentState:
     def gradient(self, group: int, home: Token) -> Tensor:
         """A flat buffer: FP32 where the gradient waits, otherwise in the dtype that the group computes in."""
         layout = self.state.groups[group]
-        if home[0] == "dring":
+        if isinstance(home, PassingGrad):
             return self._passing[: layout.nbytes].view(layout.dtype)
         return self._gradients[group]
 

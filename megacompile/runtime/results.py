@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device, measured beside predicted, and on the host by kind."""
+    """Bytes on the device, measured beside predicted, and on the host by kind.
+
+    ``resident_peak_bytes`` is of the whole process, Python and torch included.
+    """
 
     budget_bytes: int
     device_peak_bytes: int
     predicted_peak_bytes: int
     host_bytes: dict[str, int]
     host_budget_bytes: int
-    resident_peak_bytes: int  # of the whole process, Python and torch included
+    resident_peak_bytes: int
     storage_bytes: int = 0
     traffic: str = ""
 

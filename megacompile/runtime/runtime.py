@@ -20,10 +20,12 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
-from megacompile.runtime.step_run import Held, StepRun
+from megacompile.runtime.step_run import StepRun
+from megacompile.runtime.step_updates import Held
 from megacompile.runtime.workers import Trace
 from megacompile.step.bind import BoundStep
 from megacompile.step.operations import Step
+from megacompile.step.spec import HostGrad, ResidentGrad
 
 
 class Runtime:
@@ -129,16 +131,16 @@ class Runtime:
         held = self._held
         stays, landed = set(program.step.resident), self.resident.landed
         gone, coming = landed - stays, held.landed & stays
-        carried = {group: self.resident.gradient(group, ("dgrad",)).cpu() for group in gone}
+        carried = {group: self.resident.gradient(group, ResidentGrad(group)).cpu() for group in gone}
         self.resident.move(program.step)
         self.resident.landed = (landed - gone) | coming
         held.landed = (held.landed - coming) | gone
         self.resident.prepare(program.step)
         for group, gradient in carried.items():
-            self.buffers.gradient(program, group, ("hgrad", group)).copy_(gradient)
+            self.buffers.gradient(program, group, HostGrad(group)).copy_(gradient)
         for group in coming:
             waiting = self.buffers.gradients[group][: 4 * program.assembly.groups[group].elements]
-            self.resident.gradient(group, ("dgrad",)).copy_(waiting.view(torch.float32))
+            self.resident.gradient(group, ResidentGrad(group)).copy_(waiting.view(torch.float32))
 
     def _abandon(self, error: BaseException, *, pushed: bool) -> None:
         """After an exception: let the queues run dry and forget everything on the device.

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megacompile.host.bucket import is_dense
+
 Tail = Callable[[], None]
 PIECE_BYTES, PIECES = 32 << 20, 4
 
@@ -141,7 +143,7 @@ class Staging:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory was added, and can be copied as flat bytes."""
         start = tensor.data_ptr()
-        return any(first <= start < last for first, last in self._refused) and _dense(tensor)
+        return any(first <= start < last for first, last in self._refused) and is_dense(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor to the device, once what is on its way to that host tensor is there."""
@@ -164,12 +166,6 @@ class Staging:
                 there.set()
 
         return finish
-
-
-def _dense(x: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.numel() == 0 or span == x.numel()
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megacompile.errors import MegacompileError
 from megacompile.plan.text import block_text, folded, group_text
 from megacompile.schedule.explain import host_stash
-from megacompile.step.operations import STREAMS
+from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:

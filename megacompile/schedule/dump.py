@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from megacompile.differentiate.codegen import function_source
 from megacompile.differentiate.functions import BlockFunction
-from megacompile.differentiate.kernel_calls import Calls, to_json, total
+from megacompile.differentiate.kernel_calls import Calls, total
 from megacompile.passes import PASSES
+from megacompile.plan.codec import to_plain
 from megacompile.plan.text import plan_table
 from megacompile.schedule.trace import chrome_trace
 from megacompile.step.emit import statement
@@ -25,6 +26,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
     """Write the files of one program into ``folder``, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     compiled, planned = scheduled.compiled, scheduled.planned
+    kernels = [to_plain(call) | {"calls": count} for call, count in _kernel_calls(scheduled)]
     files = {
         "00_capture.py.txt": function_source(compiled.captured.graph, "forward", "The captured loss."),
         "00_fuse.txt": _fusions(scheduled),
@@ -34,7 +36,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
         "03_blocks.py": "\n\n".join(_block_source(f) for t in compiled.templates for f in t.functions()),
         "04_plan.txt": plan_table(planned.plan, schedule.work) + "\n",
         "plan.json": planned.plan.to_json() + "\n",
-        "kernel_calls.json": to_json(_kernel_calls(scheduled)),
+        "kernel_calls.json": json.dumps(kernels, indent=1) + "\n",
         "08_verify.txt": f"{scheduled.proof}\n",
         "09_step.py": scheduled.source,
         "memory.txt": _memory(planned.step, schedule.budget_bytes),

@@ -17,6 +17,7 @@ from megacompile.passes import lower
 from megacompile.plan.plan import BlockPlan, GroupPlan, Plan
 from megacompile.plan.text import block_text, group_text
 from megacompile.step.operations import Step, peak_bytes, spilled_bytes
+from megacompile.step.spec import Offloaded
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
@@ -159,9 +160,9 @@ def host_stash(step: Step) -> int:
     """Most bytes of saved tensors that wait in host memory at one time, in program order."""
     waiting = high = 0
     for op in step.ops:
-        if op.kind == "offload" and op.writes[0][0] == "stash":
+        if op.kind == "offload" and isinstance(op.writes[0], Offloaded):
             waiting += op.nbytes
-        elif op.kind == "reload" and op.reads[0][0] == "stash":
+        elif op.kind == "reload" and isinstance(op.reads[0], Offloaded):
             waiting -= op.nbytes
         high = max(high, waiting)
     return high + step.window * spilled_bytes(step)

@@ -17,7 +17,8 @@ from megacompile.plan.text import block_text, group_text, plan_rows, whole_step
 from megacompile.schedule.plots import kept_before
 from megacompile.schedule.trace import step_begin
 from megacompile.step.emit import line_of_each
-from megacompile.step.operations import STREAMS, Event, Step, memory_curve, peak_bytes
+from megacompile.step.operations import Event, Step, memory_curve, peak_bytes
+from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,24 +56,20 @@ def _asset(name: str) -> str:
 def page_data(schedule: Schedule) -> dict[str, Any]:
     """What the page shows, as plain values: seconds, bytes, indices."""
     step, timeline, work = schedule.step, schedule.timeline, schedule.work
-    begin = step_begin(step, timeline.ends, timeline.step_seconds)
+    seconds = timeline.step_seconds
+    begin = step_begin(step, timeline.ends, seconds)
     streams = [s for s in STREAMS if any(op.stream == s for op in step.ops)]
     kinds = list(dict.fromkeys(op.kind for op in step.ops))
     lines = schedule.source.splitlines()
     body = lines.index("def step(rt):") + 2  # the number, from 1, of the body's first line
-    places = line_of_each(step)
     return {
         "title": schedule.title,
         "facts": _facts(schedule),
         "streams": [
-            {
-                "name": _STREAM_NAMES.get(s, s),
-                "busy": timeline.busy[s],
-                "share": timeline.busy[s] / _over(timeline.step_seconds),
-            }
+            {"name": _STREAM_NAMES[s], "busy": timeline.busy[s], "share": timeline.busy[s] / _over(seconds)}
             for s in streams
         ],
-        "stepSeconds": timeline.step_seconds,
+        "stepSeconds": seconds,
         "budget": schedule.budget_bytes,
         "peak": peak_bytes(step),
         "fixed": step.slab_bytes + step.constant_bytes,
@@ -86,25 +83,34 @@ def page_data(schedule: Schedule) -> dict[str, Any]:
             {"name": g.name, "bytes": g.nbytes, "text": group_text(p)}
             for g, p in zip(work.groups, schedule.plan.groups, strict=True)
         ],
-        "ops": {
-            "kind": [kinds.index(op.kind) for op in step.ops],
-            "stream": [streams.index(op.stream) for op in step.ops],
-            "block": [op.block for op in step.ops],
-            "group": [op.group for op in step.ops],
-            "micro": [op.micro for op in step.ops],
-            "bytes": [op.nbytes for op in step.ops],
-            "flops": [op.flops for op in step.ops],
-            "start": _rounded([t - begin for t in timeline.starts]),
-            "end": _rounded([t - begin for t in timeline.ends]),
-            "line": [body + line for line, _ in places],
-            "turn": [turn for _, turn in places],
-            "waits": _causes(step),
-            "kept": kept_before(step),
-        },
+        "ops": _columns(schedule, streams, kinds, begin, body),
         "memory": memory_curve(step),
         "measured": _measured(schedule),
         "plan": _plan(schedule),
         "source": lines,
+    }
+
+
+def _columns(
+    schedule: Schedule, streams: Sequence[str], kinds: Sequence[str], begin: float, body: int
+) -> dict[str, Any]:
+    """One entry per operation; streams and kinds by index, times from ``begin``, lines from ``body``."""
+    step, timeline = schedule.step, schedule.timeline
+    places = line_of_each(step)
+    return {
+        "kind": [kinds.index(op.kind) for op in step.ops],
+        "stream": [streams.index(op.stream) for op in step.ops],
+        "block": [op.block for op in step.ops],
+        "group": [op.group for op in step.ops],
+        "micro": [op.micro for op in step.ops],
+        "bytes": [op.nbytes for op in step.ops],
+        "flops": [op.flops for op in step.ops],
+        "start": _rounded([t - begin for t in timeline.starts]),
+        "end": _rounded([t - begin for t in timeline.ends]),
+        "line": [body + line for line, _ in places],
+        "turn": [turn for _, turn in places],
+        "waits": _causes(step),
+        "kept": kept_before(step),
     }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacompile.errors import MegacompileError
-from megacompile.step.operations import DEVICE_TOKENS, Kind, Op, Step, Token, memory_curve
+from megacompile.step.operations import Op, Step, memory_curve
+from megacompile.step.spec import COMPUTES, Token
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#3b5b8c", "#5aa9a3", "#f2b661")  # weight slots, kept tensors, temporaries
 _LINE, _PALE_LINE = "#3b5b8c", "#b8c4d6"
 _ALARM, _INK, _FAINT = "#b3372f", "#222222", "#8a8a8a"
-_PHASES: dict[Kind, str] = {"load": "forward", "forward": "forward", "recompute": "backward",
-                            "reload": "backward", "backward": "backward"}  # fmt: skip
 _NARROWEST_LABEL = 0.12  # of the picture's width; a narrower phase is not named
 
 
@@ -83,7 +82,7 @@ def kept_before(step: Step) -> list[int]:
     before = []
     for op in step.ops:
         before.append(kept + sum(alive.values()))
-        alive |= {t: step.token_bytes[t] for t in op.writes if t[0] in DEVICE_TOKENS}
+        alive |= {t: step.token_bytes[t] for t in op.writes if t.on_device}
         for token in (*op.donates, *op.frees):
             alive.pop(token, None)
     return before
@@ -94,12 +93,13 @@ def _layers(step: Step) -> tuple[list[Op], dict[str, list[int]]]:
     fixed = step.slab_bytes + step.constant_bytes
     constants = " and constants" if step.constant_bytes > fixed / 100 else ""
     before = kept_before(step)
-    curve = [(i, total) for i, total in memory_curve(step) if step.ops[i].kind in _PHASES]
-    copies = ("load", "reload")  # what they bring is kept; they have no temporaries
+    takes = ("load", "gather", "reload", *COMPUTES)
+    curve = [(i, total) for i, total in memory_curve(step) if step.ops[i].kind in takes]
     return [step.ops[i] for i, _ in curve], {
         f"weight slots{constants}": [fixed for _ in curve],
         "activations and gradients between blocks": [
-            total if step.ops[i].kind in copies else before[i] for i, total in curve
+            before[i] if step.ops[i].kind in COMPUTES else total  # a copy has no temporaries
+            for i, total in curve
         ],
         "temporaries of the running block": [total for _, total in curve],
     }
@@ -116,7 +116,8 @@ def _draw_budget(axes: Axes, budget_bytes: int, unit: float, width: int) -> None
 def _name_phases(axes: Axes, ops: Sequence[Op]) -> None:
     """Name runs of forward and of backward operations above the curve, and part them by a line."""
     start = 0
-    for phase, run in groupby(ops, key=lambda op: _PHASES[op.kind]):
+    going = ("load", "gather", "forward")
+    for phase, run in groupby(ops, key=lambda op: "forward" if op.kind in going else "backward"):
         length = len(list(run))
         if start:
             axes.axvline(start, color=_FAINT, linewidth=0.8, linestyle=":", zorder=0)

@@ -33,7 +33,8 @@ from megacompile.search.bound import Bound, lower_bound
 from megacompile.search.least import describe_peak
 from megacompile.search.tiers import describe_traffic
 from megacompile.step.emit import emit_step, statement
-from megacompile.step.operations import STREAMS, Op, Step, peak_bytes
+from megacompile.step.operations import Op, Step, peak_bytes
+from megacompile.step.spec import STREAMS
 from megacompile.step.verify import verify
 from megacompile.units import format_bytes
 

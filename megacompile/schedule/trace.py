@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacompile.step.operations import STREAMS, Op, Step, memory_curve
+from megacompile.step.operations import Op, Step, memory_curve
+from megacompile.step.spec import STREAMS
 
 if TYPE_CHECKING:
     from megacompile.schedule.schedule import Schedule

@@ -10,7 +10,8 @@ from megacompile.passes import lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import Shape, shapes, uniform
-from megacompile.step.operations import DEVICE_TOKENS, Step, Token, memory_curve, peak_bytes
+from megacompile.step.operations import Step, memory_curve, peak_bytes
+from megacompile.step.spec import Token
 from megacompile.units import format_bytes
 
 _KEEPS = ("none", "some", "least")
@@ -98,6 +99,6 @@ def alive_before(step: Step, index: int) -> set[Token]:
     """Device tokens alive when the operation at ``index`` starts."""
     alive: set[Token] = set()
     for op in step.ops[:index]:
-        alive |= {t for t in op.writes if t[0] in DEVICE_TOKENS}
+        alive |= {t for t in op.writes if t.on_device}
         alive -= {*op.donates, *op.frees}
     return alive

@@ -20,7 +20,7 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
 from megacompile.plan.assemble import GroupLayout
 from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, spilled_bytes
+from megacompile.step.operations import Step, spilled_bytes, stashes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -100,14 +100,14 @@ class Drive:
 
         ``step`` is the plan's, ``taken_bytes`` its host bytes.
         """
-        waiting = [op for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"]
+        waiting = stashes(step)
         for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
             left, states, stored = self._rows[window][-1]
-            largest = spilled_bytes(step)
+            largest = padded(spilled_bytes(step))
             taken = taken_bytes - step.window * largest
             blocks = list(plan.blocks)
-            for block in sorted({op.block for op in waiting}):
-                moved = [padded(op.nbytes) for op in waiting if op.block == block]
+            for block in sorted({home.block for home in waiting}):
+                moved = [padded(nbytes) for home, nbytes in waiting.items() if home.block == block]
                 taken, largest = taken - sum(moved), max(largest, *moved)
                 stored += sum(moved)
                 blocks[block] = replace(blocks[block], stash="nvme")
@@ -190,8 +190,8 @@ def _traffic(place: GroupPlace, trained: bool) -> int:
 def storage_traffic(step: Step) -> tuple[int, int]:
     """Bytes (read, written) on NVMe in a step."""
     return (
-        sum(op.nbytes for op in step.ops if op.kind == "read"),
-        sum(op.nbytes for op in step.ops if op.kind == "write"),
+        sum(op.nbytes for op in step.on("nvme_read")),
+        sum(op.nbytes for op in step.on("nvme_write")),
     )
 
 

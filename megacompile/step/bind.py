@@ -18,8 +18,7 @@ from megacompile.differentiate.options import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Partition
 from megacompile.plan.assemble import Assembly
 from megacompile.step.operations import Step, kept_gradients
-
-COMPUTES = ("forward", "recompute", "backward")
+from megacompile.step.spec import COMPUTES
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class BoundStep:
         self._templates = templates
         self._loaded: dict[str, Boxed] = {}  # by source
         keys: set[tuple[int, str, str]] = {
-            (op.block, op.choice, op.kind) for op in step.ops if op.kind in COMPUTES
+            (op.block, op.policy, op.kind) for op in step.ops if op.kind in COMPUTES
         }
         self._calls = {key: self._bind(*key, device) for key in sorted(keys)}
 

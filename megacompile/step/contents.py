@@ -10,7 +10,18 @@ from collections import defaultdict
 
 from megacompile.errors import ScheduleError
 from megacompile.plan.workload import Workload
-from megacompile.step.operations import Op, Step, Token, name
+from megacompile.step.operations import Op, Step, name
+from megacompile.step.spec import (
+    Buffer,
+    HostGrad,
+    Master,
+    PassingGrad,
+    Resident,
+    ResidentGrad,
+    Ring,
+    Spill,
+    Token,
+)
 
 
 def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
@@ -28,11 +39,11 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
     # (push into a buffer that adam awaits, group whose gradient it holds there)
     held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
     for op in repeated:
-        if op.kind in ("push_grad", "accumulate"):
+        if op.kind in ("push_grad", "push_rows", "accumulate"):
             for token in op.writes:
-                group = token[1] if token[0] in ("hgrad", "dgrad") else op.group
+                group = token.group if isinstance(token, HostGrad | ResidentGrad) else op.group
                 landed = held[token]
-                if landed and (token[0] in ("ring", "dring") or landed[0][1] != group):
+                if landed and (isinstance(token, Ring | PassingGrad) or landed[0][1] != group):
                     raise ScheduleError(f"{name(op)} overwrites what {name(landed[0][0])} left for adam.")
                 landed.append((op, group))
         elif op.kind in ("norm", "adam"):
@@ -58,25 +69,25 @@ def check_weights(step: Step) -> None:
             updated.add(op.group)
         elif _fetched(op) & updated:
             raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")
-        elif op.kind != "norm" and any(t[0] == "resident" and t[1] in updated for t in op.reads):
+        elif op.kind != "norm" and any(isinstance(t, Resident) and t.group in updated for t in op.reads):
             raise ScheduleError(f"{name(op)} reads weights that this step has updated already.")
 
 
 def _fetched(op: Op) -> set[int]:
     """The groups whose masters on the host an operation reads for the device."""
-    return {t[1] for t in op.reads if t[0] == "master" and op.kind in ("prefetch", "load")}
+    return {t.group for t in op.reads if isinstance(t, Master) and op.kind in ("prefetch", "gather")}
 
 
 def check_window(step: Step) -> None:
     """Buffers of the host window hold what is taken from them, and no update in one is lost."""
-    held: dict[Token, Op] = {}  # what a buffer was last filled or changed by, in this step
+    held: dict[Buffer, Op] = {}  # what a buffer was last filled or changed by, in this step
     written: set[int] = set()
     for op in step.ops:
-        buffer = next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged")), None)
-        if buffer is None:
+        buffer = op.buffer
+        if buffer is None or isinstance(buffer, Spill):
             continue
         last = held.get(buffer)
-        if op.kind == "read":
+        if op.kind in ("read_weights", "read_state"):
             if last is not None and last.kind == "adam":
                 raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
             if op.group in written:
@@ -84,7 +95,7 @@ def check_window(step: Step) -> None:
         elif last is None or last.group != op.group or (op.kind == "write") != (last.kind == "adam"):
             found = name(last) if last is not None else "nothing"
             raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")
-        if op.kind in ("read", "adam", "write"):
+        if op.kind != "prefetch":
             held[buffer] = op
         if op.kind == "adam":
             written.add(op.group)
@@ -95,20 +106,20 @@ def check_window(step: Step) -> None:
 
 def check_spills(step: Step) -> None:
     """Buffers that stashes on NVMe pass through hold what is taken from them, and none is lost in one."""
-    held: dict[Token, Op] = {}  # what a buffer was last filled by
-    taken: set[Token] = set()  # buffers whose content is where it shall be
+    held: dict[Buffer, Op] = {}  # what a buffer was last filled by
+    taken: set[Buffer] = set()  # buffers whose content is where it shall be
     for op in step.ops:
-        buffer = next((t for t in (*op.reads, *op.writes) if t[0] == "spill"), None)
-        if buffer is None:
+        buffer = op.buffer
+        if not isinstance(buffer, Spill):
             continue
         last = held.get(buffer)
-        if op.kind in ("offload", "read"):
+        if op.kind in ("offload", "read_stash"):
             if last is not None and buffer not in taken:
                 raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
             held[buffer] = op
             taken.discard(buffer)
             continue
-        wanted = ("offload" if op.kind == "write" else "read", op.block, op.micro)
+        wanted = ("offload" if op.kind == "write_stash" else "read_stash", op.block, op.micro)
         if last is None or (last.kind, last.block, last.micro) != wanted:
             found = name(last) if last is not None else "nothing"
             raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")

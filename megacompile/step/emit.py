@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from megacompile.plan.workload import Workload
 from megacompile.step.loops import Statement, find_loops, loop_lines, loop_variable, read_statement
-from megacompile.step.operations import Op, Step, Token
+from megacompile.step.operations import Event, Op, Step
+from megacompile.step.spec import SPECS, Buffer, Ring, Token
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:
@@ -113,16 +114,14 @@ def _statements(step: Step) -> list[Statement]:
     fills: dict[tuple[str, int, int], int] = {}  # number of the latest that a group or block's stash had
     counts = {"window": 0, "staged": 0, "spill": 0}
     for op in step.ops:
-        ring = next((t for t in op.writes if t[0] == "ring"), None)
-        if ring is not None:
+        if any(isinstance(t, Ring) for t in op.writes):
             pushes[op.group] = len(pushes)
-        buffer = _buffer(op)
-        number = 0
+        number, buffer = 0, op.buffer
         if buffer is not None:
-            owner = (buffer[0], *((op.group, 0) if op.group >= 0 else (op.block, op.micro)))
-            if op.kind in ("read", "offload"):
-                fills[owner] = counts[buffer[0]]
-                counts[buffer[0]] += 1
+            owner = (buffer.tag, *((op.group, 0) if op.group >= 0 else (op.block, op.micro)))
+            if buffer in op.writes and op.kind != "adam":
+                fills[owner] = counts[buffer.tag]
+                counts[buffer.tag] += 1
             number = fills.get(owner, 0)
         text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
         prefetches += op.kind == "prefetch"
@@ -156,11 +155,6 @@ def line_of_each(step: Step) -> list[tuple[int, int | None]]:
     return places
 
 
-def _buffer(op: Op) -> Token | None:
-    """The buffer of the host window that an operation touches."""
-    return next((t for t in (*op.reads, *op.writes) if t[0] in ("window", "staged", "spill")), None)
-
-
 def statement(
     op: Op,
     prefetch: int = 0,
@@ -172,74 +166,55 @@ def statement(
     ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers),
     ``window`` (number of the read whose buffer is used, buffers).
     """
-    call, arguments = _call(op, prefetch, ring)
-    buffer = _buffer(op)
+    given = SPECS[op.kind].arguments.split()
+    arguments = [_argument(op, text, prefetch, ring) for text in given]
+    buffer = op.buffer
     if buffer is not None:
         arguments.append(f"slot={_slot(buffer, window)}")
     if op.waits:
         arguments.append(f"after={_tokens(op.waits)}")
-    if op.frees and op.kind == "evict":
-        return f"rt.free({', '.join([_tokens(op.frees), *arguments])})"
-    if op.frees:
+    if op.frees and not any(text.endswith("frees") for text in given):
         arguments.append(f"free={_tokens(op.frees)}")
-    return f"rt.{call}({', '.join(arguments)})"
+    return f"rt.{op.kind}({', '.join(arguments)})"
 
 
-def _call(op: Op, prefetch: int, ring: tuple[int, int] | None) -> tuple[str, list[str]]:
-    """The method of the runtime that runs an operation, and the arguments that say which one it is."""
-    group, block, micro = f"group={op.group}", f"block={op.block}", f"micro={op.micro}"
-    match op.kind:
-        case "load":
-            return "gather" if op.reads else "load", [f"value={op.writes[0][1]}", micro]
-        case "prefetch":
-            return op.kind, [group, f"offset=OFFSETS[{prefetch}]"]
-        case "evict":
-            return op.kind, [group] if op.group >= 0 else [block, micro] if op.block >= 0 else []
-        case "forward" | "recompute" | "backward":
-            return op.kind, [block, micro, f'keep="{op.choice}"']
-        case "offload":
-            return op.kind, [block, micro, f"stash={_tokens(op.reads)}"]
-        case "reload":
-            return op.kind, [block, micro, f"stash={_tokens(op.writes)}"]
-        case "push_grad" if op.choice == "rows":
-            return "push_rows", [group, block, micro, f"to={_tokens(op.writes)}"]
-        case "push_grad":
-            return op.kind, [group, block, micro, f"to={_home(op.writes[0], ring)}"]
-        case "accumulate":
-            return op.kind, [group, block, micro, f"to={_token(op.writes[0])}"]
-        case "adam":
-            return op.kind, [group, f"grad={_home(op.reads[0], ring)}"]
-        case "read" | "write" if op.choice == "stash":
-            return f"{op.kind}_stash", [block, micro]
-        case "read":
-            return op.kind, [group, f'part="{op.choice}"']
-        case "norm" | "write":
-            return op.kind, [group]
+def _argument(op: Op, text: str, prefetch: int, ring: tuple[int, int] | None) -> str:
+    """One of the arguments that :data:`SPECS` names, as source."""
+    name, _, what = text.rpartition("=")
+    match what:
+        case "offset":
+            return f"offset=OFFSETS[{prefetch}]"
+        case "policy":
+            return f'{name}="{op.policy}"'
+        case "read" | "write":
+            return f"{name}={_home((op.reads if what == 'read' else op.writes)[0], ring)}"
+        case "reads" | "writes" | "frees":
+            return f"{name}={_tokens(getattr(op, what))}".removeprefix("=")
         case _:
-            return op.kind, []
+            return f"{what}={getattr(op, what)}"
 
 
 def _home(token: Token, ring: tuple[int, int] | None) -> str:
     """Where a gradient lands: a group's own buffer, or the next buffer of the ring."""
-    if token[0] != "ring" or ring is None:
+    if not isinstance(token, Ring) or ring is None:
         return _token(token)
     number, buffers = ring
-    assert token[1] == number % buffers
-    return f'("ring", ({number}) % {buffers})'
+    assert token.slot == number % buffers
+    return f'("{token.tag}", ({number}) % {buffers})'
 
 
-def _slot(buffer: Token, window: tuple[int, int] | None) -> str:
+def _slot(buffer: Buffer, window: tuple[int, int] | None) -> str:
     """A buffer of the host window: the buffers are filled in turn."""
     if window is None:
-        return str(buffer[1])
+        return str(buffer.slot)
     number, buffers = window
-    assert buffer[1] == number % buffers
+    assert buffer.slot == number % buffers
     return f"({number}) % {buffers}"
 
 
-def _token(token: Token) -> str:
+def _token(token: Token | Event) -> str:
     return "(" + ", ".join([f'"{token[0]}"', *map(str, token[1:])]) + ("," if len(token) == 1 else "") + ")"
 
 
-def _tokens(tokens: Sequence[Token]) -> str:
+def _tokens(tokens: Sequence[Token | Event]) -> str:
     return "[" + ", ".join(map(_token, tokens)) + "]"

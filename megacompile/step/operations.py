@@ -9,47 +9,33 @@ operation that writes it and given back by the one that lists it in ``frees``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from megacompile.plan.workload import Call, Choice
-
-Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
-STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
-
-Kind = Literal[
-    "load",  # a leaf of the batch to the device, or rows of masters that the host gathers for it
-    "prefetch",  # a weight group: host master -> slot
-    "evict",  # end of a weight group's stay, or of a token that another stream read
-    "forward",
-    "recompute",
-    "backward",
-    "offload",  # a block's saved tensors: device -> host
-    "reload",  # and back
-    "push_grad",  # a block's contribution to a group's gradient: device -> host
-    "accumulate",  # a block's contribution to the gradient of a group whose state is on the device
-    "norm",  # squared norms of a group's landed gradient
-    "clip_scale",  # the clipping coefficient from all norms
-    "adam",  # update of a group's masters and moments
-    "read",  # a group's weights or its state, or a stash: NVMe -> a buffer of the host window
-    "write",  # what adam or an offload left in a buffer of the host window -> NVMe
-]
-
-Token = tuple[Any, ...]
-"""A resource, a name followed by numbers: ("x", value, micro) a value, ("saved", block, micro) saved
-tensors, ("g", value, micro) the gradient of a value, ("wg", group, block, micro) a block's gradient of a
-group, ("w", group) a weight slot; on the host ("master", group), ("hgrad", group), ("ring", slot),
-("stash", block, micro), ("norm", group), ("scale",), ("window", slot) a buffer that a group's state passes
-through, ("staged", slot) one that streamed weights pass through, ("spill", slot) one for stashes that wait
-on NVMe; ("disk", group, part) on NVMe, where part
-0 is the streamed weights and part 1 the rest. ("resident", group) is state on the device, ("dgrad",
-group) a gradient that waits there for its update, ("dring", 0) the buffer of one that does not."""
+from megacompile.step.spec import (
+    SPECS,
+    Buffer,
+    HostGrad,
+    Kind,
+    Offloaded,
+    Spill,
+    Stream,
+    Token,
+    Value,
+    Weights,
+)
 
 Event = tuple[Any, ...]
-"""The name of an operation's completion: its kind followed by numbers."""
-DEVICE_TOKENS = frozenset({"x", "saved", "g", "wg"})
+"""The name of an operation's completion: its kind, followed by the numbers that tell its place."""
+
+_EVENTS: dict[Kind, Callable[[Op], Event]] = {
+    kind: attrgetter("kind", *spec.place.split()) if spec.place else lambda op: (op.kind,)
+    for kind, spec in SPECS.items()
+}
 
 
 class Op(NamedTuple):
@@ -58,9 +44,8 @@ class Op(NamedTuple):
     ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
-    :class:`~megacompile.plan.workload.Call`. ``offset`` is a slot's byte offset in the slab, or a ring's.
-    ``seconds`` is measured, 0 where it was not. ``choice`` is what a block keeps, whether a read is of
-    "weights" or "state", that it or a write is of a "stash", or that a push is of gathered "rows".
+    :class:`~megacompile.plan.workload.Call`. ``offset`` is a slot's byte offset in the slab. ``seconds`` is
+    measured, 0 where it was not. ``policy`` says what a block keeps between forward and backward.
     """
 
     kind: Kind
@@ -68,7 +53,7 @@ class Op(NamedTuple):
     block: int = -1
     group: int = -1
     micro: int = 0
-    choice: str = ""
+    policy: str = ""
     reads: tuple[Token, ...] = ()
     writes: tuple[Token, ...] = ()
     donates: tuple[Token, ...] = ()
@@ -85,20 +70,19 @@ class Op(NamedTuple):
     @property
     def event(self) -> Event:
         """The name under which this operation's completion can be waited for."""
-        if self.kind in ("forward", "recompute", "backward", "offload", "reload"):
-            return (self.kind, self.block, self.micro)
-        if self.choice == "stash":
-            return (f"{self.kind}_stash", self.block, self.micro)
-        if self.kind == "read":
-            return (f"read_{self.choice}", self.group)
-        if self.kind in ("push_grad", "accumulate"):
-            return (self.kind, self.group, self.block, self.micro)
-        if self.kind == "evict" and self.group < 0:
-            place = (self.block, self.micro) if self.block >= 0 else self.frees[0][1:]
-            return ("free", *place)
-        if self.kind == "load":
-            return (self.kind, *self.writes[0][1:])
-        return (self.kind, self.group) if self.group >= 0 else (self.kind,)
+        return _EVENTS[self.kind](self)
+
+    @property
+    def value(self) -> int:
+        """What a load or a gather brings."""
+        token = self.writes[0]
+        assert isinstance(token, Value)
+        return token.value
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """The buffer of the host window that the operation fills, changes or empties."""
+        return next((t for t in self.reads + self.writes if isinstance(t, Buffer)), None)
 
     def with_(self, **changes: object) -> Op:
         return self._replace(**changes)  # type: ignore[arg-type]
@@ -116,14 +100,14 @@ def compute_op(
     extra: int = 0,
 ) -> Op:
     """The operation of a block's function; ``extra`` bytes are its own beside those that were counted."""
-    given: tuple[Token, ...] = tuple(("x", v, m) for v in call.reads)
-    weights: tuple[Token, ...] = tuple(("w", g) for g in call.groups)
+    given: tuple[Token, ...] = tuple([Value(v, m) for v in call.reads])
+    weights: tuple[Token, ...] = tuple([Weights(g) for g in call.groups])
     return Op(
         kind=kind,
         stream="compute",
         block=b,
         micro=m,
-        choice=choice.name,
+        policy=choice.name,
         reads=given + weights + donates,
         writes=writes,
         donates=donates,
@@ -172,9 +156,8 @@ def kept_gradients(step: Step) -> dict[int, bool]:
 
     It can where it arrives in one piece and is used up in the same step; sums are made in FP32.
     """
-    pushes = [op for op in step.ops if op.kind == "push_grad"]
     updated = {op.group for op in step.ops if op.kind == "adam"}
-    count = Counter(t[1] for op in pushes for t in op.writes if t[0] == "hgrad")
+    count = Counter(t.group for op in step.on("d2h") for t in op.writes if isinstance(t, HostGrad))
     return {group: count[group] == 1 and group in updated for group in sorted(count)}
 
 
@@ -196,7 +179,7 @@ def memory_curve(step: Step) -> list[tuple[int, int]]:
         fresh = []
         growth = merged = 0
         for token in op.writes:
-            if token[0] in DEVICE_TOKENS:
+            if token.on_device:
                 if token in alive:  # a sum, for which nothing new is taken where it is read too: in place
                     merged = max(merged, sizes[token] * (token not in op.reads))
                 else:
@@ -226,16 +209,21 @@ def peak_bytes(step: Step) -> int:
     return max((b for _, b in memory_curve(step)), default=step.slab_bytes + step.constant_bytes)
 
 
+def stashes(step: Step, stream: Stream = "d2h") -> dict[Offloaded, int]:
+    """Bytes of what blocks stash in host memory, or by way of "nvme_write" on NVMe."""
+    return {home: op.nbytes for op in step.on(stream) for home in op.writes if isinstance(home, Offloaded)}
+
+
 def stash_buffers(step: Step) -> dict[Token, int]:
     """Bytes of each host buffer for what blocks offload: its own, or one of a few on the way to NVMe."""
-    own = {op.writes[0]: op.nbytes for op in step.ops if op.kind == "offload" and op.writes[0][0] == "stash"}
     largest = spilled_bytes(step)
-    return own | {("spill", slot): largest for slot in range(step.window) if largest}
+    spills = {Spill(slot): largest for slot in range(step.window) if largest}
+    return dict[Token, int](stashes(step)) | spills
 
 
 def spilled_bytes(step: Step) -> int:
     """The most bytes of a stash that waits on NVMe; 0 where none does."""
-    return max((op.nbytes for op in step.ops if op.kind == "write" and op.choice == "stash"), default=0)
+    return max(stashes(step, "nvme_write").values(), default=0)
 
 
 def name(op: Op) -> str:

@@ -15,20 +15,10 @@ from dataclasses import dataclass
 from megacompile.errors import ScheduleError
 from megacompile.plan.workload import Workload
 from megacompile.step.contents import check_gradients, check_spills, check_weights, check_window
-from megacompile.step.operations import (
-    DEVICE_TOKENS,
-    STREAMS,
-    Event,
-    Op,
-    Step,
-    Token,
-    memory_curve,
-    name,
-    peak_bytes,
-)
+from megacompile.step.operations import Event, Op, Step, memory_curve, name, peak_bytes
+from megacompile.step.spec import SPECS, STREAMS, Token, ValueGrad, Weights
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
-_LASTING = ("master", "hgrad", "disk", "resident", "dgrad")  # what outlives the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +54,8 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
     check_window(step)
     check_spills(step)
     _check_device_memory(step, accesses)
+    for op in step.ops:
+        _check_kind(op)
     peak = peak_bytes(step)
     if budget_bytes is not None and peak > budget_bytes:
         index, _ = max(memory_curve(step), key=lambda point: point[1])
@@ -72,6 +64,17 @@ def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Pr
             f"{budget_bytes}: choose a plan that keeps less, or a larger hbm_budget."
         )
     return Proof(len(step.ops), pairs, peak)
+
+
+def _check_kind(op: Op) -> None:
+    """An operation runs where its kind may, and touches nothing that its kind does not."""
+    spec = SPECS[op.kind]
+    if op.stream != spec.stream and (spec.cost, op.stream) != ("state", "compute"):
+        raise ScheduleError(f"{name(op)} runs on a stream that is not its own.")
+    for tokens, kinds in ((op.reads, spec.reads), (op.writes, spec.writes)):
+        for token in tokens:
+            if not isinstance(token, kinds):
+                raise ScheduleError(f"{name(op)} touches {token}, which no {op.kind} does.")
 
 
 def _clocks(step: Step) -> list[_Access]:
@@ -121,7 +124,7 @@ def _check_tokens(accesses: list[_Access]) -> int:
                     )
             elif token in ended:
                 raise ScheduleError(f"{name(op)} uses {token} after {name(ended[token].op)}.")
-            elif token[0] not in _LASTING:
+            elif not token.lasting:
                 raise ScheduleError(f"{name(op)} uses {token}, which nothing has written.")
         for token in dict.fromkeys((*op.writes, *op.donates, *op.frees)):
             for other in (*readers[token], *([writer[token]] if token in writer else [])):
@@ -131,7 +134,7 @@ def _check_tokens(accesses: list[_Access]) -> int:
                         f"{name(op)} may change {token} while {name(other.op)} still uses it."
                     )
         for token in op.writes:
-            if token[0] in DEVICE_TOKENS and token[0] != "g" and token in writer:
+            if token.on_device and not isinstance(token, ValueGrad) and token in writer:
                 raise ScheduleError(
                     f"{name(op)} writes {token}, which {name(writer[token].op)} wrote and nothing "
                     "has freed: a missing evict."
@@ -149,7 +152,7 @@ def _check_tokens(accesses: list[_Access]) -> int:
 
 
 def _evicted(op: Op) -> tuple[Token, ...]:
-    return (("w", op.group),) if op.kind == "evict" and op.group >= 0 else ()
+    return (Weights(op.group),) if op.kind == "evict" else ()
 
 
 def _check_slots(step: Step, accesses: list[_Access]) -> int:
@@ -175,7 +178,7 @@ def _check_slots(step: Step, accesses: list[_Access]) -> int:
                             f"{name(op)} may overwrite the slot that {name(end.op)} gives back."
                         )
             current[op.group] = access
-        elif op.kind == "evict" and op.group >= 0:
+        elif op.kind == "evict":
             if op.group not in current:
                 raise ScheduleError(f"{name(op)} ends a stay that never began.")
             start = current.pop(op.group).op
@@ -197,7 +200,7 @@ def _check_device_memory(step: Step, accesses: list[_Access]) -> None:
     """
     alive: dict[Token, Op] = {}
     for op in step.ops:
-        alive |= {t: op for t in op.writes if t[0] in DEVICE_TOKENS}
+        alive |= {t: op for t in op.writes if t.on_device}
         gone = {*op.donates, *op.frees}
         if gone and op.stream != "compute":
             raise ScheduleError(f"{name(op)} frees device memory outside the compute stream.")
@@ -208,7 +211,7 @@ def _check_device_memory(step: Step, accesses: list[_Access]) -> None:
     for access in accesses:
         if access.op.stream == "compute":
             compute = access
-        elif not any(t[0] in DEVICE_TOKENS for t in access.op.writes):
+        elif not any(t.on_device for t in access.op.writes):
             continue
         elif compute and not _before(compute, access):
             raise ScheduleError(

@@ -11,13 +11,12 @@ and no pickle is involved.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.state import HostState
+from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.storage.durable import recover, replacing, save_shard
-from megacompile.storage.layout import copied_range, layout_of, read_layout
+from megacompile.storage.layout import SavedLayout, copied_range, layout_of, read_layout
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -46,6 +46,27 @@ class Progress:
     param_groups: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One file: its size, and the CRC-32 of each tensor in it."""
+
+    bytes: int
+    checksums: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``checkpoint.json`` holds.
+
+    ``files`` names every file of the folder beside it.
+    """
+
+    version: int
+    progress: Progress
+    layout: SavedLayout
+    files: dict[str, Shard]
+
+
 def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor], progress: Progress) -> None:
     """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
 
@@ -57,8 +78,7 @@ def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor],
     try:
         with replacing(folder) as fresh:
             files = dict(_write_shards(fresh, _batches(state.parts(), loose), state.offload is not None))
-            facts = {"version": VERSION, "progress": asdict(progress)}
-            manifest = {**facts, "layout": layout_of(state), "files": files}
+            manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files))
             (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     except OSError as error:
         raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
@@ -77,7 +97,7 @@ def _batches(
 
 def _write_shards(
     folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Shard]]:
     """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
 
     ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two.
@@ -97,10 +117,10 @@ def _write_shards(
         yield _write(folder / next(names), shard)
 
 
-def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, dict[str, Any]]:
+def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, Shard]:
     save_shard(path, shard)
     sums = {name: checksum(tensor) for name, tensor in shard.items()}
-    return path.name, {"bytes": path.stat().st_size, "checksums": sums}
+    return path.name, Shard(path.stat().st_size, sums)
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
@@ -118,16 +138,12 @@ class Checkpoint:
         self._state, self._loose = state, loose
         recover(self._folder)
         manifest = _read_manifest(self._folder)
-        with _well_formed(self._folder):
-            progress = manifest["progress"]
-            self._layout = read_layout(manifest["layout"], state, self._folder)
-            self._places = _places(self._folder, manifest["files"])
-            values = {f"{name}/value": value for name, value in loose.items()}
-            self._expected = self._layout.tensors | values
-            _compare_tensors(self._folder, self._places, self._expected)
-            self.progress = Progress(**progress)
-            if not isinstance(self.progress.seed, int) or not isinstance(self.progress.calls, int):
-                raise TypeError("progress")
+        self.progress = manifest.progress
+        self._layout = read_layout(manifest.layout, state, self._folder)
+        self._places = _places(self._folder, manifest.files)
+        values = {f"{name}/value": value for name, value in loose.items()}
+        self._expected = self._layout.tensors | values
+        _compare_tensors(self._folder, self._places, self._expected)
 
     def read(self) -> None:
         """Overwrite the state and the loose tensors; a damaged file is named and leaves them in part."""
@@ -177,42 +193,29 @@ class Checkpoint:
             raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
 
 
-@contextlib.contextmanager
-def _well_formed(folder: Path) -> Iterator[None]:
-    """Turn what a malformed manifest runs into into an error that names the checkpoint."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise MegacompileError(
-            f"{folder / MANIFEST} is malformed: {type(error).__name__} at {error}."
-        ) from error
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise MegacompileError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it.")
-    try:
-        manifest = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise MegacompileError(f"{path} is no JSON: {error}.") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
-        found = manifest.get("version") if isinstance(manifest, dict) else None
+    given = parse_json(path.read_text(), str(path))
+    found = given.get("version") if isinstance(given, dict) else None
+    if found != VERSION:
         raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
+    manifest: Manifest = from_plain(Manifest, given, str(path), partial=True)
     return manifest
 
 
-def _places(folder: Path, files: dict[str, Any]) -> dict[str, tuple[str, int]]:
+def _places(folder: Path, files: dict[str, Shard]) -> dict[str, tuple[str, int]]:
     """By tensor, the file that holds it and its checksum; every file is there and of its size."""
     places: dict[str, tuple[str, int]] = {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise MegacompileError(f"{folder / MANIFEST} names {name!r}, which is no file of a checkpoint.")
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry["bytes"]:
-            what = "missing" if size is None else f"{size} bytes long instead of {entry['bytes']}"
+        if size != entry.bytes:
+            what = "missing" if size is None else f"{size} bytes long instead of {entry.bytes}"
             raise MegacompileError(f"{folder / name} is {what}: the checkpoint is not whole.")
-        places |= {tensor: (name, known) for tensor, known in entry["checksums"].items()}
+        places |= {tensor: (name, known) for tensor, known in entry.checksums.items()}
     return places
 
 

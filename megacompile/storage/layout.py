@@ -16,16 +16,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
-from megacompile.host.state import HostState, shapes_of
+from megacompile.host.state import HostState
+from megacompile.host.views import shapes_of
 from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
 
-FACTS = ("shape", "stride", "computes_in")
+
+@dataclass(frozen=True)
+class Facts:
+    """How a saved parameter lies, the step that it is at, and of which rows it is a piece, if it is one."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    computes_in: str
+    step: int
+    whole: str = ""
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """What the manifest says: the format, and the facts of each parameter."""
+
+    optimizer_state: str
+    parameters: dict[str, Facts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +69,26 @@ class Layout:
     steps: dict[str, int]
 
 
-def layout_of(state: HostState) -> dict[str, Any]:
-    """What the manifest says: the format, and of each parameter how it lies and its step."""
+def layout_of(state: HostState) -> SavedLayout:
+    """The layout of a state, as it is saved."""
     slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
-    parameters = {p.name: {**_facts(p), "step": step} for p, step in slots}
-    return {"optimizer_state": state.form, "parameters": parameters}
+    return SavedLayout(state.form, {p.name: _facts(p, step) for p, step in slots})
 
 
-def _facts(p: Parameter) -> dict[str, Any]:
-    dtype = str(p.dtype).removeprefix("torch.")
-    found = {"shape": [*p.shape], "stride": [*p.stride], "computes_in": dtype}
-    return found | ({"whole": p.whole, "first_row": p.first_row} if p.whole else {})
+def _facts(p: Parameter, step: int) -> Facts:
+    return Facts(p.shape, p.stride, str(p.dtype).removeprefix("torch."), step, p.whole, p.first_row)
 
 
-def read_layout(saved: Mapping[str, Any], state: HostState, folder: Path) -> Layout:
+def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
     """Match a manifest's layout with a state, or :class:`MegacompileError` that names what does not fit."""
-    if saved["optimizer_state"] != state.form:
+    if saved.optimizer_state != state.form:
         raise MegacompileError(
-            f"{folder} was saved with optimizer_state={saved['optimizer_state']!r} and this program has "
+            f"{folder} was saved with optimizer_state={saved.optimizer_state!r} and this program has "
             f"{state.form!r}: compile with the one that was saved."
         )
-    theirs = _by_whole(saved["parameters"])
+    theirs = _by_whole(saved.parameters)
     owners = {slot.parameter.name: (g, slot.parameter) for g in state.groups for slot in g.slots}
-    mine = _by_whole({name: _facts(p) for name, (_, p) in owners.items()})
+    mine = _by_whole(layout_of(state).parameters)
     for whole in [*mine, *theirs]:
         if whole not in theirs or whole not in mine:
             where = "the model" if whole in mine else "the checkpoint"
@@ -89,58 +104,62 @@ def read_layout(saved: Mapping[str, Any], state: HostState, folder: Path) -> Lay
         for name, facts in pieces.items():
             parts[name] = _parts(facts, theirs[whole])
             _check_blocks(owners[name], parts[name], theirs[whole], state.form, folder)
-    steps = {name: next(iter(theirs[w].values()))["step"] for w, pieces in mine.items() for name in pieces}
+    steps = {name: next(iter(theirs[w].values())).step for w, pieces in mine.items() for name in pieces}
     return Layout(tensors, parts, steps)
 
 
-Pieces = dict[str, dict[str, Any]]
+Pieces = dict[str, Facts]
 
 
-def _by_whole(parameters: Mapping[str, dict[str, Any]]) -> dict[str, Pieces]:
+def _by_whole(parameters: Mapping[str, Facts]) -> dict[str, Pieces]:
     """By the model's parameters, their pieces (or themselves) in the order of rows."""
     found: dict[str, Pieces] = defaultdict(dict)
-    for name, facts in sorted(parameters.items(), key=lambda item: int(item[1].get("first_row", 0))):
-        found[facts.get("whole") or name][name] = facts
-    return {name: found[name] for name in dict.fromkeys(f.get("whole") or n for n, f in parameters.items())}
+    for name, facts in sorted(parameters.items(), key=lambda item: item[1].first_row):
+        found[facts.whole or name][name] = facts
+    return {name: found[name] for name in dict.fromkeys(f.whole or n for n, f in parameters.items())}
 
 
 def _compare(whole: str, theirs: Pieces, mine: Pieces, folder: Path) -> None:
     together, ours = _together(theirs), _together(mine)
-    for fact in FACTS:
-        if together is None or ours is None or together[fact] != ours[fact]:
-            found = together[fact] if together else "not that of all its rows, in order,"
-            expected = ours[fact] if ours else "another"
+    for fact in ("shape", "stride", "computes_in"):
+        found = getattr(together, fact) if together else "not that of all its rows, in order,"
+        expected = getattr(ours, fact) if ours else "another"
+        if together is None or ours is None or found != expected:
             raise MegacompileError(
                 f"{folder} does not fit at {whole}: {fact} is {found} in the checkpoint "
                 f"and {expected} in the model."
             )
-    steps = {facts["step"] for facts in theirs.values()}
-    if len(steps) > 1 or any(type(step) is not int or step < 0 for step in steps):
+    steps = {facts.step for facts in theirs.values()}
+    if len(steps) > 1 or min(steps) < 0:
         raise MegacompileError(f"{folder} has no step count for {whole}.")
 
 
-def _together(pieces: Pieces) -> dict[str, Any] | None:
+def _together(pieces: Pieces) -> Facts | None:
     """The facts of the parameter that pieces make up; None where they leave rows out or differ."""
     first, *rest = pieces.values()
-    if not first.get("whole"):
+    if not first.whole:
         return None if rest else first
     rows = 0
     for facts in (first, *rest):
-        alike = all(facts[f] == first[f] for f in FACTS[1:]) and facts["shape"][1:] == first["shape"][1:]
-        if facts["first_row"] != rows or not alike:
+        alike = (facts.stride, facts.computes_in, facts.shape[1:])
+        if (
+            not facts.shape
+            or facts.first_row != rows
+            or alike != (first.stride, first.computes_in, first.shape[1:])
+        ):
             return None
-        rows += facts["shape"][0]
-    return {**first, "shape": [rows, *first["shape"][1:]]}
+        rows += facts.shape[0]
+    return replace(first, shape=(rows, *first.shape[1:]))
 
 
-def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Mapping[str, Any]) -> GroupLayout:
+def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Facts) -> GroupLayout:
     """A group of one saved parameter, alike one of ours in all but name and rows."""
     group, parameter = owner
-    slot = Slot(replace(parameter, name=name, shape=tuple(facts["shape"])), 0)
+    slot = Slot(replace(parameter, name=name, shape=facts.shape), 0)
     return replace(group, slots=(slot,), elements=padded_elements(slot.parameter.numel))
 
 
-def _parts(facts: Mapping[str, Any], saved: Pieces) -> tuple[Part, ...]:
+def _parts(facts: Facts, saved: Pieces) -> tuple[Part, ...]:
     begin, end = _elements(facts)
     parts = []
     for name, theirs in saved.items():
@@ -151,10 +170,10 @@ def _parts(facts: Mapping[str, Any], saved: Pieces) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _elements(facts: Mapping[str, Any]) -> tuple[int, int]:
+def _elements(facts: Facts) -> tuple[int, int]:
     """A piece's range of its whole parameter's elements."""
-    start = facts.get("first_row", 0) * prod(facts["shape"][1:])
-    return start, start + prod(facts["shape"])
+    start = facts.first_row * prod(facts.shape[1:])
+    return start, start + prod(facts.shape)
 
 
 def _check_blocks(
@@ -171,7 +190,7 @@ def _check_blocks(
     coded = is_coded(parameter.numel, form)
     for part in parts:
         between = part.ends or part.count % coding.block == 0  # then the next part begins with a block too
-        if is_coded(prod(saved[part.saved]["shape"]), form) != coded or (coded and not between):
+        if is_coded(prod(saved[part.saved].shape), form) != coded or (coded and not between):
             raise MegacompileError(
                 f"{folder} holds {part.saved} where this program has {parameter.name}, and {form} moments "
                 "cannot be taken apart there: compile with the hbm_budget of the program that saved them."

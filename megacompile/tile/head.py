@@ -24,8 +24,7 @@ _LSE, _TARGET, _MASS = 0, 1, 2
 
 def tile_head(graph: TileGraph, node: fx.Node) -> None:
     """Replace a fused head over a cut weight; ``node`` returns (loss per token, statistics)."""
-    hidden, weight, bias, labels, ignored, smoothing, z_loss, softcap, _ = operands(node)
-    assert z_loss == 0.0
+    hidden, weight, bias, labels, ignored, smoothing, softcap, _ = operands(node)
     emit = graph.site(node)
     pieces = graph.pieces[weight]
     biases = graph.pieces.get(bias) if bias is not None else None

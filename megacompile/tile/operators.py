@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from megacompile.fuse.head import head_backward_flops, head_flops
+from megacompile.kernels._triton import wide
 from megacompile.kernels.linear_cross_entropy import add_product_, tiles
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("megacompile::head_tile", mutates_args=())
@@ -32,12 +30,12 @@ def head_tile(
     [V] or None, labels int64 [T] counted from the piece's first row; ``softcap`` c > 0 maps logits z
     to c·tanh(z / c).
     """
-    wide = _wide(hidden.dtype)
+    dtype = wide(hidden.dtype)
     tokens = hidden.shape[0]
-    top = hidden.new_full((tokens,), float("-inf"), dtype=wide)
-    total, target, mass = hidden.new_zeros((3, tokens), dtype=wide).unbind()
+    top = hidden.new_full((tokens,), float("-inf"), dtype=dtype)
+    total, target, mass = hidden.new_zeros((3, tokens), dtype=dtype).unbind()
     for columns, logits in tiles(hidden, weight, bias, workspace):
-        z = _capped(logits.to(wide), softcap)
+        z = _capped(logits.to(dtype), softcap)
         mass += z.sum(1)
         target += _at(z, labels - columns.start)
         above = torch.maximum(top, z.amax(1))
@@ -60,10 +58,8 @@ def _at(z: Tensor, labels: Tensor) -> Tensor:
 
 
 @head_tile.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float, workspace: int
-) -> tuple[Tensor, Tensor]:
-    parts = hidden.new_empty((3, hidden.shape[0]), dtype=_wide(hidden.dtype))
+def _(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    parts = hidden.new_empty((3, hidden.shape[0]), dtype=wide(hidden.dtype))
     return parts, torch.empty_like(parts[0])
 
 
@@ -107,14 +103,7 @@ def head_tile_backward(
 
 @head_tile_backward.register_fake
 def _(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    lse: Tensor,
-    softcap: float,
-    workspace: int,
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias)
     return torch.empty_like(hidden), torch.empty_like(weight), dbias
@@ -183,20 +172,8 @@ take_rows.register_autograd(_take_backward, setup_context=_rows_setup)
 put_rows.register_autograd(_put_backward, setup_context=_rows_setup)
 
 
-@register_flop_formula(torch.ops.megacompile.head_tile)
-def head_tile_flops(hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """One product of hidden and the piece."""
-    return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
-
-
-@register_flop_formula(torch.ops.megacompile.head_tile_backward)
-def head_tile_backward_flops(
-    grad: Any, hidden: Any, weight: Any, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    """The logits again, and two products for the gradients."""
-    product: int = head_tile_flops(hidden, weight)
-    return 3 * product
-
+register_flop_formula(torch.ops.megacompile.head_tile)(head_flops)
+register_flop_formula(torch.ops.megacompile.head_tile_backward)(head_backward_flops)
 
 HEAD_TILE = torch.ops.megacompile.head_tile.default
 TAKE_ROWS = torch.ops.megacompile.take_rows.default

@@ -1,0 +1,56 @@
+"""Views of what the host keeps of single parameters, in a group's flat arrays.
+
+In: a group's layout and its arrays by name. Out: by parameter, its masters and moments by array's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megacompile.host.formats import (
+    CODINGS,
+    MomentPlace,
+    StateFormat,
+    group_arrays,
+    moment_names,
+    moment_places,
+)
+from megacompile.plan.assemble import GroupLayout
+
+
+def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
+    for group in groups:
+        arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
+                  for a in group_arrays(group, form)}  # fmt: skip
+        yield parts_of(group, arrays, form)
+
+
+def parts_of(
+    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat
+) -> dict[str, dict[str, Tensor]]:
+    """Each parameter's name with flat views of all that is kept of it, by array's name."""
+    named = {}
+    places = moment_places(group, form) if group.trainable else [None] * len(group.slots)
+    for slot, place in zip(group.slots, places, strict=True):
+        part = slice(slot.offset, slot.offset + slot.parameter.numel)
+        found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
+        names = moment_names(place.coded) if place else ()
+        moments = moments_of(arrays, place, form) if place else []
+        named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
+    return named
+
+
+def moments_of(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:
+    """Views of a place's moments, in the order of :func:`~megacompile.host.formats.moment_names`."""
+    start, stop = place.offset, place.offset + place.elements
+    if not place.coded:
+        return [arrays[name][start:stop] for name in moment_names(False)]
+    coding = CODINGS[form]
+    codes = slice(coding.code_bytes(start), coding.code_bytes(stop))
+    scales = slice(place.block, place.block + coding.blocks(place.elements))
+    parts = (codes, scales, codes, scales)
+    return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]

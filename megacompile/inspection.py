@@ -1,0 +1,92 @@
+"""What a program tells of itself: plan, schedule, source, kernels, memory.
+
+In: a :class:`~megacompile.session.Session`, of the programs that it compiled and ran. Out: frozen values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megacompile.bench.calibrate import calibrated
+from megacompile.errors import ProgramError
+from megacompile.fuse.report import Fusions
+from megacompile.host.arena import resident_peak_bytes
+from megacompile.machine.measured import align
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import Plan
+from megacompile.runtime.calls import alone
+from megacompile.runtime.results import Memory
+from megacompile.schedule.schedule import Schedule
+from megacompile.session import Session
+
+
+class Inspection:
+    """The part of :class:`~megacompile.program.Program` that changes nothing."""
+
+    _session: Session
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided for the training program that ran last."""
+        scheduled = self._session.scheduled()
+        planned, work = scheduled.planned, scheduled.compiled.assembly.work
+        names = tuple(b.name for b in work.blocks), tuple(g.name for g in work.groups)
+        return replace(planned.plan, names=names)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The scheduled step of the training program that ran last, with its times if it was the last to run.
+
+        Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
+        """
+        return self._schedule_on(self._session.compiler.measured_machine)
+
+    def _schedule_on(self, machine: Machine) -> Schedule:
+        scheduled, runtime = self._session.scheduled(), self._session.runtime
+        step, trace = runtime.traces[-1] if runtime and runtime.traces else (None, [])
+        ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
+        return self._session.compiler.schedule_of(scheduled, machine, ran)
+
+    @alone
+    def profile(self) -> Schedule:
+        """The schedule with times predicted from each block function's own, measured now on the CPU backend.
+
+        Takes some runs of every function on made-up values. What ``schedule`` predicts comes from
+        rates and is farther off.
+        """
+        self._session.finish()
+        self._session.report_skipped()
+        schedule = self.schedule
+        if not schedule.machine.shared_cores:
+            raise ProgramError(
+                "program.profile() is for the CPU backend: on a GPU, run `megacompile profile` instead."
+            )
+        work, machine = calibrated(self._session.scheduled().compiled, schedule.machine)
+        return replace(schedule, work=work, machine=machine)
+
+    @property
+    def fusions(self) -> Fusions:
+        """Which fused kernels the program that ran last holds, where, and what was left alone and why."""
+        return self._session.scheduled().compiled.fusions
+
+    @property
+    def source(self) -> str:
+        """The emitted Python of the training program that ran last."""
+        return self._session.scheduled().source
+
+    @property
+    def memory(self) -> Memory:
+        """Measured and predicted bytes over all programs that ran so far."""
+        session, runtime = self._session, self._session.runtime
+        host = runtime.state.nbytes() | runtime.buffers.nbytes() if runtime else {}
+        offload = runtime.state.offload if runtime else None
+        return Memory(
+            budget_bytes=session.compiler.budget_bytes,
+            device_peak_bytes=runtime.peak_bytes if runtime else 0,
+            predicted_peak_bytes=session.predicted_peak,
+            host_bytes=host,
+            host_budget_bytes=session.settings.host_budget_bytes,
+            resident_peak_bytes=resident_peak_bytes(),
+            storage_bytes=offload.storage.nbytes if offload else 0,
+            traffic=self._schedule_on(session.compiler.machine).traffic if offload else "",
+        )

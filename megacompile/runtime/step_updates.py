@@ -1,0 +1,265 @@
+"""Gradients and state in one run of a step: pushes, norms, the clipping coefficient, updates, NVMe.
+
+:class:`~megacompile.runtime.step_run.StepRun` adds what blocks read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megacompile.errors import StorageError
+from megacompile.host.adam import AdamHyper
+from megacompile.host.bucket import add_gradients, slot_view
+from megacompile.host.offload import Offload
+from megacompile.host.rows import add_rows
+from megacompile.host.state import HostState
+from megacompile.runtime.blocks import Blocks
+from megacompile.runtime.device import Device, Tail
+from megacompile.runtime.host_buffers import HostBuffers
+from megacompile.runtime.progress import Progress
+from megacompile.runtime.resident import ResidentState
+from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.step.bind import BoundStep
+from megacompile.step.operations import Event
+from megacompile.step.spec import (
+    HostGrad,
+    PassingGrad,
+    ResidentGrad,
+    Ring,
+    Stream,
+    Token,
+    WeightGrad,
+    typed,
+)
+
+
+@dataclass
+class Held:
+    """What outlives a run. ``landed`` holds the groups with a gradient that waits on the host."""
+
+    state: HostState
+    device: Device
+    resident: ResidentState
+    buffers: HostBuffers
+    blocks: Blocks
+    progress: Progress = field(default_factory=Progress)
+    landed: set[int] = field(default_factory=set)
+
+    def guarded(self, run: Callable[[], None]) -> None:
+        """A transfer to or from storage that fails leaves a group without its state."""
+        try:
+            run()
+        except StorageError:
+            self.progress.lost = True
+            raise
+
+
+class StepUpdates:
+    """The operations of an emitted step on gradients and state; ``results`` fills as they run.
+
+    ``pushed`` says whether any gradient of this run went to where gradients wait.
+    """
+
+    def __init__(self, held: Held, bound: BoundStep, inputs: StepInputs) -> None:
+        self.results = StepResults(losses=[], takes_norm="clip_scale" in bound.kinds)
+        self.pushed = False
+        self._held, self._bound, self._inputs = held, bound, inputs
+        self._device, self._blocks = held.device, held.blocks
+        self._norms: dict[str, torch.Tensor] = {}
+        self._scale = 1.0
+        self._loss_checked = False
+
+    @contextmanager
+    def _computing(self, event: Event, after: Sequence[Event], free: Sequence[Token] = ()) -> Iterator[None]:
+        """One timed operation of the compute stream."""
+        self._device.wait(after)
+        start = self._device.clock()
+        yield
+        self._blocks.free(free)
+        self._device.reached(event)
+        self._device.note(event, start)
+
+    def push_grad(
+        self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()
+    ) -> None:
+        parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
+        landing = typed(to)
+        home = self._held.buffers.gradient(self._bound, group, landing)
+        fresh = isinstance(landing, Ring) or group not in self._held.landed
+        self._held.landed.add(group)
+        self.pushed = True
+        slots = self._bound.assembly.groups[group].slots
+
+        def push() -> Tail | None:
+            return self._device.push(home, slots, parts, fresh)
+
+        self._device.submit("d2h", ("push_grad", group, block, micro), after, push)
+
+    def push_rows(
+        self, *, group: int, block: int, micro: int, to: Sequence[Token], after: Sequence[Event] = ()
+    ) -> None:
+        """Push the gradient of the rows that a block was given into those of the groups of their table."""
+        part, assembly = self._bound.part, self._bound.assembly
+        ((_, grad),) = self._blocks.values[WeightGrad(group, block, micro)]
+        (value,) = (i.value for i in part.blocks[block].inputs if i.value in part.rows)
+        table = part.rows[value]
+        ids = table.find(self._inputs.leaves[micro]).clone()  # the caller may fill the batch anew
+        pieces, fresh = [], []
+        for name, home in zip(table.pieces, to, strict=True):
+            owner, slot = assembly.places[name]
+            flat = self._held.buffers.gradient(self._bound, owner, typed(home))
+            pieces.append(slot_view(flat, assembly.groups[owner].slots[slot]))
+            fresh.append(owner not in self._held.landed)
+            self._held.landed.add(owner)
+        self.pushed = True
+
+        def use(landed: list[torch.Tensor]) -> None:
+            add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding)
+
+        device = self._device
+        device.submit("d2h", ("push_rows", group, block, micro), after, lambda: device.land([grad], use))
+
+    def accumulate(
+        self, *, group: int, block: int, micro: int, to: Token, free: Any, after: Sequence[Event] = ()
+    ) -> None:
+        landed, slots = self._held.resident.landed, self._bound.assembly.groups[group].slots
+        home = typed(to)
+        fresh = isinstance(home, PassingGrad) or group not in landed
+        if isinstance(home, ResidentGrad):
+            landed.add(group)
+            self.pushed = True
+        with self._computing(("accumulate", group, block, micro), after, free):
+            parts = self._blocks.values[WeightGrad(group, block, micro)]
+            add_gradients(self._held.resident.gradient(group, home), slots, parts, fresh)
+            del parts
+
+    def norm(self, *, group: int, after: Sequence[Event] = ()) -> None:
+        if group in self._held.resident.weights:
+            with self._computing(("norm", group), after):
+                taken = self._device.read(self._held.resident.norms(group))
+                self._norms |= dict(zip(self._held.resident.names(group), taken, strict=True))
+            return
+        layout, norms = self._bound.assembly.groups[group], self._norms
+        grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
+
+        def measure() -> None:
+            for slot in layout.slots:
+                view = slot_view(grad, slot)
+                norms[slot.parameter.name] = torch.linalg.vector_norm(view, 2, dtype=torch.float32)
+
+        self._device.submit("host", ("norm", group), after, measure)
+
+    def clip_scale(self, *, after: Sequence[Event] = ()) -> None:
+        inputs, results, norms = self._inputs, self.results, self._norms
+        order = self._bound.norm_order
+
+        def clip() -> None:
+            present = [norms[n] for n in order if n in norms]
+            total = torch.linalg.vector_norm(torch.stack(present), 2)
+            results.skipped = not bool(torch.isfinite(total))
+            self._scale = 1.0
+            if inputs.max_grad_norm is not None:
+                self._scale = float(torch.clamp(inputs.max_grad_norm / (total + 1e-6), max=1.0))
+            results.grad_norm = total  # last: whoever sees it may read the rest
+
+        self._device.submit("host", ("clip_scale",), after, clip)
+
+    def read_weights(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
+        self._move_state("nvme_read", ("read_weights", group), after, self._offload.read_weights, slot)
+
+    def read_state(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
+        self._move_state("nvme_read", ("read_state", group), after, self._offload.read_state, slot)
+
+    def write(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
+        progress = self._held.progress.steps[self._device.step]
+        offload, unwritten = self._offload, self._held.progress.unwritten
+
+        def write(group: int, slot: int) -> None:
+            if group in unwritten:  # else the update was skipped
+                offload.write_state(group, slot)
+                unwritten.discard(group)
+                progress.done += 1
+
+        self._move_state("nvme_write", ("write", group), after, write, slot)
+
+    def _move_state(
+        self,
+        stream: Stream,
+        event: Event,
+        after: Sequence[Event],
+        move: Callable[[int, int], None],
+        slot: int,
+    ) -> None:
+        held, group = self._held, event[1]
+        self._device.submit(stream, event, after, lambda: held.guarded(lambda: move(group, slot)))
+
+    @property
+    def _offload(self) -> Offload:
+        assert self._held.state.offload is not None
+        return self._held.state.offload
+
+    def adam(self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()) -> None:
+        self._check_loss()
+        place = typed(grad)
+        if isinstance(place, ResidentGrad | PassingGrad):
+            with self._computing(("adam", group), after):
+                self._update_resident(group, place)
+            return
+        home = self._held.buffers.gradient(self._bound, group, place)
+        self._held.landed.discard(group)
+        progress = self._held.progress.steps[self._device.step]
+        results, unwritten, state = self.results, self._held.progress.unwritten, self._held.state
+        deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
+
+        def update() -> None:
+            if deferred and results.skipped:
+                progress.planned -= 1
+                return
+            progress.begun += 1
+            state.update(
+                group, home, self._hypers(group, deferred), threads=self._device.adam_threads, slot=slot
+            )
+            state.steps[group] += 1
+            if slot is None:
+                progress.done += 1
+            else:
+                unwritten.add(group)  # its write ends the update
+
+        self._device.submit("host", ("adam", group), after, update)
+
+    def _update_resident(self, group: int, place: ResidentGrad | PassingGrad) -> None:
+        """One update on the compute stream; what clip_scale found is known by now."""
+        self._held.resident.landed.discard(group)
+        progress = self._held.progress.steps[self._device.step]
+        deferred = isinstance(place, ResidentGrad) and "clip_scale" in self._bound.kinds
+        if deferred and self.results.skipped:
+            progress.planned -= 1
+        else:
+            progress.begun += 1
+            gradient, hypers = self._held.resident.gradient(group, place), self._hypers(group, deferred)
+            self._device.update(self._held.state, group, gradient, hypers)
+            self._held.state.steps[group] += 1
+            progress.done += 1
+
+    def _hypers(self, group: int, deferred: bool) -> list[AdamHyper]:
+        """Hyper-parameters by param group, for the step that the group is about to take."""
+        step, scale = self._held.state.steps[group] + 1, self._scale if deferred else 1.0
+        return [replace(h, step=step, grad_scale=scale) for h in self._inputs.hypers]
+
+    def _check_loss(self) -> None:
+        """Stop the step before anything is changed; where compute runs ahead, at its first update."""
+        if not self._inputs.check_loss or self._loss_checked:
+            return
+        self._device.settle()
+        self._loss_checked = True
+        for loss in self.results.losses:
+            if not bool(torch.isfinite(loss)):
+                raise NonFiniteError(
+                    f"The loss is {float(loss)}: the step was stopped before its backward, and no "
+                    "parameter was changed."
+                )

@@ -1,0 +1,50 @@
+"""One architecture per mechanism, judged as ``python -m benchmarks.models`` judges all of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.support.judge import judge
+from tests.support.zoo import cases
+
+FP32 = (
+    "U-Net",  # skips, convolutions, gradients that are slices of one tensor
+    "MLP-Mixer",  # gradients laid out unlike their values
+    "LSTM, bidirectional, dropout",
+    "one block called 4 times",
+    "T5, padded",  # the encoder's output read by all decoder blocks
+    "gpt_oss, left-padded",  # sinks, sliding windows, rows without keys
+    "bloom",  # an autograd.Function that says what torch would
+    "deepseek_v32",  # latent and sparse attention
+)
+BF16 = ("mixtral, experts without tokens", "mamba", "llama, packed")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((n, torch.float32) for n in FP32), *((n, torch.bfloat16) for n in BF16)]
+)
+def test_architecture_trains_right(name: str, dtype: torch.dtype) -> None:
+    verdict = judge(cases()[name], dtype)
+    assert (verdict.status, verdict.reason) == ("right", "")
+    assert set(verdict.budgets) == {"100 %", "40 %", "least"}
+    for label, budget in verdict.budgets.items():
+        assert budget["peak_bytes"] <= budget["predicted_bytes"] <= budget["budget_bytes"], label
+        assert budget["peak_bytes"] >= 0.97 * budget["predicted_bytes"], label
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gemma3n_text", r"calls clamp_ on a tensor .* where autograd does not see it"),
+        ("jetmoe", r"experts\.router takes a number out of a tensor"),
+        ("longcat_flash", r"modeling_longcat_flash\.py:\d+"),
+        ("phimoe", r"PhimoeMultiplier, a torch\.autograd\.Function"),
+    ],
+)
+def test_architecture_is_refused_by_name(name: str, words: str) -> None:
+    verdict = judge(cases()[name], torch.float32)
+    assert verdict.status == "refused"
+    assert re.search(words, verdict.reason), verdict.reason

@@ -1,0 +1,513 @@
+"""A user's mistakes: one clear error that names the thing, and the model left as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import megacompile
+from megacompile.capture.batch import check_signature, read_batch
+from megacompile.runtime import backends
+from megacompile.units import parse_bytes
+from tests.support.models import Plain, batch_for, build
+
+
+def compile_plain(model: nn.Module | None = None, budget: Any = "1GB", **options: Any) -> megacompile.Program:
+    model = model if model is not None else Plain()
+    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-3))
+    options.setdefault("compute_dtype", torch.float32)
+    return megacompile.compile(model, budget, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (-1, "positive"),
+        (0, "positive"),
+        (math.nan, "positive"),
+        (math.inf, "positive"),
+        ("nan GB", "not understood"),
+        ("12 parsecs", "not understood"),
+        ("", "not understood"),
+        ("0GB", "positive"),
+        ("120%", "at most"),
+        (0.9, "did you mean '90%'"),
+        (80e9, "did you mean 80"),
+        (True, "no budget"),
+        (None, "no budget"),
+        ("900GB", "exist"),
+    ],
+)
+def test_budget_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(megacompile.BudgetError, match=words):
+        parse_bytes(value, what="hbm_budget", available=100 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(80, 80 * 10**9), (1.5, 1_500_000_000), ("24GiB", 24 * 2**30), ("512MB", 512 * 10**6),
+     ("90%", 90 * 10**9), ("auto", 90 * 10**9), ("1e3 MB", 10**9)],
+)  # fmt: skip
+def test_budget_is_read(value: Any, nbytes: int) -> None:
+    assert parse_bytes(value, what="hbm_budget", available=100 * 10**9) == nbytes
+
+
+def test_least_feasible_budget_is_named_and_works() -> None:
+    model, batch = build("llama"), batch_for("llama")
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(megacompile.BudgetError, match="least feasible budget") as info:
+        compile_plain(model, "10kB", example_batch=batch)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    least = int(str(info.value).split("batch is ")[1].split(" bytes")[0])
+    with pytest.raises(megacompile.BudgetError):
+        compile_plain(build("llama"), f"{least - 1}B", example_batch=batch)
+    program = compile_plain(build("llama"), f"{least}B", example_batch=batch)
+    assert math.isfinite(program.train_step(batch).loss)
+    assert program.memory.device_peak_bytes <= least
+    program.close()
+
+
+def test_host_budget_too_small_leaves_the_model() -> None:
+    model, batch = build("llama"), batch_for("llama")
+    with pytest.raises(megacompile.BudgetError, match="host_budget"):
+        compile_plain(model, host_budget="10kB", example_batch=batch)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_wrong_batches() -> None:
+    program = compile_plain()
+    good = batch_for("plain")
+    with pytest.raises(megacompile.MegacompileError, match="needs y"):
+        program.train_step({"x": good["x"]})
+    with pytest.raises(megacompile.MegacompileError, match="takes no z"):
+        program.train_step({**good, "z": good["x"]})
+    with pytest.raises(megacompile.MegacompileError, match="empty tensor"):
+        program.train_step({"x": torch.empty(0, 16), "y": torch.empty(0, 3)})
+    with pytest.raises(megacompile.MegacompileError, match="no tensor"):
+        program.train_step({})
+    with pytest.raises(megacompile.MegacompileError, match="empty"):
+        program.train_step([])
+    with pytest.raises(megacompile.CaptureError, match=r"first multiplies torch\.float32 by torch\.int64"):
+        program.train_step({"x": good["x"].long(), "y": good["y"]})
+    assert math.isfinite(program.train_step(good).loss)
+    program.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (torch.ones(2, 3, device="meta"), r"a meta tensor of shape \(2, 3\)"),
+        (torch.ones(2, 3).to_sparse(), r"a sparse_coo tensor of shape \(2, 3\)"),
+        (torch.ones(2, 3, requires_grad=True), "requires a gradient"),
+        (np.ones((2, 3)), "a ndarray"),
+        ({1.0}, "a set"),
+        (1j, "a complex"),
+        (torch.Generator(), "a Generator"),
+    ],
+)
+def test_an_entry_that_no_program_can_be_given(entry: Any, words: str) -> None:
+    model, good = Plain(), batch_for("plain")
+    for batch in ({**good, "y": entry}, (good["x"], entry), {**good, "y": {"of": [good["y"], entry]}}):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            read_batch(batch, model)
+
+
+def test_entries_that_are_no_tensors_are_part_of_the_key() -> None:
+    model, good = Plain(), batch_for("plain")
+    values = (None, True, 1, 1.0, 0.0, -0.0, False, 2, "mean", "1", torch.float32)
+    keys = {read_batch({**good, "how": value}, model).key for value in values}
+    assert len(keys) == len(values)
+    assert read_batch({**good, "how": 2}, model).key in keys
+    assert read_batch({**good, "x": good["x"] + 1, "how": 2}, model).key in keys  # values of tensors are not
+    assert read_batch({**good, "x": good["x"].double(), "how": 2}, model).key not in keys
+
+
+def test_a_batch_from_another_device_is_brought_to_the_host() -> None:
+    class Elsewhere(Tensor):
+        """Says that it is on a GPU, as far as a batch is concerned."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+        def cpu(self) -> Tensor:  # type: ignore[override]
+            return self.as_subclass(Tensor)
+
+    good = batch_for("plain")
+    found = read_batch({"x": good["x"].as_subclass(Elsewhere), "y": good["y"]}, Plain())
+    assert [leaf.device.type for leaf in found.tensors] == ["cpu", "cpu"]
+    assert type(found.kwargs["x"]) is Tensor and torch.equal(found.kwargs["x"], good["x"])
+
+
+def test_what_a_forward_does_not_take_is_named() -> None:
+    model = build("llama")
+    good = batch_for("llama")
+    for batch, words in (
+        ({**good, "lables": good["labels"]}, "takes no lables"),
+        ({"labels": good["labels"], "id": 3, "weight": 0.5, "input_ids": good["input_ids"]}, "id, weight"),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            check_signature(Strict(model), read_batch(batch, model), own_loss=False)
+    check_signature(
+        model, read_batch({**good, "num_items_in_batch": 7}, model), own_loss=False
+    )  # which takes **kwargs
+
+
+class Strict(nn.Module):
+    """A forward without ``**kwargs``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def test_no_trainable_parameter() -> None:
+    model = Plain().requires_grad_(False)
+    with pytest.raises(megacompile.MegacompileError, match="no trainable parameter"):
+        compile_plain(model, optimizer=None)
+
+
+def test_foreign_or_unknown_optimizer() -> None:
+    model = Plain()
+    with pytest.raises(megacompile.MegacompileError, match=r"SGD .* use torch"):
+        compile_plain(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapping = torch.optim.SGD(model.parameters())
+    wrapping.optimizer = torch.optim.AdamW(model.parameters())  # type: ignore[attr-defined]  # as accelerate's
+    with pytest.raises(megacompile.MegacompileError, match=r"SGD .* that it wraps"):
+        compile_plain(model, optimizer=wrapping)
+    with pytest.raises(megacompile.MegacompileError, match="not the model's"):
+        compile_plain(model, optimizer=torch.optim.AdamW(Plain().parameters()))
+    with pytest.raises(megacompile.MegacompileError, match="amsgrad"):
+        compile_plain(model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(megacompile.MegacompileError, match="OwnStep has a step of its own"):
+        compile_plain(model, optimizer=OwnStep(model.parameters()))
+    hooked = torch.optim.AdamW(model.parameters())
+    hooked.register_step_post_hook(lambda *given: None)
+    with pytest.raises(megacompile.MegacompileError, match="step hooks"):
+        compile_plain(model, optimizer=hooked)
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OnlyDefaults(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"lr": None}, "lr is None"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (1.0, 0.9)}, "Betas"),
+        ({"amsgrad": True}, "amsgrad"),
+    ],
+)
+def test_a_setting_that_no_update_can_follow_changes_nothing(changed: dict[str, Any], words: str) -> None:
+    model = Plain()
+    program = compile_plain(model, optimizer=OnlyDefaults(model.parameters()))
+    program.train_step(batch_for("plain"))
+    group = program.optimizer.param_groups[0]
+    before, kept = program.state_dict(), dict(group)
+    group.update(changed)
+    with pytest.raises(ValueError, match=words):
+        program.train_step(batch_for("plain"))
+    group.update(kept)
+    for name, value in program.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    program.train_step(batch_for("plain"))
+    program.close()
+
+
+class Shared(nn.Module):
+    """Two parameters over one memory, which is not the same as one parameter under two names."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        whole = torch.randn(8, 4)
+        self.first = nn.Parameter(whole[:4])
+        self.second = nn.Parameter(whole[4 if apart else 3 :])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first.T).sum() + (x @ self.second.T).square().sum()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).abs().sum()
+
+
+def test_parameters_that_no_program_could_keep() -> None:
+    with pytest.raises(megacompile.MegacompileError, match="first and second share memory"):
+        compile_plain(Shared())
+    with pytest.raises(megacompile.MegacompileError, match=r"turn is torch\.complex64"):
+        compile_plain(Complex())
+    program = compile_plain(Shared(apart=True))
+    assert torch.isfinite(program.train_step((torch.randn(2, 4),)).loss)
+    program.close()
+
+
+class Odd(nn.Module):
+    """Parameters of other kinds: frozen integers, booleans, complex numbers; a scalar, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 4))
+        self.numbers = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.chosen = nn.Parameter(torch.arange(4) > 1, requires_grad=False)
+        self.turn = nn.Parameter(torch.full((4,), 1j), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scale * self.layer(x * self.numbers * self.chosen) * self.turn.abs()
+        return h.square().mean() + self.none.sum()
+
+
+def test_parameters_of_odd_kinds_train_beside_others() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    plain = torch.optim.AdamW(eager.parameters(), lr=1e-3)
+    program = compile_plain(model)
+    for _ in range(2):
+        program.train_step((x,))
+        plain.zero_grad()
+        eager(x).backward()
+        plain.step()
+    program.sync_to(model)
+    for name, value in eager.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value)
+    program.close()
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(self.first(x)).sum() + y.sum()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        if h.sum() > 0:  # a branch on data
+            h = h * 2
+        return h.sum() + y.sum()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.inner(x) + torch.poisson(torch.ones(x.shape[0], 8))).sum() + y.sum()
+
+
+class NoLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.first(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (WithBatchNorm, r"norm\.running_mean"),
+        (Branches, r"test_bad_input\.py:\d+ \(if h\.sum\(\) > 0.*\): its control flow"),
+        (Noisy, "poisson"),
+        (NoLoss, "no scalar loss"),
+    ],
+)
+def test_models_that_would_train_wrong(
+    model: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = model().train()
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    with pytest.raises(megacompile.CaptureError, match=words):
+        compile_plain(module, example_batch=batch_for("plain"))
+    assert "def forward" not in capfd.readouterr().err  # torch prints graphs that it cannot finish
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+def test_a_buffer_of_another_dtype_than_the_model_computes_in_is_named() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.last = nn.Embedding(16, 8), nn.Linear(8, 8)
+            self.register_buffer("table", torch.randn(6, 8))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(self.embed(ids) + self.table).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(megacompile.CaptureError, match=r"last multiplies .* cast the buffer table"):
+        compile_plain(Positions(), compute_dtype=torch.bfloat16, example_batch=torch.arange(12).view(2, 6))
+
+
+def test_floats_of_another_dtype_than_the_models_are_named() -> None:
+    floats = batch_for("plain")
+    program = megacompile.compile(Plain(), "1GB")
+    with pytest.raises(megacompile.CaptureError, match=r"by torch\.float32: cast .* compute_dtype="):
+        program.train_step(floats)
+    program = megacompile.compile(nn.Conv1d(4, 4, 3), "1GB", loss_fn=lambda out, batch: out.mean())
+    with pytest.raises(megacompile.CaptureError, match="must have the dtype in which the model computes"):
+        program.train_step(torch.randn(2, 4, 8))
+
+
+def test_a_mistake_in_the_users_own_code_is_told_as_it_is() -> None:
+    with pytest.raises(megacompile.CaptureError, match=r"fails: TypeError: .*2 were given\.$"):
+        compile_plain(nn.Linear(4, 4), loss_fn=lambda out: out.mean(), example_batch=torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_batch_norm_is_fine(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = WithBatchNorm().eval()
+    expected = float(copy.deepcopy(module)(**batch_for("plain")))
+    program = compile_plain(module, compute_dtype=dtype)
+    batch = {name: v.to(dtype) if v.is_floating_point() else v for name, v in batch_for("plain").items()}
+    assert float(program.train_step(batch).loss) == pytest.approx(expected, rel=2e-2)
+    program.close()
+
+
+def test_a_parameter_that_only_a_later_batch_uses_is_named() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, first: bool) -> Tensor:
+            return (self.a if first else self.b)(x).square().mean()  # type: ignore[no-any-return]
+
+    program = compile_plain(Either())
+    program.train_step({"x": torch.ones(2, 4), "first": True})
+    with pytest.raises(megacompile.MegacompileError, match=r"uses the parameter b\.bias"), pytest.warns():
+        program.train_step({"x": torch.ones(2, 4), "first": False})
+    program.close()
+
+
+def test_gradient_hooks_are_refused() -> None:
+    model = Plain()
+    model.first.weight.register_hook(lambda g: g)
+    with pytest.raises(megacompile.MegacompileError, match=r"first\.weight has a gradient hook"):
+        compile_plain(model)
+
+
+def test_gradients_from_before_are_not_lost_silently() -> None:
+    model = build("plain")
+    model(**batch_for("plain")).backward()
+    with pytest.raises(megacompile.MegacompileError, match=r"first\.weight has a gradient, .*zero_grad"):
+        compile_plain(model)
+    model.zero_grad()
+    compile_plain(model).close()
+
+
+def test_owned_model_says_the_way_out() -> None:
+    model, batch = build("plain"), batch_for("plain")
+    program = compile_plain(model)
+    program.train_step(batch)
+    with pytest.raises(megacompile.ProgramError, match="sync_to"):
+        model(**batch)
+    with pytest.raises(megacompile.MegacompileError, match="already belongs"):
+        compile_plain(model)
+    with pytest.raises(megacompile.ProgramError, match=r"optimizer\.step"):
+        program.optimizer.step()
+    with pytest.raises(megacompile.ProgramError, match="pickled"):
+        pickle.dumps(program)
+    program.sync_to(model)
+    assert torch.isfinite(model(**batch))
+    program.close()
+
+
+def test_other_arguments() -> None:
+    for options, words in (
+        ({"compute_dtype": torch.float16}, "float16"),
+        ({"device": "cuda"}, "cuda"),
+        ({"max_grad_norm": -1.0}, "positive"),
+        ({"max_grad_norm": "1"}, "positive"),
+        ({"on_nonfinite": "maybe"}, "maybe"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"seed": None}, "seed=None"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"max_seq_len": "8"}, "max_seq_len='8'"),
+        ({"loss_fn": 3}, "loss_fn=3"),
+        ({"weights": 3}, "weights=3"),
+        ({"kernels": "rope"}, "kernels='rope'"),
+        ({"offload_dir": ""}, "no directory"),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            megacompile.compile(Plain(), "1GB", **options)  # type: ignore[arg-type]
+    with pytest.raises(megacompile.MegacompileError, match="Module"):
+        megacompile.compile("a model", "1GB")  # type: ignore[arg-type]
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.layer(x) if y is None else (self.layer(x) - y).square().mean()
+
+
+def test_a_list_of_tensors_is_no_list_of_micro_batches() -> None:
+    """What a DataLoader's default collate makes of pairs would train on inputs and targets in turn."""
+    data = TensorDataset(torch.randn(4, 4), torch.randn(4, 4))
+    program = compile_plain(Regression(), loss_fn=lambda outputs, batch: outputs.square().mean())
+    pairs = next(iter(DataLoader(data, batch_size=4)))
+    for call in (program.train_step, program.forward_backward, program.evaluate, program.prepare):
+        with pytest.raises(megacompile.MegacompileError, match=r"tuple\(batch\).*\[\(x,\), \(y,\)\]"):
+            call(pairs)
+    program.close()
+    program = compile_plain(Regression())
+    assert torch.isfinite(program.train_step(tuple(pairs)).loss)
+    assert torch.isfinite(program.train_step([tuple(pairs), tuple(pairs)]).loss)
+    program.close()
+
+
+def test_evaluate_takes_one_batch() -> None:
+    program, batch = compile_plain(), batch_for("plain")
+    with pytest.raises(megacompile.MegacompileError, match="one batch, not a list of 2"):
+        program.evaluate([batch, batch])
+    assert program.evaluate([batch]) == program.evaluate(batch)
+    program.close()
+
+
+def test_taking_a_gpu_says_once_that_none_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "_cuda", lambda device, dtype: device)
+    backends._say_untried.cache_clear()
+    with pytest.warns(UserWarning, match="has not run on a GPU yet"):
+        taken: Any = backends.open_backend(None, torch.float32)
+    assert taken.type == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends.open_backend("cuda", torch.float32)
+        backends.open_backend("cpu", torch.float32)

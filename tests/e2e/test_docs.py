@@ -1,0 +1,94 @@
+"""The commands that the documentation shows exist, and what it says of them is so."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megacompile.cli.main import _build, main
+from megacompile.estimate.presets import PRESETS
+from megacompile.machine.catalog import load_machine
+from megacompile.schedule.page import _SCRIPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "cli.md")
+
+
+def shown(path: Path) -> list[list[str]]:
+    """The arguments of every ``megacompile`` command in a page's code blocks, continued lines joined."""
+    found = []
+    for block in re.findall(r"^```(?:sh|console)\n(.*?)^```", path.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.removeprefix("$ ").startswith("megacompile "):
+                found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_every_command_that_is_shown_is_understood(path: Path) -> None:
+    commands = shown(path)
+    assert commands
+    parser, _ = _build()
+    for arguments in commands:
+        if "--help" in arguments:
+            continue
+        options, unknown = parser.parse_known_args(arguments)
+        assert not unknown, arguments
+        if options.command == "plan":
+            model = options.model
+            assert model in PRESETS or model.endswith("config.json") or model.count("/") == 1
+            if not options.machine.endswith(".json"):
+                load_machine(options.machine)
+
+
+def test_every_option_of_every_command_is_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    _, commands = _build()
+    for name, parser in commands.items():
+        assert f"megacompile {name}" in text, f"docs/cli.md does not tell of {name}"
+        for action in parser._actions:
+            if not isinstance(action, argparse._HelpAction):
+                names = action.option_strings or [action.metavar or action.dest]
+                assert any(f"`{n}" in text for n in names), f"docs/cli.md does not tell of {names} of {name}"
+
+
+def test_the_sections_of_an_answer_are_those_documented(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The example's headings, in their order, are those of a real answer."""
+    config = tmp_path / "config.json"
+    (text,) = re.findall(r"^```json\n(.*?)^```", (ROOT / "docs" / "cli.md").read_text(), re.M | re.S)
+    config.write_text(text)
+    arguments = ["--machine", "rtx-4090", "--batch", "2", "--seq", "128", "--tokens", "1e9", "--price", "2"]
+    assert main(["plan", "--model", str(config), *arguments]) == 0
+    real = capsys.readouterr().out
+    page = (ROOT / "docs" / "cli.md").read_text().replace("\\\n", "")
+    example = re.findall(r"^```console\n\$ megacompile plan [^\n]*\n(.*?)^```", page, re.M | re.S)[0]
+    headings = [_heading(line) for line in example.splitlines()[1:] if re.match(r"[A-Z]", line)]
+    assert len(headings) >= 7
+    there = [_heading(line) for line in real.splitlines() if re.match(r"[A-Z]", line)]
+    assert [h for h in there if h in headings] == headings
+
+
+def _heading(line: str) -> str:
+    return line.split("  ")[0].split(",")[0]
+
+
+def test_what_the_package_reads_at_run_time_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    there = {
+        "megacompile": ("py.typed",),
+        "megacompile.host": ("adam.c", "adam.h", "adam_coded.c"),
+        "megacompile.schedule": ("page.html", "page.css", *_SCRIPTS),
+    }
+    for package, names in there.items():
+        patterns = settings["package-data"][package]
+        for name in names:
+            assert (ROOT / package.replace(".", "/") / name).is_file()
+            assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name

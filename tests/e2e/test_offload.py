@@ -1,0 +1,352 @@
+"""Training with state on NVMe: bitwise the in-RAM run, within the host budget, whole after faults."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
+from megacompile.plan.plan import Plan
+from megacompile.program import Program
+
+WIDTH, LAYERS = 128, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """0.5 M parameters: 6.5 MB of FP32 state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.layers[0].up.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return (x.float() ** 2).mean()
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def compiled(host: str, folder: Path | None = None, **options: Any) -> Program:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return megacompile.compile(
+        model, "20MB", optimizer=optimizer, host_budget=host, offload_dir=folder, **options
+    )
+
+
+def trained(program: Program, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for step in range(steps):
+        losses.append(float(program.train_step(batch(step)).loss))
+        losses.append(float(program.evaluate(batch(9))))
+    state = program.state_dict()
+    program.close()
+    return losses, state
+
+
+def states(program: Program) -> set[str]:
+    return {group.state for group in program.plan.groups}
+
+
+@pytest.mark.parametrize(
+    ("host", "where", "options"),
+    [
+        ("4MB", "nvme", {}),
+        ("2.6MB", "nvme-all", {}),
+        ("6MB", "nvme", {"max_grad_norm": 0.1}),
+        ("4.2MB", "nvme", {"compute_dtype": torch.float32, "optimizer_state": "int8"}),
+    ],
+)
+def test_bitwise_the_run_in_ram(host: str, where: str, options: dict[str, Any], tmp_path: Path) -> None:
+    expected = trained(compiled("100MB", **options))
+    program = compiled(host, tmp_path, **options)
+    program.prepare(batch())
+    assert where in states(program)
+    losses, state = trained(program)
+    assert losses == expected[0]
+    assert state.keys() == expected[1].keys()
+    assert all(torch.equal(state[name], expected[1][name]) for name in state)
+    memory = program.memory
+    assert sum(memory.host_bytes.values()) <= memory.host_budget_bytes
+    assert len(list(tmp_path.glob("*.scratch"))) == 1  # the state can still be read
+    del program
+    gc.collect()
+    assert not list(tmp_path.glob("*.scratch"))
+
+
+def test_accumulated_gradients_and_loaded_state(tmp_path: Path) -> None:
+    results = []
+    for folder in (None, tmp_path):
+        program = compiled("100MB" if folder is None else "7MB", folder)
+        micro = [(batch(0),), (batch(1),)]
+        program.prepare(micro)  # leaves room for the gradients of all later calls
+        program.load_state_dict({n: 0.5 * v for n, v in program.state_dict().items()})
+        program.train_step(micro)
+        program.forward_backward(batch(2))
+        program.optimizer_step()
+        results.append(program.state_dict())
+        program.close()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: Path) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    program.wait()
+    offload = program._session.runtime.state.offload  # type: ignore[union-attr]
+    assert offload is not None
+    taken = offload.storage.written_bytes
+    program.train_step(batch())
+    program.wait()
+    written = sum(op.nbytes for op in program.schedule.step.on("nvme_write"))
+    padded = offload.storage.written_bytes - taken  # arrays end at whole pages
+    assert 0 < written <= padded < 1.01 * written
+    for text in (str(program.memory), str(program.schedule)):
+        assert "written per step" in text and "a drive rated for" in text
+    program.close()
+
+
+def stashing(plan: Plan, window: int) -> Plan:
+    """The plan with everything saved, on NVMe, and all state on the device."""
+    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    groups = tuple(replace(group, state="device") for group in plan.groups)
+    return replace(plan, blocks=blocks, groups=groups, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
+    program = compiled("100MB")
+    program.train_step(batch(0))
+    plan = program.plan
+    expected, state = trained(program)
+    program = compiled("100MB", tmp_path, plan=stashing(plan, window))
+    program.train_step(batch(0))
+    moved = [op.nbytes for op in program.schedule.step.on("nvme_write")]
+    assert program.memory.host_bytes["stashes"] == window * max(moved)
+    assert program.memory.storage_bytes == sum(moved)
+    losses, got = trained(program)
+    assert losses == expected
+    assert all(torch.equal(v, got[n]) for n, v in state.items())
+
+
+@pytest.mark.parametrize(("host", "gone"), [("5MB", 4), ("4MB", 5)])
+def test_stashes_leave_for_storage_where_ram_is_too_small_for_them(
+    host: str, gone: int, tmp_path: Path
+) -> None:
+    """8 blocks with inputs of 1 MB, of which the device has room for one, and RAM for one or two."""
+    rows = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for budget, folder in (("1GB", None), (host, tmp_path)):
+        model = nn.Sequential(*(Block() for _ in range(8)))
+        for i, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(i))
+        program = megacompile.compile(
+            model,
+            "18.5MB",
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            loss_fn=lambda out, batch: out.float().square().mean(),
+            host_budget=budget,
+            offload_dir=folder,
+        )
+        losses[budget] = [float(program.train_step(rows.bfloat16()).loss) for _ in range(3)]
+        program.close()
+    assert [block.stash for block in program.plan.blocks].count("nvme") == gone
+    assert sum(program.memory.host_bytes.values()) <= program.memory.host_budget_bytes
+    assert losses["1GB"] == losses[host]
+
+
+def test_a_stash_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled("100MB")
+    program.train_step(batch(0))
+    plan = program.plan
+    program.close()
+    program = compiled("100MB", tmp_path, plan=stashing(plan, 2), max_grad_norm=1.0)
+    program.train_step(batch(0))
+    before = program.state_dict()
+
+    def garbled(file: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(file, buffers, offset)
+        buffers[0][0] ^= 1
+        return count
+
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", garbled)
+    with pytest.raises(
+        StorageError, match=r"of the stash of block 2, micro-batch 0 .* is not what was written"
+    ):
+        program.train_step(batch(1))
+    monkeypatch.undo()
+    assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.train_step(batch(1))
+    program.close()
+
+
+def test_nothing_is_stored_where_ram_suffices(tmp_path: Path) -> None:
+    program = compiled("100MB", tmp_path)
+    program.train_step(batch())
+    assert states(program) == {"host"} and not list(tmp_path.iterdir())
+    program.close()
+
+
+def test_too_little_ram_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"give an offload_dir \(then [0-9.]+ MB suffice\)"):
+        compiled("3MB").train_step(batch())
+    with pytest.raises(BudgetError, match=r"too small even with all state on NVMe: .* take [0-9.]+ MB"):
+        compiled("1MB", tmp_path).train_step(batch())
+    with pytest.raises(MegacompileError, match="is no directory: make it first"):
+        compiled("4MB", tmp_path / "nowhere")
+    with pytest.raises(MegacompileError, match="names no directory"):
+        compiled("4MB", 3)  # type: ignore[arg-type]
+
+
+def test_a_second_program_in_one_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    first = compiled("4MB", tmp_path)
+    first.train_step(batch())
+    second = compiled("4MB", tmp_path)
+    with pytest.raises(MegacompileError, match="in use by process"):
+        second.train_step(batch())
+    assert all(bool(torch.isfinite(p).all()) for p in second.model.parameters())
+    first.train_step(batch())
+    first.close()
+
+
+def fails_with_a_torn_program(program: Program, words: str) -> None:
+    """A step or the wait after it raises, the program refuses to go on, and a loaded state heals it."""
+    with pytest.raises(StorageError, match=words):
+        program.train_step(batch(1))
+        program.wait()
+    with pytest.raises(ProgramError, match="load a checkpoint"):
+        program.train_step(batch(1))
+
+
+def test_a_flipped_bit_is_never_trained_on(tmp_path: Path) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    saved = program.state_dict()
+    (path,) = tmp_path.glob("*.scratch")
+    with path.open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    fails_with_a_torn_program(program, rf"Block 0 of the state of .* \(byte 0 of {path}\)")
+    with pytest.warns(
+        UserWarning, match="was lost on storage: what of it is not loaded now starts from zero"
+    ):
+        program.load_state_dict(saved)
+    assert all(torch.equal(v, saved[n]) for n, v in program.state_dict().items())
+    program.close()
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled("4MB", tmp_path)
+    program.train_step(batch())
+    saved = program.state_dict()
+    calls = 0
+
+    def full(file: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, buffers, offset)
+
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", full)
+    fails_with_a_torn_program(program, "cannot write: No space left")
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="was lost on storage"):
+        program.load_state_dict(saved)
+    program.train_step(batch())
+    program.close()
+
+
+def test_an_update_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
+    program = compiled("6MB", tmp_path, on_nonfinite="skip")
+    program.train_step(batch())
+    before = program.state_dict()
+    program.train_step(batch() * float("inf"))
+    program.wait()
+    assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
+    program.close()
+
+
+def test_checkpoints_pass_between_ram_and_storage(tmp_path: Path) -> None:
+    """Saved from storage, loaded in RAM and the other way round: the runs go on bit for bit."""
+    stored = compiled("2.6MB", tmp_path)
+    stored.train_step(batch(0))
+    stored.save(tmp_path / "a")
+    expected = trained(stored)
+    kept = compiled("100MB")
+    kept.prepare(batch(0))
+    kept.load(tmp_path / "a")
+    kept.save(tmp_path / "b")
+    assert trained(kept)[0] == expected[0]
+    (tmp_path / "second").mkdir()
+    again = compiled("2.6MB", tmp_path / "second")
+    again.prepare(batch(0))
+    again.load(tmp_path / "b")
+    losses, state = trained(again)
+    assert losses == expected[0]
+    assert all(torch.equal(state[n], expected[1][n]) for n in state)
+
+
+MEASURE = """
+import gc, sys, torch, megacompile
+from benchmarks.bytes_per_parameter import WIDTH, Tower
+from megacompile.host.arena import resident_bytes, resident_peak_bytes, trim_heap
+
+def trained(layers, **options):
+    with torch.device("meta"):
+        model = Tower(layers)
+    program = megacompile.compile(
+        model, "20MB", optimizer=torch.optim.AdamW(model.parameters()), kernels=None,
+        weights=lambda name: torch.full((WIDTH, WIDTH), 0.01), **options)
+    for _ in range(2):
+        program.train_step(torch.ones(4, WIDTH).bfloat16())
+    program.wait()
+    return program
+
+trained(2).close()  # what a process needs besides any model
+gc.collect()
+trim_heap()
+before = resident_bytes()
+program = trained(12, host_budget="70MB", offload_dir=sys.argv[1])
+peak = resident_peak_bytes() - before  # before program.memory times the machine, for the drive's endurance
+print(peak, program.memory.device_peak_bytes)
+"""
+
+
+def test_the_process_stays_within_host_budget(tmp_path: Path) -> None:
+    """151 MB of state; resident memory is measured, less the emulated device's, which is host memory too."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    peak, device = map(int, output.split())
+    assert 0 < peak - device <= 1.05 * 70_000_000

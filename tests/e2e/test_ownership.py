@@ -1,0 +1,277 @@
+"""Who owns model and optimizer: nothing before a program takes over, all of it then, nothing after."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+
+import megacompile
+from megacompile.errors import ProgramError
+from megacompile.host.state import HostState
+from tests.support.models import Plain, batch_for
+
+
+def owned(**options: Any) -> tuple[megacompile.Program, Plain, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options.setdefault("example_batch", batch_for("plain"))
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, **options)
+    return program, model, optimizer
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    before = [p.detach().clone() for p in model.parameters()]
+    model(**batch_for("plain")).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("refused", [{"hbm_budget": "1kB"}, {"optimizer_state": "int7"}])
+def test_a_refused_compile_leaves_model_and_optimizer_as_they_were(refused: dict[str, str]) -> None:
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"hbm_budget": "1GB", "optimizer": optimizer, "compute_dtype": torch.float32}
+    with pytest.raises(megacompile.MegacompileError):
+        megacompile.compile(model, **(options | refused), example_batch=batch_for("plain"))
+    train_plainly(model, optimizer)
+
+
+def test_ctrl_c_while_values_are_taken_over_leaves_them_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    before = copy.deepcopy(Plain().state_dict())
+    write, written = HostState.write_whole, []
+
+    def interrupted(self: HostState, *given: Any) -> None:
+        written.append(given)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        write(self, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostState, "write_whole", interrupted)
+        program, model, optimizer = owned(example_batch=None)
+        program.train_step(batch_for("plain"))
+    assert len(written) == 4
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    program.train_step(batch_for("plain"))  # takes over what is there
+    program.sync_to(model)
+    train_plainly(model, optimizer)
+
+
+def test_a_model_that_was_given_back_trains_in_plain_pytorch() -> None:
+    program, model, optimizer = owned()
+    program.train_step(batch_for("plain"))
+    program.sync_to(model)
+    program.close()
+    train_plainly(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_steps_taken_between_compile_and_the_first_batch_are_not_lost_silently() -> None:
+    program, model, optimizer = owned(example_batch=None)
+    train_plainly(model, optimizer)
+    with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
+        program.train_step(batch_for("plain"))
+
+
+def test_schedulers_made_before_and_after_taking_over_do_not_warn() -> None:
+    program, _, optimizer = owned(example_batch=None)
+    early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    program.train_step(batch_for("plain"))
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    program.train_step(batch_for("plain"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early.step()
+        late.step()
+    program.close()
+
+
+def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
+    program, model, optimizer = owned()
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        model(**batch_for("plain"))
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        model.blocks[0](torch.ones(1, 32))
+    for part in (model, model.blocks[0]):
+        with pytest.raises(ProgramError, match=r"program\.state_dict"):
+            part.state_dict()
+        with pytest.raises(ProgramError, match="load_state_dict"):
+            part.load_state_dict({})
+    with pytest.raises(ProgramError, match=r"program\.save"):
+        optimizer.state_dict()
+    with pytest.raises(ProgramError, match=r"program\.load"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(ProgramError, match="compile the model again"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ProgramError, match=r"program\.train_step"):
+        optimizer.step()
+    nn.GELU()(torch.ones(1))  # what holds no values works as ever
+    program.sync_to(model)
+    assert model.state_dict().keys() == program.state_dict().keys()
+    program.close()
+
+
+def test_gradients_are_not_looked_for_where_they_are_not() -> None:
+    program, model, optimizer = owned()
+    program.forward_backward(batch_for("plain"))
+    with pytest.raises(ProgramError, match="max_grad_norm"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ProgramError, match="max_grad_norm"):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(ProgramError, match="forward_backward"):
+        next(model.parameters()).grad = torch.zeros(16, 16)
+    optimizer.zero_grad()
+    model.zero_grad()
+    program.optimizer_step()
+    program.sync_to(model)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "zeros_": nn.init.zeros_,
+    "fill_ of data": lambda p: p.data.fill_(1.0),
+    "detach": lambda p: p.detach(),
+    "assigned data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "copy_": lambda p: p.data.copy_(torch.zeros(p.shape)),
+    "foreach": lambda p: torch._foreach_mul_([p.data], 2.0),
+    "norm": lambda p: p.norm(),
+    "average": lambda p: torch.zeros(p.shape).lerp_(p, 0.1),
+    "item": lambda p: p[0, 0].item(),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.data.numpy(),
+    "transposed": lambda p: p.T,
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "cast": lambda p: p.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_values_of_an_owned_model_are_neither_read_nor_written(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would read NaN, or write what no step sees; the program goes on as if nothing had been tried."""
+    program, model, _ = owned()
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", True)  # as two threads leave it
+    before = program.state_dict()
+    with pytest.raises(
+        ProgramError, match=r"read them from program\.state_dict, set them by program\.load_state"
+    ):
+        USES[name](model.get_parameter("last.weight"))
+    for key, value in program.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert torch.isfinite(program.train_step(batch_for("plain")).loss)
+    program.sync_to(model)
+    USES[name](model.get_parameter("last.weight").requires_grad_(False))
+    program.close()
+
+
+def test_what_is_no_value_is_known_of_an_owned_parameter() -> None:
+    program, model, _ = owned()
+    weight = model.last.weight
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 32), torch.float32, "cpu")
+    assert (weight.numel(), weight.is_floating_point(), weight.requires_grad) == (96, True, True)
+    assert str(weight) == "<kept by a megacompile program: shape (3, 32), torch.float32>"
+    assert torch.equal(torch.zeros_like(weight), torch.zeros(3, 32))
+    assert weight.new_ones(2).tolist() == [1.0, 1.0]
+    program.close()
+
+
+def test_an_owned_model_is_not_cast_and_may_be_moved_where_it_is() -> None:
+    program, model, _ = owned()
+    with pytest.raises(ProgramError, match="to move, cast or compute"):
+        model.to(torch.bfloat16)
+    model.to("cpu").float()
+    program.train_step(batch_for("plain"))
+    program.sync_to(model)
+    assert all(p.dtype == torch.float32 and not p.isnan().any() for p in model.parameters())
+    model.to(torch.bfloat16)
+    program.close()
+
+
+def test_an_owned_model_is_not_saved_without_its_values(tmp_path: Path) -> None:
+    program, model, optimizer = owned()
+    for thing in (model, model.last, list(model.parameters()), optimizer):
+        with pytest.raises(ProgramError, match=r"program\.state_dict\(\)"):
+            torch.save(thing, tmp_path / "model.pt")
+    copy.deepcopy(model)  # to be filled by sync_to
+    program.sync_to(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for name, value in program.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), value), name
+    program.close()
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x, y) + self.outer(y).sum()
+
+
+def test_a_part_of_an_owned_model_is_owned_and_what_holds_a_part_too() -> None:
+    program, model, _ = owned()
+    for given in (Around(model), model.blocks[0]):
+        with pytest.raises(megacompile.MegacompileError, match="a part of it, already belongs"):
+            megacompile.compile(given, "1GB", optimizer=torch.optim.AdamW(given.parameters()))
+    program.close()
+
+
+def test_a_program_gives_back_what_is_its_own() -> None:
+    first, model, _ = owned()
+    first.sync_to(model)
+    second = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), example_batch=batch_for("plain"),
+        compute_dtype=torch.float32,
+    )  # fmt: skip
+    with pytest.raises(megacompile.MegacompileError, match="belongs to another program"):
+        first.sync_to(model)
+    with pytest.raises(ProgramError, match="holds no values"):
+        model(**batch_for("plain"))
+    second.sync_to(model)
+    first.sync_to(model)
+    assert torch.isfinite(model(**batch_for("plain")))
+    first.close()
+    second.close()
+
+
+def test_refusals_are_in_no_captured_graph() -> None:
+    """Programs captured after the model was taken over are those of a model that was not."""
+    other = batch_for("plain", size=4)
+    program, _, _ = owned()
+    with pytest.warns(UserWarning, match="another program"):
+        program.train_step(other)
+    fresh, _, _ = owned(example_batch=other)
+    graphs = [p._session.scheduled().compiled.captured.graph for p in (program, fresh)]
+    assert str(graphs[0]) == str(graphs[1])
+    program.close()
+    fresh.close()
+
+
+def test_a_deep_copy_of_an_owned_model_has_its_values() -> None:
+    program, model, _ = owned()
+    program.train_step(batch_for("plain"))  # whose updates may be under way
+    plain, layer = copy.deepcopy(model), copy.deepcopy(model.last)
+    for name, value in program.state_dict().items():
+        assert torch.equal(plain.get_parameter(name), value), name
+    assert torch.equal(layer.weight, plain.last.weight)
+    train_plainly(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    program.train_step(batch_for("plain"))
+    assert not torch.equal(program.state_dict()["last.weight"], layer.weight)
+    program.sync_to(model)
+    assert torch.equal(copy.deepcopy(model).last.weight, model.last.weight)
+    program.close()

@@ -1,0 +1,101 @@
+"""Plans that are given: policies by name, plan files, a planner of one's own; each trains the same."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megacompile
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import Workload
+from megacompile.search.arrange import with_late
+from tests.support.models import batch_for, build
+
+
+def trained(
+    steps: int = 2, kind: str = "plain", **options: Any
+) -> tuple[megacompile.Program, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = build(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, **options)
+    for _ in range(steps):
+        program.train_step(batch_for(kind))
+    return program, {k: v for k, v in program.state_dict().items() if isinstance(v, Tensor)}
+
+
+@functools.cache
+def by_search() -> dict[str, Tensor]:
+    return trained()[1]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("policy", ["full-recompute", "double-buffer", "zero3-like"])
+def test_a_policy_trains_bitwise_as_the_search_does(policy: str) -> None:
+    program, found = trained(policy=policy)
+    assert same(found, by_search())
+    assert {b.choice for b in program.plan.blocks} == {"none"}
+
+
+def test_a_planner_of_ones_own_sees_the_problem() -> None:
+    asked: list[tuple[int, str, int]] = []
+
+    def mine(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+        asked.append((len(work.blocks), mode.kind, budget_bytes))
+        blocks = tuple(BlockPlan("some" if i % 2 else "all", "host") for i in range(len(work.blocks)))
+        return with_late(Plan(blocks, (GroupPlan("step", 0),) * len(work.groups)), work, 0.5)
+
+    program, found = trained(policy=mine)
+    assert asked and asked[0][1:] == ("train", 10**9)
+    assert any(g.update == "late" for g in program.plan.groups)
+    assert same(found, by_search())
+
+
+def test_a_dumped_plan_runs_again_and_edited(tmp_path: Path) -> None:
+    program, expected = trained(dump=tmp_path)
+    path = tmp_path / "train" / "plan.json"
+    again, found = trained(plan=path)
+    assert again.plan == program.plan and same(found, expected)
+    fields = json.loads(path.read_text())
+    fields["blocks"][1] = {"choice": "none", "stash": "host"}
+    path.write_text(json.dumps(fields))
+    edited, found = trained(plan=str(path))
+    assert edited.plan.blocks[1] == BlockPlan("none", "host") and same(found, expected)
+
+
+def test_plans_that_do_not_belong_are_refused(tmp_path: Path) -> None:
+    program, _ = trained(1)
+    plan = program.plan
+    refusals: list[tuple[Any, str, dict[str, Any]]] = [
+        (plan, "another model", {"kind": "llama"}),
+        (replace(plan, workload="", blocks=plan.blocks[:-1]), "blocks and", {}),
+        (replace(plan, workload="", blocks=(BlockPlan("most"), *plan.blocks[1:])), "choose from", {}),
+        (tmp_path / "missing.json", "cannot be read", {}),
+        (plan, "not both", {"policy": "zero3-like"}),
+    ]
+    for given, words, options in refusals:
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            trained(1, plan=given, **options)
+    with pytest.raises(megacompile.MegacompileError, match="did you mean 'zero3-like'"):
+        trained(1, policy="zero-like")
+
+
+def test_a_plan_beyond_the_budget_is_refused_with_what_it_needs() -> None:
+    plan = trained(1)[0].plan
+    with pytest.raises(megacompile.BudgetError, match="given plan holds") as caught:
+        torch.manual_seed(0)
+        model = build("plain")
+        program = megacompile.compile(model, "60kB", compute_dtype=torch.float32, plan=plan)
+        program.train_step(batch_for("plain"))
+    assert caught.value.least_bytes is not None and caught.value.least_bytes > 60_000

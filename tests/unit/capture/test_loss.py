@@ -1,0 +1,167 @@
+"""``loss_fn``: what the forward takes of a batch, what is left for the loss, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import megacompile
+from tests.support.reference import EagerTrainer
+
+X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 3, 4, 5])
+SCALES = [1.0]
+
+
+class Predicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Masked(Predicts):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.layers(x if mask is None else x * mask)
+
+
+def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacompile.Program:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return megacompile.compile(
+        model,
+        "1GB",
+        optimizer=optimizer,
+        compute_dtype=torch.float32,
+        policy="full-recompute",
+        loss_fn=loss_fn,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "batch", "plain"),
+    [
+        (Predicts, nn.CrossEntropyLoss(), (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (
+            Predicts,
+            lambda out, batch: F.cross_entropy(out, batch[1]),
+            (X, Y),
+            lambda m: F.cross_entropy(m(X), Y),
+        ),
+        (Predicts, nn.CrossEntropyLoss(), {"x": X, "y": Y}, lambda m: F.cross_entropy(m(X), Y)),
+        (
+            Predicts,
+            nn.CrossEntropyLoss(weight=torch.linspace(0.1, 1, 6)),
+            (X, Y),
+            lambda m: F.cross_entropy(m(X), Y, weight=torch.linspace(0.1, 1, 6)),
+        ),
+        (
+            Masked,
+            lambda out, batch: F.cross_entropy(out, batch["y"]),
+            {"x": X, "y": Y, "mask": X > 0},
+            lambda m: F.cross_entropy(m(X * (X > 0)), Y),
+        ),
+        (
+            Predicts,
+            nn.TripletMarginLoss(),
+            (X, torch.ones(6, 6), torch.zeros(6, 6)),
+            lambda m: F.triplet_margin_loss(m(X), torch.ones(6, 6), torch.zeros(6, 6)),
+        ),
+    ],
+)
+def test_a_model_that_predicts_trains_as_in_a_plain_loop(
+    model: type[nn.Module], loss_fn: Any, batch: Any, plain: Callable[[nn.Module], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    ours = model()
+    eager = copy.deepcopy(ours)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    program = compiled(ours, loss_fn)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(eager)
+        loss.backward()
+        optimizer.step()
+        assert float(program.train_step(batch).loss) == pytest.approx(loss.item(), rel=1e-5)
+    assert float(program.evaluate(batch)) == pytest.approx(plain(eager).item(), rel=1e-5)
+    program.close()
+
+
+def test_pairs_of_a_data_loader_train() -> None:
+    torch.manual_seed(0)
+    program = compiled(Predicts(), nn.CrossEntropyLoss())
+    loader = DataLoader(TensorDataset(X, Y), batch_size=3)
+    losses = [float(program.train_step((x, y)).loss) for _ in range(10) for x, y in loader]
+    assert losses[-1] < losses[0]
+    program.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "batch", "named"),
+    [
+        (Predicts, None, (X, Y), "takes 1 entries and the batch has 2: .* loss_fn"),
+        (Predicts, None, {"x": X, "y": Y}, "takes no y: .* loss_fn"),
+        (Predicts, None, {"x": X}, "no scalar loss .* loss_fn"),
+        (Masked, nn.CrossEntropyLoss(), (X, Y), "could take mask .* pass a dict"),
+        (Predicts, nn.CrossEntropyLoss(), X, "the forward takes all"),
+        (
+            Predicts,
+            nn.CrossEntropyLoss(reduction="none"),
+            (X, Y),
+            r"loss_fn returned a tensor of shape \(6,\)",
+        ),
+        (Predicts, lambda out, batch: 1.0, (X, Y), "loss_fn returned a float"),
+        (Predicts, lambda out, batch: out.argmax(), (X, Y), r"loss is torch\.int64"),
+        (Predicts, lambda out, batch: torch.fft.fft(out).sum(), (X, Y), r"loss is torch\.complex64"),
+        (Predicts, lambda out, batch: out.detach().mean(), (X, Y), "no gradient for any parameter"),
+        (Predicts, lambda out, batch: out.argmax(-1).float().mean(), (X, Y), "no gradient for any parameter"),
+        (Predicts, lambda out, batch: out.mean(), {"y": Y}, "needs x"),
+    ],
+)
+def test_refused_by_name(model: type[nn.Module], loss_fn: Any, batch: Any, named: str) -> None:
+    with pytest.raises(megacompile.MegacompileError, match=named):
+        compiled(model(), loss_fn).train_step(batch)
+
+
+def closing_over(scales: list[float]) -> Callable[..., Tensor]:
+    return lambda out, batch: (out * scales[0]).square().mean()
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return (out * self.scale).square().mean()
+
+
+SCALED = Scaled()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "change"),
+    [
+        (closing_over(SCALES), lambda value: SCALES.__setitem__(0, value)),
+        (lambda out, batch: (out * SCALES[0]).square().mean(), lambda value: SCALES.__setitem__(0, value)),
+        (SCALED, lambda value: setattr(SCALED, "scale", value)),
+    ],
+)
+def test_what_a_loss_computes_with_is_followed(loss_fn: Any, change: Callable[[float], None]) -> None:
+    torch.manual_seed(0)
+    model = Predicts()
+    eager = copy.deepcopy(model)
+    trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2), loss_fn=loss_fn)
+    program = compiled(model, loss_fn)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Compiling another program")
+        for value in (1.0, 3.0, 1.0):
+            change(value)
+            assert float(program.train_step((X, Y)).loss) == trainer.train_step([(X, Y)])
+    program.close()

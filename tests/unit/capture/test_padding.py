@@ -1,0 +1,206 @@
+"""Padding to few lengths: only where the model is known not to see it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from tests.support.models import build
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "pad_token_id": 0,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def fnet() -> nn.Module:
+    from transformers import FNetConfig, FNetForMaskedLM
+
+    return FNetForMaskedLM(FNetConfig(**_SMALL))
+
+
+def convbert() -> nn.Module:
+    from transformers import ConvBertConfig, ConvBertForMaskedLM
+
+    return ConvBertForMaskedLM(ConvBertConfig(**_SMALL, num_attention_heads=4, embedding_size=16))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**_SMALL, num_attention_heads=2))
+
+
+def llama() -> nn.Module:
+    return build("llama")
+
+
+@pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2)])
+def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) -> None:
+    torch.manual_seed(0)
+    model = make().train()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    program = megacompile.compile(
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, policy="full-recompute"
+    )
+    with warnings.catch_warnings(record=True) as compiled:
+        warnings.simplefilter("always")
+        for length in (16, 19, 20):
+            ids = torch.randint(5, 64, (2, length))
+            loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
+            assert loss == pytest.approx(float(eager(input_ids=ids, labels=ids).loss), rel=1e-6)
+    assert 1 + sum("another program" in str(w.message) for w in compiled) == lengths
+
+
+def test_packed_rows_are_not_padded() -> None:
+    """transformers looks for packed sequences only where there is no mask, and padding needs one."""
+    torch.manual_seed(0)
+    model = llama()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    for length in (16, 19):
+        ids = torch.randint(5, 64, (1, length))
+        positions = torch.cat([torch.arange(7), torch.arange(length - 7)])[None]
+        batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        wanted = float(eager(**batch, use_cache=False).loss)
+        assert float(program.train_step(batch).loss) == pytest.approx(wanted, rel=1e-6)
+        del batch["position_ids"]
+        assert float(eager(**batch, use_cache=False).loss) != pytest.approx(wanted, rel=1e-4)
+    program.close()
+
+
+def llama_with(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """A Llama whose forward adds a loss of the test's own."""
+    from transformers import LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Any = None) -> dict[str, Tensor]:
+            out = super().forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+            return {"loss": out.loss + loss(out.logits, labels)}
+
+    return Llama(llama().config).train()
+
+
+def train_varied(model: nn.Module, batches: list[dict[str, Any]]) -> None:
+    """Losses of batches of several lengths, beside eager ones."""
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    for batch in batches:
+        expected = eager(**batch)
+        assert float(program.train_step(batch).loss) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    program.close()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: (logits.view(-1, logits.shape[-1]).logsumexp(-1) ** 2).mean(),
+        lambda logits, labels: (logits[:, :-1].logsumexp(-1) ** 2).mean(),
+        lambda logits, labels: logits[:, :-1].gather(-1, labels[:, 1:, None]).sum() / labels.shape[1],
+    ],
+)
+def test_losses_of_the_user_s_own_do_not_see_padding(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    ids = [torch.randint(5, 64, (2, length)) for length in (16, 19)]
+    train_varied(llama_with(loss), [{"input_ids": i, "labels": i} for i in ids])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda ids: {"shift_labels": ids.roll(-1, 1)},
+        lambda ids: {
+            "position_ids": torch.arange(ids.shape[1])[None],
+            "attention_mask": torch.ones_like(ids),
+        },
+        lambda ids: {"logits_to_keep": ids.shape[1]},
+        lambda ids: {"attention_mask": torch.ones(2, 1, *ids.shape[1:] * 2, dtype=torch.bool).tril()},
+    ],
+)
+def test_entries_of_the_batch_that_padding_does_not_know(more: Callable[[Tensor], dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    ids = [torch.randint(5, 64, (2, length)) for length in (16, 19)]
+    train_varied(llama(), [{"input_ids": i, "labels": i, **more(i)} for i in ids])
+
+
+class Own(nn.Module):
+    """A causal model in the manner of transformers whose positions a function of the test's own mixes."""
+
+    __module__ = "transformers.a_test"
+
+    def __init__(self, mix: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(64, 24), nn.Linear(24, 24), nn.Linear(24, 64)
+        self.mix = mix
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.embed(input_ids)
+        if attention_mask is not None:
+            h = h * attention_mask[..., None]
+        logits = self.head(h + self.mix(self.cell, h))
+        return nn.functional.cross_entropy(logits.view(-1, 64), labels.view(-1), ignore_index=-100)
+
+
+def backwards(cell: Any, h: Tensor) -> Tensor:
+    state, states = torch.zeros_like(h[:, 0]), []
+    for t in reversed(range(h.shape[1])):
+        state = torch.tanh(cell(h[:, t]) + state + 0.1)
+        states.append(state)
+    return torch.stack(states[::-1], 1)
+
+
+def steps(cell: Any, h: Tensor) -> Tensor:
+    state, states = torch.zeros_like(h[:, 0]), []
+    for at in h.unbind(1):
+        state = torch.tanh(cell(at) + state + 0.1)
+        states.append(state)
+    return torch.stack(states, 1) + states[-1][:, None]
+
+
+def attends(cell: Any, h: Tensor) -> Tensor:
+    return torch.softmax(cell(h) @ h.transpose(1, 2), -1) @ h
+
+
+@pytest.mark.parametrize(
+    ("mix", "padded"),
+    [
+        (backwards, False),
+        (steps, False),
+        (attends, False),
+        (lambda cell, h: cell(h).mean(1, keepdim=True), False),
+        (lambda cell, h: cell(h).mean(), False),
+        (lambda cell, h: cell(h) + h[:, -1:], False),
+        (lambda cell, h: nn.functional.pad(cell(h)[:, 1:], (0, 0, 0, 1)), False),
+        (lambda cell, h: cell(h).exp().cumsum(1), False),
+        (lambda cell, h: cell(h), True),
+        (lambda cell, h: nn.functional.layer_norm(cell(h), (24,)), True),
+        (lambda cell, h: cell(h) + h[:, :1], True),
+    ],
+)
+def test_models_that_mix_positions_themselves_are_not_padded(mix: Any, padded: bool) -> None:
+    torch.manual_seed(0)
+    model = Own(mix)
+    eager = copy.deepcopy(model)
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), compute_dtype=torch.float32,
+        policy="full-recompute",
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as compiled:
+        warnings.simplefilter("always")
+        for length in (8, 11, 13, 14):
+            ids = torch.randint(5, 64, (2, length))
+            loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
+            assert loss == pytest.approx(float(eager(ids, ids)), rel=1e-6)
+    others = sum("another program" in str(w.message) for w in compiled)
+    assert others == (1 if padded else 3)
+    program.close()

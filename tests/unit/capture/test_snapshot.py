@@ -1,0 +1,218 @@
+"""What is changed at a model between steps: followed as eager PyTorch would, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.capture.snapshot import model_settings
+from tests.support.reference import EagerTrainer
+
+BATCH = {"x": torch.linspace(-1, 1, 16).view(2, 8)}
+
+
+class Scaled(nn.Module):
+    scale: float
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.scale = 1.0
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layers(x) * self.scale + self.shift).square().mean()
+
+
+def start() -> tuple[megacompile.Program, Scaled]:
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.layers[0].parameters(), lr=1e-2)
+    program = megacompile.compile(
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, policy="full-recompute"
+    )
+    return program, model
+
+
+def test_attributes_and_buffers_are_followed() -> None:
+    program, model = start()
+    eager = copy.deepcopy(model)
+    trainer = EagerTrainer(eager, torch.optim.AdamW(eager.layers[0].parameters(), lr=1e-2))
+    assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
+    changes: list[Callable[[Scaled], Any]] = [
+        lambda m: setattr(m, "scale", 3.0),
+        lambda m: setattr(m, "shift", torch.full((8,), 2.0)),
+        lambda m: setattr(m.layers[1], "p", 0.0),
+    ]
+    for change in changes:
+        change(model)
+        change(eager)
+        with pytest.warns(UserWarning, match="attributes of the model's modules changed"):
+            loss = float(program.train_step(BATCH).loss)
+        assert loss == trainer.train_step([BATCH])
+    program.close()
+
+
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
+    program, model = start()
+    weight = model.layers[0].weight
+    for compiled in (False, True):  # before the first batch, and after it
+        weight.requires_grad_(False)
+        with pytest.raises(megacompile.MegacompileError, match=r"requires_grad of layers\.0\.weight"):
+            program.train_step(BATCH)
+        weight.requires_grad_(True)
+        model.layers[0].weight = nn.Parameter(torch.ones(8, 8))
+        with pytest.raises(megacompile.MegacompileError, match=r"layers\.0\.weight was assigned"):
+            program.train_step(BATCH)
+        model.layers[0].weight = weight
+        if not compiled:
+            program.train_step(BATCH)
+    program.close()
+    program, model = start()
+    program.optimizer.add_param_group({"params": list(model.layers[2].parameters())})
+    with pytest.raises(megacompile.MegacompileError, match="param groups changed"):
+        program.train_step(BATCH)
+
+
+def test_settings_tell_values_apart_that_are_equal() -> None:
+    model = Scaled()
+    seen = set()
+    for value in (1, 1.0, True, "1", None, 0.0, -0.0):
+        model.scale = value  # type: ignore[assignment]
+        seen.add(model_settings(model, evaluate=False))
+        assert model_settings(model, evaluate=False) in seen
+    assert len(seen) == 7
+    model.eval()
+    assert model_settings(model, evaluate=False) not in seen
+    assert model_settings(model, evaluate=True) == model_settings(model.train(), evaluate=True)
+
+
+@dataclass
+class Scale:
+    by: float = 1.0
+
+
+class Data:
+    def __init__(self) -> None:
+        self.scale = Scale()
+
+
+class Held(nn.Module):
+    """Computes with what modules hold besides parameters, buffers and plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.config, self.table = Data(), {"scales": [1.0, 1.0]}
+        self.fixed, self.listed = torch.ones(8), [torch.ones(8)]
+        self.activation = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.config.scale.by * self.table["scales"][0]
+        return (self.activation(self.layer(x)) * scale * self.fixed + self.listed[0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.config.scale, "by", 3.0),
+        lambda m: m.table["scales"].__setitem__(0, 3.0),
+        lambda m: setattr(m, "table", {"scales": [2.0]}),
+        lambda m: setattr(m, "fixed", torch.full((8,), 2.0)),
+        lambda m: m.fixed.fill_(2.0),
+        lambda m: m.listed.__setitem__(0, torch.full((8,), 2.0)),
+        lambda m: m.listed[0].fill_(2.0),
+        lambda m: setattr(m, "activation", torch.sigmoid),
+        lambda m: m.layer.register_forward_hook(lambda module, args, out: 3 * out),
+        lambda m: m.layer.register_forward_pre_hook(lambda module, args: (3 * args[0],)),
+        lambda m: setattr(m, "forward", MethodType(lambda self, x: 2 * Held.forward(self, x), m)),
+    ],
+)
+def test_what_modules_hold_is_followed(change: Callable[[Held], Any]) -> None:
+    torch.manual_seed(0)
+    model = Held()
+    eager = copy.deepcopy(model)
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), compute_dtype=torch.float32,
+        policy="full-recompute",
+    )  # fmt: skip
+    trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2))
+    assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
+    before = trainer.loss(BATCH)
+    change(model)
+    change(eager)
+    assert before != trainer.loss(BATCH)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Compiling another program")
+        for _ in range(2):
+            assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
+    program.close()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m: m.layers[0].weight.register_hook(lambda gradient: 0 * gradient),
+        lambda m: m.layers[0].weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda m: m.layers.register_full_backward_hook(lambda module, given, out: None),
+        lambda m: nn.modules.module.register_module_full_backward_hook(lambda module, given, out: None),
+    ],
+)
+def test_gradient_hooks_are_refused_whenever_they_come(register: Callable[[Scaled], Any]) -> None:
+    program, model = start()
+    program.train_step(BATCH)
+    other = Scaled()
+    handles = [register(model), register(other)]
+    with pytest.raises(megacompile.MegacompileError, match="hook"):
+        program.train_step(BATCH)
+    with pytest.raises(megacompile.MegacompileError, match="hook"):
+        megacompile.compile(other, "1GB", optimizer=torch.optim.AdamW(other.parameters()))
+    for handle in handles:
+        handle.remove()
+    program.train_step(BATCH)
+    program.close()
+
+
+def test_parametrizations_after_compilation_are_refused_by_name() -> None:
+    program, model = start()
+    nn.utils.parametrize.register_parametrization(model.layers[0], "bias", nn.Tanh())
+    with pytest.raises(megacompile.MegacompileError, match="parameter"):
+        program.train_step(BATCH)
+    program.close()
+
+
+def test_objects_that_are_no_data_are_looked_at_by_identity() -> None:
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.steps = model, 0
+
+    model: Any = Scaled()
+    model.trainer, model.optimizer = Trainer(model), torch.optim.AdamW(model.parameters())
+    before = model_settings(model, evaluate=False)
+    model.trainer.steps = 1
+    model.optimizer.param_groups[0]["lr"] = 1.0
+    assert model_settings(model, evaluate=False) == before
+    model.trainer = Trainer(model)
+    assert model_settings(model, evaluate=False) != before
+
+
+def test_functions_are_told_apart_by_what_they_close_over() -> None:
+    scales = [1.0]
+    model: Any = Scaled()
+    model.layers[0].register_forward_hook(lambda module, args, out: out * scales[0])
+    model.wrapped = functools.partial(torch.mul, scales)
+    settings = [model_settings(model, evaluate=False)]
+    scales[0] = 2.0
+    settings.append(model_settings(model, evaluate=False))
+    assert settings[0] != settings[1] == model_settings(model, evaluate=False)

@@ -1,0 +1,419 @@
+"""The command line: what it prints, what it refuses, and its figures against hand calculations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.cli import run as cli_run
+from megacompile.cli.main import main
+from megacompile.estimate import models
+from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.largest import _most, estimate_largest, largest
+from megacompile.estimate.models import load_model
+from megacompile.estimate.study import Question, Study, complete_flops
+from megacompile.machine.catalog import load_machine
+from megacompile.machine.rates import Machine
+from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.schedule.schedule import Schedule
+from megacompile.search.bound import lower_bound
+from megacompile.search.planner import search
+from megacompile.units import parse_bytes
+
+TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "tie_word_embeddings": False}  # fmt: skip
+SHAPE = ["--batch", "2", "--seq", "128"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def study(config: str) -> Study:
+    """One model for all tests here, so that each shape is captured once."""
+    return Study(load_model(config), "bf16", lambda message: None)
+
+
+@pytest.fixture
+def plan(
+    config: str, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run ``megacompile plan`` on the tiny model; the exit code and what was printed."""
+    monkeypatch.setattr(cli_run, "Study", lambda model, dtype, progress: study)
+
+    def run(*arguments: str, machine: str = "rtx-4090") -> tuple[int, str, str]:
+        code = main(["plan", "--model", config, "--machine", machine, *SHAPE, *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    yield run
+
+
+def _question(budget: int) -> Question:
+    return Question(load_machine("rtx-4090"), 2, 128, budget)
+
+
+def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> None:
+    answer = study.answer(_question(3 * 10**6))
+    for p in (answer.predictions[True], answer.predictions[False]):
+        assert p.planned.peak_bytes <= 3 * 10**6
+        assert p.seconds >= p.bound.seconds
+        assert p.tokens_per_second == pytest.approx(256 / p.seconds)
+        assert p.mfu == pytest.approx(study.model.step_flops(2, 128) / p.seconds / 165.2e12)
+        assert sum(alive_at_peak(p.planned.step, answer.work).values()) == p.planned.peak_bytes
+        parts = compute_parts(p.planned.step, p.question.terms.machine, p.model_flops)
+        assert sum(parts.values()) == pytest.approx(p.planned.timeline.busy["compute"])
+
+
+def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
+    answer = study.answer(_question(2 * 10**6))
+    for p in (answer.predictions[True], answer.predictions[False]):
+        for stream, causes in waits(p.planned).items():
+            assert sum(causes.values()) + p.planned.timeline.busy[stream] == pytest.approx(
+                p.seconds, rel=0.01
+            )
+            assert all(t > 0 for t in causes.values())
+    assert "compute" in waits(answer.predictions[True].planned)["d2h"]
+
+
+def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
+    answer = study.answer(_question(4 * 10**6))
+    exact, about = largest(study, answer.question), estimate_largest(answer)
+    assert not about.exact and exact.exact and exact.batch > 2
+    assert about.batch == pytest.approx(exact.batch, rel=0.25)
+    assert about.seq_limit == exact.seq_limit and about.seq == pytest.approx(exact.seq, abs=about.seq_step)
+
+
+def test_host_bytes_are_twelve_per_parameter_and_two_or_four_for_kept_gradients(study: Study) -> None:
+    answer = study.answer(_question(3 * 10**6))
+    clipped, streamed = answer.predictions[True], answer.predictions[False]
+    parameters = sum(g.elements for g in answer.compiled.assembly.groups)
+    assert parameters == pytest.approx(study.model.parameters, rel=0.01)
+    assert clipped.host.masters + clipped.host.moments == 12 * parameters
+    there = sum(answer.work.groups[g].elements for g in clipped.planned.step.resident)
+    assert clipped.host.gradients == 2 * (parameters - there)
+    assert answer.hosts()["accumulated"].gradients == 4 * parameters
+    assert streamed.host.gradients < clipped.host.gradients  # of late updates alone
+    assert streamed.host.buffers > 0
+
+
+def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> None:
+    least = study.answer(_question(10**9)).least.device_bytes
+    assert study.answer(_question(least)).fits_device()
+    assert not study.answer(_question(least - 1)).fits_device()
+    with pytest.raises(ValueError, match=str(least)):
+        search(
+            study.captured(2, 128).assembly.work,
+            Mode("train", 1, True),
+            _question(1).terms.machine,
+            least - 1,
+        )
+
+
+def test_the_graph_counts_the_model_flops(study: Study) -> None:
+    work = study.captured(2, 128).assembly.work
+    assert complete_flops(work, study.model.step_flops(2, 128)) == (work, 0.0)
+    forward = sum(b.choice("none").forward.flops for b in work.blocks)
+    norms = 6 * 2 * 128 * 64 * (2 * 4 + 1)  # norm weights, counted in 6·P·T, are in no product
+    assert 3 * forward == pytest.approx(study.model.step_flops(2, 128) - norms)
+
+
+def _work(flops: int = 100) -> Workload:
+    call = Call((), (0,), 10, 0, flops, 0)
+    choice = Choice("none", call, None, replace(call, flops=2 * flops), 0)
+    block = BlockWork("b", 0, (0,), (0,), (), ((0, 2000),), (choice,))
+    return Workload((block,), (ValueWork(4, True),), (GroupWork("g", 2000, 1000),), 0)
+
+
+def test_the_bound_by_hand() -> None:
+    machine = Machine("m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500,
+                      host_bandwidth=7000)  # fmt: skip
+    streamed = lower_bound(_work(), Mode("train"), machine, model_flops=900)
+    assert (streamed.compute, streamed.down, streamed.up, streamed.adam) == (9, 2, 4, 4)
+    assert (streamed.seconds, streamed.binding) == (9, "compute")
+    clipped = lower_bound(_work(), Mode("train", deferred=True), machine, model_flops=900)
+    assert clipped.seconds == pytest.approx(6 + 4)
+    assert clipped.binding == "backward, then host Adam"
+    shared = lower_bound(_work(), Mode("train"), replace(machine, shared_memory=True), model_flops=300)
+    assert shared.seconds == shared.memory == pytest.approx((28000 + 2 * 2000) / 7000)
+    assert shared.binding == "host memory"
+    plan = Plan((BlockPlan("all"),), (GroupPlan(state="device"),))
+    there = lower_bound(_work(), Mode("train"), machine, model_flops=300, plan=plan)
+    assert (there.seconds, there.down, there.adam) == (3, 0, 0)
+
+
+def test_flops_that_the_graph_misses_are_added() -> None:
+    work, missed = complete_flops(_work(100), 3 * 400)
+    assert missed == pytest.approx(0.75)
+    assert work.blocks[0].choices[0].forward.flops == 400
+    assert work.blocks[0].choices[0].backward is not None
+    assert work.blocks[0].choices[0].backward.flops == 800
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 63, 64])
+@pytest.mark.parametrize("start", [1, 5, 64])
+def test_the_largest_that_fits_is_found_in_few_steps(most: int, start: int) -> None:
+    seen: list[int] = []
+
+    def excess(n: int) -> int:
+        seen.append(n)
+        return (n - most) * 100 - 50 + (n % 3)  # nearly linear
+
+    assert _most(excess, start, 64) == most
+    assert len(seen) <= 7
+
+
+def test_it_fits(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = plan("--hbm-budget", "3MB", "--tokens", "1e9", "--price", "2")
+    assert code == 0
+    for text in ("FITS, with clipping", "lower bound of a step", "waits for", "Host memory",
+                 "accumulated", "(×", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 110
+    assert "building" in err and "Traceback" not in err
+
+
+def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--hbm-budget", "1500kB", "--no-clip")
+    assert code == 1
+    assert "DOES NOT FIT" in out and "Ways out" in out
+    assert "--batch 1 --micro-batches 2" in out and "--seq 64" in out and "--hbm-budget" in out
+    assert re.search(r"enough, [\d,]+ tokens/s", out)
+
+
+def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--hbm-budget", "2MB", "--host-budget", "3300kB")
+    assert code == 1 and "--no-clip" in out and "too small" in out
+    code, out, _ = plan("--hbm-budget", "2MB", "--host-budget", "4100kB")
+    assert code == 0, "activations need not wait on the host"
+    assert "waiting activations" not in out or "FITS" in out
+
+
+def test_a_layer_is_explained_and_the_page_written(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    code, out, err = plan("--hbm-budget", "2MB", "--explain", "layers.2", "--html", str(page))
+    assert code == 0 and out.startswith("model.layers.2: ") and "as planned" in out
+    assert "<canvas" in page.read_text() and str(page) in err
+    code, _, err = plan("--hbm-budget", "2MB", "--explain", "layers.7")
+    assert code == 2 and "layers." in err
+
+
+def least_host_bytes(report: str) -> int:
+    """What the report calls the least host budget without clipping."""
+    found = re.search(r"least budgets: .* host .* with clipping, (.*) without", report)
+    assert found is not None, report
+    return parse_bytes(found[1], what="least", available=10**15)
+
+
+def test_what_the_host_has_no_room_for_goes_to_a_drive(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    dump = tmp_path / "dump"
+    tight = ("--hbm-budget", "3MB", "--host-budget", "3MB", "--no-clip")
+    code, out, _ = plan(*tight)
+    assert code == 1 and re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
+    in_ram = least_host_bytes(out)
+    code, out, _ = plan(*tight, "--nvme-budget", "1GB")
+    assert code == 0 and "written per step" in out and "reads from NVMe" in out
+    assert least_host_bytes(out) < 3 * 10**6 < in_ram
+    code, out, _ = plan(*tight, "--nvme-budget", "1GB", "--json", "--dump", str(dump))
+    found = json.loads(out)
+    host = found["host_bytes"]["streamed"]
+    assert host["total"] <= 3 * 10**6 and host["nvme"] > 0 and found["fits"]
+    schedule = Schedule.from_json((dump / "train" / "schedule.json").read_text())
+    assert sum(op.nbytes for op in schedule.step.on("nvme_write")) > 0
+    code, out, _ = plan(*tight, "--nvme-budget", "10kB")
+    assert code == 1 and re.search(r"host    uses .*too small", out)
+    assert re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
+
+
+def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, out, _ = plan("--hbm-budget", "3MB", "--json", "--dump", str(tmp_path / "dump"))
+    found = json.loads(out)
+    assert found["fits"] is (code == 0) is True
+    assert found["least_hbm_budget"] <= found["with_clipping"]["peak_bytes"] <= 3 * 10**6
+    assert found["with_clipping"]["lower_bound"]["seconds"] <= found["with_clipping"]["step_seconds"]
+    assert set(found["host_bytes"]) == {"streamed", "clipped", "accumulated"}
+    assert (tmp_path / "dump" / "train" / "09_step.py").exists()
+
+
+def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, _ = plan("--hbm-budget", "30MB", "--json", "--micro-batches", "3", "--no-clip")
+    found = json.loads(out)
+    p = found["without_clipping"]
+    assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(3 * 256)
+
+
+@pytest.mark.parametrize("over", ["hbm-budget", "machine"])
+def test_a_sweep_prints_a_table_and_draws(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path, over: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curve.png"
+    values = {"hbm-budget": "2MB,3MB,1MB", "machine": "h100-pcie,gh200"}[over]
+    code, out, _ = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values, "--plot", str(path))
+    assert code == 0
+    assert "with clipping" in out and "without clipping" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert all(v.split("MB")[0] in out for v in values.split(","))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pln"], "did you mean plan"),
+        (["plan", "--machine", "h200"], "--model"),
+        (["plan", "--model", "llama-3.1-8", "--machine", "h200"], r"llama-3.1-8b"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h20"], "h200"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--dtype", "fp23"], "fp32"),
+        (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "above 0"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "0.9"], "90%"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "142"], "141 GB"),
+        (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),
+        (["plan", "--model", "x", "--machine", "h200", "--host-budget", "90%"], "of what"),
+        (["plan", "--model", "x", "--machine", "h200", "--price", "2"], "--tokens"),
+        (["plan", "--model", "x", "--machine", "h200", "--nvme-budget", "4TB"], "--host-budget"),
+        (["plan", "--model", "x", "--machine", "h200", "--plot", "a.png"], "--sweep"),
+        (["plan", "--model", "x", "--machine", "h200", "--sweep", "batch", "--html", "a"], "one of the two"),
+        (["plan", "--model", "x", "--machine", "h200", "--explain", "a", "--json"], "one of the two"),
+        (["inspct"], "did you mean inspect"),
+        (["inspect"], "dump"),
+        (["inspect", "nowhere"], "cannot be read"),
+        (["inspect", "a", "--trce", "b"], "--trace"),
+        (["diff", "a"], "second"),
+        (["plan", "--model", "x", "--machine", "h200", "--no-clip", "--max-grad-norm", "1"], "not allowed"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    last = printed.err.strip().splitlines()[-1]
+    assert last.startswith("megacompile: ") and said in last
+    assert not printed.out and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": "llama", "hid', "cut off"),
+        ('{"model_type": "llama", "hidden_size": NaN}', "NaN"),
+        ("[" * 100_000, "nested"),
+        ("[1]", "no model_type"),
+        ('{"model_type": "lama"}', "llama"),
+        ('{"model_type": "vit"}', "no causal language model"),
+        ('{"model_type": "bert"}', "is an encoder"),
+        ('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}', "no model_type 'evil'"),
+        (json.dumps(TINY | {"hidden_size": "many"}), "expected int"),
+        (json.dumps(TINY | {"hidden_size": 66}), "multiple"),
+        (json.dumps(TINY | {"num_hidden_layers": 10**9}), "cannot be meant"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", "--model", str(path), "--machine", "h200"]) == 2
+    printed = capsys.readouterr()
+    last = printed.err.strip().splitlines()[-1]
+    assert said in last and str(path) in last and "Traceback" not in printed.err and not printed.out
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(models, "getproxies", dict)
+    assert main(["plan", "--model", "someone/something-new", "--machine", "h200"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "hub.invalid cannot be reached" in last and "give its path" in last
+    assert main(["plan", "--model", str(tmp_path), "--machine", "h200"]) == 2
+    assert "no config.json in this folder" in capsys.readouterr().err
+
+
+def test_a_sweep_refuses_values_that_are_none(plan: Callable[..., tuple[int, str, str]]) -> None:
+    for over, values, said in (("batch", "1,two", "two"), ("machine", "h1000", "h1000")):
+        code, _, err = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values)
+        assert code == 2 and said in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("models", ["llama-3.1-405b", "deepseek-v3", "report"]), ("machines", ["gh200", "datasheet", "assumed"]),
+     ("doctor", ["memory", "memlock", "host Adam", str(torch.__version__).split("+")[0]])],
+)  # fmt: skip
+def test_lists_and_doctor(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    out = capsys.readouterr().out
+    assert all(w in out for w in words)
+
+
+@pytest.mark.parametrize("name", ["", "plan", "inspect", "diff", "models", "machines", "doctor"])
+def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*name.split(), "--help"]
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "example" in out and f"megacompile {name}".strip() in out and "%%" not in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_planning_needs_no_triton(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from megacompile.cli.main import main\n"
+        f"sys.exit(main(['plan', '--model', {str(config)!r}, '--machine', 'h200', '--seq', '64', '--json']))"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fits"] is True
+
+
+def test_micro_batches_auto_takes_the_fastest_split_that_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each split tried is what asking for it by itself gives, and the answer is that of the fastest."""
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+              "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["plan", "--model", str(tmp_path / "config.json"), "--machine", "rtx-4090", "--seq", "256",
+             "--hbm-budget", "12MB", "--json"]  # fmt: skip
+
+    def answer(*more: str) -> dict[str, Any]:
+        main([*asked, *more])
+        return json.loads(capsys.readouterr().out)
+
+    found = answer("--batch", "8", "--micro-batches", "auto")
+    assert [s["micro_batches"] * s["batch"] for s in found["splits"]] == [8] * len(found["splits"])
+    times = {s["micro_batches"]: s["seconds"] for s in found["splits"]}
+    best = min(t for t in times.values() if t is not None)
+    assert times[found["micro_batches"]] == best
+    assert found["with_clipping"]["step_seconds"] == best  # what was tried is not planned again
+    assert times[1] is None  # so that there is something to decide
+    alone = answer("--batch", str(found["batch"]), "--micro-batches", str(found["micro_batches"]))
+    assert alone["with_clipping"]["step_seconds"] == best

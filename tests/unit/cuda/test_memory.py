@@ -1,0 +1,112 @@
+"""What a program sets for the whole process, it undoes; what CUDA refuses leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.runtime import cuda_memory
+from megacompile.runtime.cuda import CudaDevice
+from megacompile.runtime.cuda_memory import TorchCuda
+from tests.support.cuda_programs import program
+from tests.support.fake_cuda import FakeCuda
+from tests.support.models import batch_for, build
+
+
+class Probe:
+    """A tensor on a device whose last error is checked after a launch, as torch does."""
+
+    def __init__(self) -> None:
+        self.error = 0
+
+    def neg_(self) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error: {error}")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> TorchCuda:
+    """``TorchCuda`` as far as its memory goes, with no device."""
+    api = TorchCuda.__new__(TorchCuda)
+    api.device, api._refused, api._registered, api._fraction = torch.device("cpu"), False, set(), None
+    api._probe = Probe()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    return api
+
+
+def test_a_refusal_is_not_the_error_of_the_next_launch(
+    bare: TorchCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(tensor: torch.Tensor) -> tuple[int, int]:
+        bare._probe.error = 801  # type: ignore[attr-defined]
+        return 0, 801
+
+    monkeypatch.setattr(cuda_memory, "page_lock", refuse)
+    assert not bare.register(torch.empty(1 << 20, dtype=torch.uint8))
+    assert "CUDA error 801" in capsys.readouterr().err
+    bare._probe.neg_()
+
+
+def test_what_was_locked_is_unlocked_once(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlocked: list[int] = []
+    monkeypatch.setattr(cuda_memory, "page_lock", lambda tensor: (cuda_memory.first_page(tensor), 0))
+    monkeypatch.setattr(cuda_memory, "page_unlock", unlocked.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    first, second, small = (torch.empty(n << 10, dtype=torch.uint8) for n in (2048, 4096, 1))
+    assert all(bare.register(tensor) for tensor in (first, second, small))
+    bare.unregister(first)
+    bare.unregister(small)
+    assert unlocked == [cuda_memory.first_page(first)]
+    bare.release()
+    bare.release()
+    assert unlocked == [cuda_memory.first_page(first), cuda_memory.first_page(second)]
+
+
+def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [0.9]
+    device = type("Properties", (), {"total_memory": 1000})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limits[-1])
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: limits.append(fraction)
+    )
+    bare.limit(250)
+    bare.limit(500)
+    bare.release()
+    bare.release()
+    assert limits == [0.9, 0.25, 0.5, 0.9]
+
+
+def test_threads_that_start_later_take_the_callers_count() -> None:
+    before, counts = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        device = CudaDevice(FakeCuda(), 10**9)
+        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        device.close()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [3]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_program_that_is_dropped_ends_its_threads(gpu: FakeCuda, kind: str) -> None:
+    before = set(threading.enumerate())
+    trained: Any = program(build("plain"), kind)
+    trained.train_step(batch_for("plain"))
+    own = [t for t in set(threading.enumerate()) - before if t.name.startswith("megacompile-")]
+    assert own
+    del trained
+    gc.collect()
+    for thread in own:
+        thread.join(60.0)
+    assert not any(thread.is_alive() for thread in own)

@@ -1,0 +1,274 @@
+"""Training on the CUDA device over a GPU made of CPU tensors: bitwise as on the CPU device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megacompile
+from megacompile.errors import BudgetExceededError
+from megacompile.runtime import cuda as cuda_module
+from megacompile.runtime.cuda import CudaDevice
+from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
+from megacompile.runtime.resident import ResidentState
+from megacompile.runtime.runtime import Runtime
+from megacompile.runtime.staging import Staging
+from megacompile.step.operations import Step
+from tests.support.cuda_programs import program
+from tests.support.fake_cuda import FakeCuda
+from tests.support.models import batch_for, build
+from tests.unit.differentiate.test_inductor import rows, small
+
+BUDGET = 10**9
+
+
+def train(name: str, device: str, batches: list[Any], **options: Any) -> tuple[list[float], Any]:
+    trained = program(build(name), device, **options)
+    losses = [float(trained.train_step(batch).loss) for batch in batches]
+    state = trained.state_dict()
+    trained.close()
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"max_grad_norm": 0.5}),
+        ("gpt2-dropout", {"compute_dtype": torch.bfloat16}),
+        ("plain", {}),
+    ],
+)
+def test_training_is_bitwise_that_of_the_cpu_device(
+    gpu: FakeCuda, name: str, options: dict[str, Any]
+) -> None:
+    batches = [batch_for(name, i, size=4, length=64) for i in range(3)]
+    expected, state = train(name, "cpu", batches, **options)
+    losses, ours = train(name, "cuda", batches, **options)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+    assert gpu.copies > 0
+    assert gpu.registered > 0
+    assert gpu.released
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", {"max_grad_norm": 0.5, "compute_dtype": torch.bfloat16}), ("plain", {})]
+)
+def test_where_nothing_is_page_locked_copies_pass_through_buffers(
+    gpu: FakeCuda, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_for(name, i, size=4) for i in range(3)]
+    expected, state = train(name, "cpu", batches, **options)
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = True
+    losses, ours = train(name, "cuda", batches, **options)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+    assert gpu.through > 0 and gpu.registered == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_stashes_go_to_nvme_when_they_have_landed(
+    gpu: FakeCuda, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_for("gpt2", i, size=4) for i in range(3)]
+    expected, state = train("gpt2", "cpu", batches)
+    planner = program(build("gpt2"), "cpu")
+    planner.train_step(batches[0])
+    plan = planner.plan
+    planner.close()
+    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = refuses
+    plan = replace(plan, blocks=blocks, window=1, workload="")
+    losses, ours = train("gpt2", "cuda", batches, plan=plan, offload_dir=tmp_path)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+
+
+def test_the_report_says_that_copies_are_staged(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.refuses = True
+    trained = program(build("plain"), "cuda")
+    trained.train_step(batch_for("plain"))
+    assert "staging (host memory is not page-locked) 32.8 kB" in str(trained.memory)
+    trained.close()
+
+
+def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> None:
+    batches = [[batch_for("gpt2", 2 * i), batch_for("gpt2", 2 * i + 1)] for i in range(2)]
+    expected, state = train("gpt2", "cpu", batches, compute_dtype=torch.bfloat16)
+    losses, ours = train("gpt2", "cuda", batches, compute_dtype=torch.bfloat16)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+
+
+def test_functions_by_inductor_run_on_the_streams(gpu: FakeCuda) -> None:
+    """Their allocations are torch's; bitwise the CPU device's run."""
+    losses = {}
+    for device in ("cpu", "cuda"):
+        trained = small(device=device, max_grad_norm=1.0)
+        losses[device] = [float(trained.train_step(rows(i)).loss) for i in range(3)]
+        trained.close()
+    assert losses["cuda"] == losses["cpu"]
+
+
+def moving(gpu: FakeCuda) -> tuple[list[float], list[float], set[int]]:
+    """Micro-batches of two lengths: where all state fits it stays on the device; where it does not, the long
+    ones' program has some on the host, and waiting gradients go where their state goes.
+
+    Losses in both, and how many groups' state the programs of the second kept on the device.
+    """
+    gpu.let_state_reside()  # type: ignore[attr-defined]
+    short, long = batch_for("plain", size=4), batch_for("plain", size=16)
+    probe = program(build("plain"), "cuda", "1GB", max_grad_norm=1.0)
+    probe.forward_backward(short)
+    need = probe.memory.predicted_peak_bytes
+    probe.close()
+    losses = []
+    for budget in ("1GB", f"{need}B"):
+        trained = program(build("plain"), "cuda", budget, max_grad_norm=1.0)
+        orders = ([short, long], [long, long, short], [short, long, short])
+        losses.append([float(trained.train_step(batches).loss) for batches in orders])
+        counts = {len(s.planned.step.resident) for s in trained._session.compiler._scheduled.values()}
+        trained.close()
+    return losses[0], losses[1], counts
+
+
+def test_waiting_gradients_move_with_the_state(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that moves is issued on the compute stream, with nothing under way."""
+    streams = []
+    move = ResidentState.move
+
+    def watched(self: ResidentState, step: Step) -> None:
+        streams.append(gpu.current())
+        move(self, step)
+
+    monkeypatch.setattr(ResidentState, "move", watched)
+    fits, moves, counts = moving(gpu)
+    assert fits == moves
+    assert len(counts) > 1, "no state moved"
+    assert streams and all(stream in gpu.computes for stream in streams)
+
+
+def test_the_proof_finds_a_move_that_waits_for_nothing(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient to which the host still adds another one is not there to be moved."""
+    add, prepare, ready = cuda_module.add_gradients, Runtime._prepare, CudaDevice.prepare
+    moved = threading.Event()
+
+    def late(*args: Any) -> None:
+        assert moved.wait(60)
+        add(*args)
+
+    def after_the_move(self: CudaDevice, *args: Any) -> Any:
+        moved.set()
+        return ready(self, *args)
+
+    def before_its_pushes(self: Runtime, program: Any, inputs: Any) -> None:
+        prepare(self, program, inputs)
+        if not program.updates:
+            moved.clear()
+
+    monkeypatch.setattr(cuda_module, "add_gradients", late)
+    monkeypatch.setattr(CudaDevice, "prepare", after_the_move)
+    monkeypatch.setattr(Runtime, "_prepare", before_its_pushes)
+    monkeypatch.setattr(Runtime, "finish", lambda self: None)
+    fits, moves, _ = moving(gpu)
+    assert fits != moves
+
+
+def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda", max_grad_norm=1.0)
+    for _ in range(3):
+        trained.train_step(batch_for("plain"))
+    trained.wait()
+    runtime = trained._session.runtime
+    assert runtime is not None
+    _, (step, trace) = runtime.traces
+    expected = Counter(op.event for op in step.ops if op.kind not in ("load", "evict", "free", "free_stash"))
+    assert Counter(event for event, _, _ in trace) == expected
+    streams = {op.event: op.stream for op in step.ops}
+    for stream in ("compute", "h2d", "d2h", "host"):
+        spans = sorted((a, b) for event, a, b in trace if streams[event] == stream)
+        assert all(a <= b for a, b in spans)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+    trained.close()
+
+
+@pytest.mark.parametrize("where", ["copy", "update"])
+def test_a_fault_on_a_stream_reaches_the_caller(
+    gpu: FakeCuda, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = program(build("plain"), "cuda", budget="1GB", max_grad_norm=1.0)
+    batch = batch_for("plain")
+    trained.train_step(batch)
+    trained.wait()
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise OSError("planted fault")
+
+    with monkeypatch.context() as patch:
+        if where == "copy":
+            patch.setattr(CudaDevice, "copy", broken)
+        else:
+            patch.setattr(type(trained._session.runtime.state), "update", broken)  # type: ignore[union-attr]
+        with pytest.raises(OSError, match="planted fault"):
+            for _ in range(3):
+                trained.train_step(batch)
+    if where == "copy":
+        assert torch.isfinite(trained.train_step(batch).loss)
+    else:
+        with pytest.raises(megacompile.ProgramError, match="load_state_dict"):
+            trained.train_step(batch)
+    trained.close()
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda")
+    batch = batch_for("plain")
+    trained.train_step(batch)
+    before = trained.state_dict()
+    bad = {k: v * float("nan") if v.is_floating_point() else v for k, v in batch.items()}
+    with pytest.raises(megacompile.NonFiniteError):
+        trained.train_step(bad)
+    assert all(torch.equal(v, before[n]) for n, v in trained.state_dict().items())
+    assert torch.isfinite(trained.train_step(batch).loss)
+    trained.close()
+
+
+def test_holding_more_than_the_budget_is_an_error(gpu: FakeCuda) -> None:
+    trained = program(build("plain"), "cuda", budget="1GB")
+    trained.train_step(batch_for("plain"))
+    assert gpu.limited == BUDGET
+    gpu.reserved = BUDGET + 1
+    with pytest.raises(BudgetExceededError, match="held 1000000001 bytes"):
+        trained.train_step(batch_for("plain"))
+    trained.close()
+
+
+def test_the_context_counts_against_the_budget() -> None:
+    fake = FakeCuda(context_bytes=600 << 20)
+    assert allowed_bytes(fake, 10**9) == 10**9 - (600 << 20)
+    with pytest.raises(megacompile.BudgetError, match="CUDA context"):
+        allowed_bytes(fake, (600 << 20) + WORKSPACE_BYTES)
+
+
+def test_buffers_of_the_model_follow_it(gpu: FakeCuda) -> None:
+    """A buffer that is loaded anew reaches the copy on the device."""
+    fake = CudaDevice(FakeCuda(), BUDGET)
+    source = torch.ones(3)
+    first = fake._constant(source)
+    source.fill_(2.0)
+    assert fake._constant(source) is first
+    assert torch.equal(first, source)
+    fake.close()

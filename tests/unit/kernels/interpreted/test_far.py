@@ -1,0 +1,139 @@
+"""Offsets beyond 2**31 elements: tokens times columns reach that long before a GPU's memory ends.
+
+Nothing of that size is touched: memory is reserved, and of a long grid the last program runs alone.
+"""
+
+import importlib
+
+import pytest
+import torch
+from harness import LOW
+from triton.runtime import interpreter
+
+from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference
+from megacompile.kernels.cross_entropy_tiles import Terms
+
+attention, clamped_glu, cross_entropy_tiles, glu, rope = (
+    importlib.import_module(f"megacompile.kernels.{name}")
+    for name in ("attention", "clamped_glu", "cross_entropy_tiles", "glu", "rope")
+)
+FAR = 1 << 31
+builder = interpreter.interpreter_builder
+
+
+class Executor(interpreter.GridExecutor):
+    """The interpreter's, without its last step: copying every storage onto itself."""
+
+    def _restore_args_dev(self, *_):
+        pass
+
+
+class LastProgram(Executor):
+    """Runs the last program of a grid and no other."""
+
+    def __init__(self, fn, names, grid, hooks=()):
+        super().__init__(fn, names, (1,), hooks)
+        self.full = (*grid, 1, 1)[:3]
+
+    def __call__(self, *args, **constants):
+        with pytest.MonkeyPatch.context() as patch:
+            dim, index = builder.set_grid_dim, builder.set_grid_idx
+            patch.setattr(builder, "set_grid_dim", lambda *_: dim(*self.full))
+            patch.setattr(builder, "set_grid_idx", lambda *_: index(*(n - 1 for n in self.full)))
+            super().__call__(*args, **constants)
+
+
+@pytest.fixture
+def last(monkeypatch):
+    monkeypatch.setattr(interpreter, "GridExecutor", LastProgram)
+
+
+@pytest.fixture
+def lazy(monkeypatch):
+    monkeypatch.setattr(interpreter, "GridExecutor", Executor)
+
+
+def reserved(*shape):
+    """Memory that is not touched but for its last 4096 elements."""
+    x = torch.empty(shape, dtype=LOW[0])
+    x.view(-1)[-4096:] = torch.randn(4096)
+    return x
+
+
+def tail(x):
+    """The part of a tensor of which the last program computes some, apart from it."""
+    return x.view(-1)[-256:].clone()
+
+
+@pytest.mark.parametrize("numel", [FAR - 512, FAR + 512])
+def test_glu(last, numel):
+    gate, up = reserved(numel), reserved(numel)
+    y = glu.forward_triton(gate, up, "silu")
+    torch.testing.assert_close(tail(y), glu.glu_reference(tail(gate), tail(up), "silu"))
+    grad = up
+    glu_reference = [torch.empty(256, dtype=gate.dtype) for _ in range(2)]
+    glu.glu_backward_reference(tail(grad), tail(gate), tail(up), "silu", *glu_reference)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    glu.backward_triton(grad, gate, up, "silu", dgate, dup)
+    torch.testing.assert_close([tail(dgate), tail(dup)], glu_reference)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_clamped_glu(last, interleaved):
+    both = reserved(FAR // 2048 + 1, 2048) if not interleaved else reserved(1, FAR + 512)
+    row = both[-1:, -1024:].clone() if interleaved else both[-1:].clone()
+    y = clamped_glu.forward_triton(both, 7.0, 1.702, interleaved)
+    expected = clamped_glu.clamped_glu_reference(row, 7.0, 1.702, interleaved)
+    torch.testing.assert_close(tail(y), tail(expected))
+    grad, dboth, dexpected = y, torch.empty_like(both), torch.empty_like(row)
+    clamped_glu.backward_triton(grad, both, 7.0, 1.702, interleaved, dboth)
+    given = grad.view(-1)[-row.numel() // 2 :].view(1, -1).clone(), row, 7.0, 1.702, interleaved
+    clamped_glu.clamped_glu_backward_reference(*given, dexpected)
+    torch.testing.assert_close(tail(dboth), tail(dexpected))
+
+
+def test_cross_entropy(last):
+    logits = reserved(FAR // 2048 + 2, 2048)
+    rows = logits.shape[0]
+    labels, state = torch.zeros(rows, dtype=torch.int64), cross_entropy_tiles.new_state(logits, rows)
+    labels[-1], terms = 2000, Terms(2048)
+    expected = cross_entropy_tiles.new_state(logits, 1)
+    cross_entropy_tiles.accumulate_reference(expected, logits[-1:], labels[-1:], 0, terms)
+    cross_entropy_tiles.accumulate_triton(state, logits, labels, 0, terms)
+    torch.testing.assert_close(state[:3, -1:], expected[:3])
+    stats, grad = state[:2].contiguous(), torch.ones(rows)
+    given = logits[-1:].clone(), labels[-1:], stats[:, -1:], grad[-1:], 0, terms
+    cross_entropy_tiles.gradient_triton(logits, labels, stats, grad, 0, terms)
+    torch.testing.assert_close(tail(logits), tail(cross_entropy_tiles.gradient_reference(*given).half()))
+
+
+def far_apart(x, dim):
+    """Equal values, whose indices of ``dim`` lie 2**30 elements apart."""
+    strides = [1 << 30 if d == dim else s for d, s in enumerate(x.stride())]
+    far = torch.empty((x.shape[dim] << 30) + x.numel(), dtype=x.dtype).as_strided(x.shape, strides)
+    return far.copy_(x)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_attention(lazy, dim):
+    """[B, H, S, D] with contiguous heads: the third head of a long sequence."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 4, 4, 20, 16, dtype=LOW[0])
+    rule = Rule(0.2)
+    grad, out, lse = q.flip(0), *forward_reference(q, k, v, rule)
+    ours = attention.forward_triton(*(far_apart(x, dim) for x in (q, k, v)), rule)
+    torch.testing.assert_close(ours[0], out, atol=2e-3, rtol=2e-3)
+    far = [far_apart(x, dim) for x in (grad, q, k, v, out)]
+    found = attention.backward_triton(*far, lse, rule)
+    expected = backward_reference(grad, q, k, v, out, lse, rule)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rope(lazy, dim):
+    torch.manual_seed(1)
+    x = far_apart(torch.randn([4 if d == dim else 2 for d in range(3)] + [8], dtype=LOW[0]), dim)
+    cos, sin = torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
+    expected = rope.rope_reference(x.contiguous(), cos, sin, False, False, torch.empty(x.shape).half())
+    rope.rope_triton(x, cos, sin, False, False, x)
+    torch.testing.assert_close(x, expected)

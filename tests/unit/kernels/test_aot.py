@@ -1,0 +1,130 @@
+"""The ahead-of-time gate, in a process of its own: see ``megacompile/kernels/aot.py``."""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megacompile import kernels
+from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile
+from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults, read_table
+
+attention, layer_norm, rms_norm, rope = (
+    importlib.import_module(f"megacompile.kernels.{name}")
+    for name in ("attention", "layer_norm", "rms_norm", "rope")
+)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's compiler")
+
+
+def test_every_kernel_compiles_and_holds_its_resources() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "megacompile.kernels.aot"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "0 faults" in done.stdout
+
+
+def recorded(arch: int) -> list[Launch]:
+    with recording(arch) as launches:
+        for make in AOT_CASES:
+            for _, call in make():
+                call()
+    return launches
+
+
+def test_every_kernel_stands_in_the_table_for_every_chip() -> None:
+    """A kernel that no case launches would be compiled on the user's machine for the first time."""
+    names = {
+        name
+        for module in pkgutil.iter_modules(kernels.__path__)
+        for name, found in vars(importlib.import_module(f"megacompile.kernels.{module.name}")).items()
+        if name.endswith("_kernel") and hasattr(found, "arg_names")
+    }
+    assert len(names) > 15
+    assert len({r.key for r in read_table()}) == len(read_table()), "a row that hides another one"
+    for arch in SHARED_LIMIT:
+        assert {r.kernel for r in read_table() if r.arch == arch} == names
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_every_tile_is_compiled(arch: int) -> None:
+    """All that the launchers' tables and functions of shape and chip can choose."""
+    launched = {
+        (x.kernel.__name__, x.constants.get("BLOCK_M"), x.constants.get("BLOCK_N"), x.num_warps, x.num_stages)
+        for x in recorded(arch)
+    }
+    tiles = attention.ROOMY if arch in (90, 100) else attention.TILES
+    name = {"forward": "forward", "q": "backward_q", "kv": "backward_kv"}
+    wanted = {
+        (f"attention_{name[k]}_kernel", t.block_m, t.block_n, t.num_warps, t.num_stages)
+        for k, row in tiles.items()
+        for t in row
+    }
+    for columns in range(33, MAX_ROW + 1, 31):
+        for kernel, most, per_thread in (
+            ("rms_norm_forward_kernel", MAX_ROW, 16),
+            ("rms_norm_backward_kernel", rms_norm.MAX_ROW_BACKWARD, 16),
+            ("layer_norm_forward_kernel", MAX_ROW, 16),
+            ("layer_norm_backward_kernel", layer_norm.MAX_ROW_BACKWARD, 8),
+        ):
+            tile = row_tile(columns, per_thread)
+            if columns <= most:
+                wanted.add((kernel, tile.block_m, tile.block_n, tile.num_warps, 3))
+    assert not wanted - launched
+
+
+def test_grids_of_many_heads_and_tokens_fit() -> None:
+    """CUDA's grids end at 65535 in their second and third dimension."""
+    q = torch.empty((4096, 32, 16, 64), dtype=torch.bfloat16, device="meta")
+    table = torch.empty((4096, 32, 1, 64), dtype=torch.bfloat16, device="meta")
+    rule = attention.Rule(0.1)
+    with recording(90) as launches:
+        out, lse = attention.forward_triton(q, q, q, rule)
+        attention.backward_triton(out, q, q, q, out, lse, rule)
+        rope.rope_triton(q, table, table, False, False, q)
+    assert len(launches) == 5
+    for launch in launches:
+        assert launch.grid[0] < 1 << 31 and max(launch.grid[1:], default=1) < 1 << 16
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1 << 16, 1), (1, 1 << 16), (65535, 65535)])
+def test_attention_leaves_longer_grids_to_its_reference(batch: int, heads: int) -> None:
+    one = torch.empty((1, 1, 16, 64), dtype=torch.bfloat16, device="meta")
+    many = one.expand(batch, heads, 16, 64)
+    assert attention.supports(one, one, one) and not attention.supports(many, many, many)
+
+
+def row(**changed: object) -> Resources:
+    values = {
+        "module": "m",
+        "case": "c",
+        "kernel": "k",
+        "variant": 0,
+        "arch": 90,
+        "registers": 64,
+        "local": 0,
+        "shared": 1024,
+        "load": 16,
+        "narrow_loads": 0,
+        "store": 16,
+    }
+    return Resources(**{**values, **changed})
+
+
+def test_faults_are_found() -> None:
+    assert not faults([row()])
+    assert "spills" in faults([row(local=8)])[0]
+    assert "shared" in faults([row(shared=SHARED_LIMIT[90] + 1)])[0]
+    assert "widest load" in faults([row(load=2)])[0]
+
+
+def test_changes_are_found() -> None:
+    assert not changes([row()], [row()])
+    assert len(changes([row()], [row(registers=80)])) == 1
+    assert len(changes([row()], [row(arch=80)])) == 2
