@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from megacompile.cli.bench import add_kernels, run_kernels
 from megacompile.cli.bench_nvme import add_nvme, run_nvme
@@ -117,45 +117,35 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     found: dict[str, _Parser] = {}
-
-    def add(name: str, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+    for name, command in _COMMANDS.items():
         found[name] = commands.add_parser(
-            name, help=help, description=description, epilog=examples, formatter_class=raw, allow_abbrev=False
-        )
-        return found[name]
+            name, help=command.help, description=command.description, epilog=command.examples,
+            formatter_class=raw, allow_abbrev=False,
+        )  # fmt: skip
+        command.arguments(found[name])
+    return parser, found
 
-    plan = add("plan", "will it fit and how fast, before you rent the machine",
-               "Plan a training step and predict its time and memory.", _PLAN_EXAMPLES)  # fmt: skip
-    _plan_arguments(plan)
-    _speed_arguments(plan)
-    inspect = add(
-        "inspect", "look at a dumped schedule: a page of timeline, memory and code",
-        "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
-        _INSPECT_EXAMPLES,
-    ).add_argument  # fmt: skip
-    inspect("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
-    inspect("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
-    inspect("--trace", metavar="JSON", help="also write a trace for Perfetto")
-    diff = add("diff", "what changed between two plans",
-               "Compare two dumps or two plans, equal layers folded.", _DIFF_EXAMPLES)  # fmt: skip
+
+def _inspect_arguments(inspect: argparse.ArgumentParser) -> None:
+    inspect.add_argument("dump", help="a dump's folder, its schedule.json, or a plan.json beside one")
+    inspect.add_argument("-o", "--output", metavar="HTML", help="where the page goes (NAME.html)")
+    inspect.add_argument("--trace", metavar="JSON", help="also write a trace for Perfetto")
+
+
+def _diff_arguments(diff: argparse.ArgumentParser) -> None:
     diff.add_argument("first", help="a dump's folder, its schedule.json or a plan.json")
     diff.add_argument("second", help="the same for the other")
-    add("models", "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES)
-    add("machines", "built-in machines, their rates and sources",
-        "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES)  # fmt: skip
-    measure = add("profile", "measure this machine into a machine.json",
-                  "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
-                  _PROFILE_EXAMPLES)  # fmt: skip
+
+
+def _profile_arguments(measure: argparse.ArgumentParser) -> None:
     measure.add_argument("--out", metavar="FILE", default="machine.json", help="the file (machine.json)")
     measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
-    add("doctor", "what this machine would limit",
-        "Show in one screen what this machine would limit.", _DOCTOR_EXAMPLES)  # fmt: skip
-    text = "measure parts of megacompile on this machine"
-    parts = add("bench", text, f"{text.capitalize()}.", _BENCH_EXAMPLES)
-    found_parts = parts.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
-    add_nvme(found_parts)
-    add_kernels(found_parts)
-    return parser, found
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+    parts = bench.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
+    add_nvme(parts)
+    add_kernels(parts)
 
 
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -177,9 +167,10 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
     add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
     add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
+    _answer_arguments(plan)
 
 
-def _speed_arguments(plan: argparse.ArgumentParser) -> None:
+def _answer_arguments(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("what to answer").add_argument
     add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
     add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
@@ -204,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command is None:
             parser.print_help()
             return 2
-        return _COMMANDS[options.command](options)
+        return _COMMANDS[options.command].run(options)
     except MegacompileError as error:
         print(f"megacompile: {str(error).strip()}", file=sys.stderr)
         return 2
@@ -251,11 +242,44 @@ def _later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
     return lambda options: int(getattr(importlib.import_module(f"megacompile.cli.{module}"), name)(options))
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "plan": _later("run", "run_plan"), "inspect": _later("inspect", "run_inspect"),
-    "diff": _later("inspect", "run_diff"), "models": _run_models, "machines": _run_machines,
-    "doctor": _later("doctor", "run_doctor"), "profile": _run_profile,
-    "bench": lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
+class _Command(NamedTuple):
+    """What ``--help`` says of a command, its arguments, and what runs it."""
+
+    help: str
+    description: str
+    examples: str
+    run: Callable[[argparse.Namespace], int]
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+_COMMANDS = {
+    "plan": _Command(
+        "will it fit and how fast, before you rent the machine",
+        "Plan a training step and predict its time and memory.",
+        _PLAN_EXAMPLES, _later("run", "run_plan"), _plan_arguments),
+    "inspect": _Command(
+        "look at a dumped schedule: a page of timeline, memory and code",
+        "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
+        _INSPECT_EXAMPLES, _later("inspect", "run_inspect"), _inspect_arguments),
+    "diff": _Command(
+        "what changed between two plans", "Compare two dumps or two plans, equal layers folded.",
+        _DIFF_EXAMPLES, _later("inspect", "run_diff"), _diff_arguments),
+    "models": _Command(
+        "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES, _run_models),
+    "machines": _Command(
+        "built-in machines, their rates and sources",
+        "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES, _run_machines),
+    "profile": _Command(
+        "measure this machine into a machine.json",
+        "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
+        _PROFILE_EXAMPLES, _run_profile, _profile_arguments),
+    "doctor": _Command(
+        "what this machine would limit", "Show in one screen what this machine would limit.",
+        _DOCTOR_EXAMPLES, _later("doctor", "run_doctor")),
+    "bench": _Command(
+        "measure parts of megacompile on this machine", "Measure parts of megacompile on this machine.",
+        _BENCH_EXAMPLES, lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
+        _bench_arguments),
 }  # fmt: skip
 
 

@@ -226,12 +226,15 @@ def _host(answer: Answer) -> str:
     lines = ["Host memory            streamed   clipped  accumulated"]
     kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
              ("gradient buffers", "buffers"), ("waiting activations", "stash"),
-             ("buffers for NVMe", "window"), ("up to whole pages", "padding"),
-             ("on NVMe", "nvme"))  # fmt: skip
+             ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
     for label, field in kinds:
         cells = [getattr(h, field) for h in found.values()]
         if any(cells):
             lines.append(f"  {label:<19}" + _cells([format_bytes(c) if c else "–" for c in cells]))
+    if any(500 * h.padding > h.total for h in found.values()):  # else it does not show in three digits
+        lines.append(
+            f"  {'up to whole pages':<19}" + _cells([format_bytes(h.padding) for h in found.values()])
+        )
     lines.append(f"  {'in all':<19}" + _cells([format_bytes(h.total) for h in found.values()]))
     groups = answer.compiled.assembly.groups
     for form in CODINGS:

@@ -70,13 +70,14 @@ def waits(planned: Planned) -> dict[Stream, dict[str, float]]:
     found: dict[Stream, dict[str, float]] = {stream: defaultdict(float) for stream in ready}
     for index, op in enumerate(step.ops):
         start, end, free = timeline.starts[index], timeline.ends[index], ready[op.stream]
-        if end > start and start - free > 1e-9:
+        busy = end > start or op.stream == "compute"  # which also waits before what takes no time
+        if busy and start - free > 1e-9:
             if op.stream == "compute":
                 found[op.stream][CAUSES[chain.behind(index)]] += start - free
             elif foreign := chain.foreign(index):
                 when, cause = max(foreign)
                 found[op.stream][CAUSES[step.ops[cause].stream]] += min(start, max(free, when)) - free
-        if end > start:
+        if busy:
             ready[op.stream] = end
     busiest = max((s for s in STREAMS if s != "compute"), key=lambda s: timeline.busy[s])
     for stream, causes in found.items():

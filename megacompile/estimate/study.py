@@ -210,7 +210,7 @@ class Study:
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
         best: tuple[int, Compiled] | None = None
-        for rung, need in tried(self.rungs(question), question.mode(True)):
+        for rung, need in tried(self.rungs(question), question.mode(True), question.hbm_budget):
             if best is None or need < best[0]:
                 best = need, rung
             if need <= question.hbm_budget:

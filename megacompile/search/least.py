@@ -17,7 +17,7 @@ from megacompile.units import format_bytes
 _KEEPS = ("none", "some", "least")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 _SHALLOW = 24  # blocks up to which all prefixes are tried
-_PREFIXES = 8  # tried per family of deeper models
+_PREFIXES = 4  # tried per family of deeper models
 
 
 class Least(NamedTuple):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import load_workload, shortened
 from benchmarks.instances.make import budget_range
+from megacompile.host.arena import padded
 from megacompile.host.needs import step_bytes
 from megacompile.host.offload import host_state_bytes, place_groups
 from megacompile.machine.catalog import load_machine
@@ -127,7 +128,7 @@ def test_nothing_wears_the_drive_where_a_plan_does_without(
     """Stashes on the host would be faster, over a drive that costs no time."""
     work, groups, budget, whole = problem
     free = replace(MACHINE, nvme_read_bandwidth=1e15, nvme_write_bandwidth=1e15)
-    host = whole + 2 * max(g.nbytes for g in groups)
+    host = whole + 2 * padded(max(g.nbytes for g in groups))
     found = search(work, TRAIN, free, budget, drive=Drive.of(groups, Tiers("fp32", host, stored=True)))
     assert set(states(found.plan)) == {"host"} and step_bytes(found.step, work) <= host - whole
     assert search(work, TRAIN, free, budget).seconds < found.seconds
@@ -138,7 +139,7 @@ def test_state_that_is_laid_out_stays_and_the_search_keeps_to_what_it_leaves(
 ) -> None:
     work, groups, budget, whole = problem
     where = ("host",) * 5 + ("nvme",) * (len(groups) - 5)
-    tiers = Tiers("fp32", in_ram(groups, where, 2) + 2 * max(g.nbytes for g in groups), stored=True)
+    tiers = Tiers("fp32", in_ram(groups, where, 2) + 2 * padded(max(g.nbytes for g in groups)), stored=True)
 
     def planned(host: int) -> Planned:
         drive = Drive.fixed(groups, replace(tiers, host_budget_bytes=host), where, 2)
