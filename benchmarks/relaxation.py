@@ -32,7 +32,7 @@ from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
 from megacompile.plan.plan import Mode, norm_bytes
 from megacompile.plan.workload import Workload
-from megacompile.search.mixture import Mixer, Order
+from megacompile.search.takes import Order, Treatments
 from megacompile.step.operations import Op
 from megacompile.step.spec import SPECS, Kind
 
@@ -53,7 +53,7 @@ class _Relaxation:
         self.work, self.mode, self.machine, self.order = work, mode, machine, order
         self.program = LinearProgram()
         self.period = self.program.variable()
-        stashes = Mixer(work, mode, machine, order)
+        stashes = Treatments(work, mode, machine, order)
         self.options = [
             [
                 Option(self.program.variable(1.0), choice, host, stashes.stash_bytes(b, choice))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -28,6 +27,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megacompile.user_cache import cache_folder
 
 Kernel = Literal["fp32", "int8", "int4"]
 # What each kernel is built from, when it is first called for.
@@ -163,9 +164,8 @@ def _library(kernel: Kernel = "fp32") -> tuple[ctypes.CDLL | None, str]:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         return None, "no C compiler (cc, gcc, clang) was found"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacompile"
     with tempfile.TemporaryDirectory() as passing:  # for where the cache cannot be written
-        for folder in (cache, Path(passing)):
+        for folder in (cache_folder(), Path(passing)):
             try:
                 return _load(kernel, compiler, folder)
             except (OSError, subprocess.SubprocessError) as error:

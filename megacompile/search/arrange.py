@@ -15,11 +15,13 @@ from typing import Literal
 
 from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search.mixture import Kind, Mixture, Treatment
+from megacompile.search.mixture import Mixture
+from megacompile.search.takes import Kind, Order, Treatment
 
 CHOICES = ("all", "some", "none", "least")
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
+ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
 _KEEPS_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
 
 
@@ -27,16 +29,24 @@ _KEEPS_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
 class Shape:
     """The part of a plan that is the same for all blocks and groups of a start."""
 
-    order: Literal["depth", "breadth"]
+    order: Order
     lead: int
     grad_lag: int
 
 
+def orders(mode: Mode) -> list[Order]:
+    """Orders of micro-batches that differ."""
+    return ["depth", "breadth"] if mode.micro_batches > 1 else ["depth"]
+
+
+def shapes_of(order: Order) -> list[Shape]:
+    """How far transfers run ahead of compute in what starts are tried with, furthest first."""
+    return [Shape(order, lead, lag) for lead, lag in ((2, 1), (1, 1), (0, 0))]
+
+
 def shapes(mode: Mode) -> list[Shape]:
-    """What starts are tried with: orders, and how far transfers run ahead of compute."""
-    orders: list[Literal["depth", "breadth"]] = ["depth", "breadth"]
-    pairs = [(2, 1), (1, 1), (0, 0)]
-    return [Shape(o, lead, lag) for o in orders[: 1 + (mode.micro_batches > 1)] for lead, lag in pairs]
+    """What starts are tried with, of all orders."""
+    return [shape for order in orders(mode) for shape in shapes_of(order)]
 
 
 def uniform(

@@ -1,10 +1,11 @@
-"""Floor: seconds that no step with a plan's choices can beat, without lowering the plan.
+"""Floor: seconds and bytes that no step with a plan's choices can do without, without lowering the plan.
 
-In: a workload, a mode, a machine; then plans. Out: the larger of two sums. All compute, with what lies
-between the last gradient of a step and the next forward: that gradient's way out, the update that needs
-it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
-with all compute that follows the first use of the group that is updated last. Both hold however well
-everything else overlaps, so no plan is simulated whose floor is above the best step.
+In: a workload, a mode, a machine; then plans. Out, as seconds, the larger of two sums. All compute, with
+what lies between the last gradient of a step and the next forward: that gradient's way out, the update that
+needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
+with all compute that follows the first use of the group that is updated last. As bytes, what blocks keep and
+what groups are held. All hold however well everything else overlaps, so no plan is lowered whose floor is
+above the best step or above the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode, Plan, norm_bytes
+from megacompile.plan.plan import BlockPlan, Mode, Plan, norm_bytes
 from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op
 
@@ -37,6 +38,34 @@ class Floor:
             before = passes * sum(forward for forward, _ in taken[:use])
             floor = max(floor, compute - before + updates)
         return floor
+
+    def nbytes(self, plan: Plan) -> int:
+        """Device bytes at the end of a forward of what blocks keep, and of groups that are held."""
+        if self.mode.kind in ("evaluate", "update"):
+            return 0
+        kept = sum(self._kept(b, p) for b, p in enumerate(plan.blocks) if p.stash == "device")
+        held = sum(
+            self.work.groups[g].nbytes
+            for g in self._again
+            if plan.groups[g].keep == "step" and plan.groups[g].state != "device"
+        )
+        return kept * (self.mode.micro_batches if plan.order == "breadth" else 1) + held
+
+    def _kept(self, b: int, plan: BlockPlan) -> int:
+        """Bytes that a block saves for its backward, its inputs left out."""
+        choice = self.work.blocks[b].choice(plan.choice)
+        return choice.saved_bytes if choice.recompute is None and choice.backward is not None else 0
+
+    @cached_property
+    def _again(self) -> set[int]:
+        """Groups that a block's forward and its backward read."""
+        return {
+            g
+            for block in self.work.blocks
+            for g in set.intersection(
+                *(set(c.forward.groups) & set(c.backward.groups if c.backward else ()) for c in block.choices)
+            )
+        }
 
     @cached_property
     def _blocks(self) -> list[dict[str, tuple[float, float]]]:

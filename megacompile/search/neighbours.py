@@ -1,30 +1,36 @@
-"""Neighbours of a plan: what local search tries, the most promising first."""
+"""Neighbours of a plan: kinds of moves that local search tries, those that gain most per plan first.
+
+The order is by what was gained over the instances of ``benchmarks/plan_quality``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 from megacompile.plan.plan import BlockPlan, Mode, Plan
 from megacompile.plan.workload import Workload
 from megacompile.search.arrange import CHOICES, Place, with_late, with_state_at
 from megacompile.search.tiers import WINDOWS
 
+Move = Callable[[Plan], Iterator[Plan]]
 _LARGE = 1.05  # times the size of the middle group
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def neighbours(work: Workload, mode: Mode, plan: Plan, residents: Collection[int] = ()) -> Iterator[Plan]:
-    """Plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
+def moves(work: Workload, mode: Mode, residents: Collection[int]) -> Iterator[Move]:
+    """Each gives plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
-        yield from _updates(work, plan)
-    yield from _windows(plan)
-    yield from _leads_of_small(work, plan)
-    yield from _leads(plan)
-    yield from _flow(plan)
-    yield from _states(plan, residents)
-    yield from _groups(plan)
-    yield from _blocks(work, plan)
+        yield partial(_updates, work)
+    yield partial(_leads_of_small, work)
+    yield _groups
+    yield _windows
+    if residents:
+        yield partial(_states, residents)
+    yield _flow
+    yield partial(_blocks, work)
+    yield _leads
 
 
 def _windows(plan: Plan) -> Iterator[Plan]:
@@ -59,11 +65,6 @@ def _flipped(plan: Plan, places: set[int]) -> Plan:
 def _leads(plan: Plan) -> Iterator[Plan]:
     for change in (1, -1):
         yield _with_leads(plan, [g.lead + change for g in plan.groups])
-    count = len(plan.groups)
-    for part in (8, 4, 2):
-        for lead in (4, 8):
-            yield _with_leads(plan, [max(g.lead, lead) if i < count // part else g.lead
-                                     for i, g in enumerate(plan.groups)])  # fmt: skip
 
 
 def _leads_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
@@ -97,7 +98,7 @@ def _flow(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, ring=ring)
 
 
-def _states(plan: Plan, residents: Collection[int]) -> Iterator[Plan]:
+def _states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
     """The state of more groups on the device, or of fewer, by stretches from either end."""
     ways: tuple[tuple[Place, Place], ...] = (("host", "device"), ("device", "host"))
     for now, other in ways:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from megacompile.errors import BudgetError, MegacompileError
@@ -20,16 +20,17 @@ from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
+from megacompile.search import cache
 from megacompile.search.arrange import CHOICES, with_state_at
 from megacompile.search.candidates import Candidates, Planned
 from megacompile.search.least import describe_peak, infeasible, small_plans
-from megacompile.search.neighbours import neighbours
+from megacompile.search.neighbours import Move, moves
 from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.search.tiers import Drive
 from megacompile.step.operations import peak_bytes
 from megacompile.units import format_bytes
 
-_CLOSE = 1.003  # to the goal: no more to be looked for
+_GAIN = 0.9995  # of the seconds before: less is not worth another round
 
 
 def search(
@@ -52,20 +53,30 @@ def search(
     each plan is scored over the state's best placement beside what its step takes. The state of the groups
     ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans to score as well, such as
     those of smaller budgets: what is found is never slower than one of them that fits. On an interrupt the
-    best plan so far is returned, if any.
+    best plan so far is returned, if any. What was found is kept for later searches for the same.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
+    states = tuple(group.state_bytes for group in work.groups)  # the digest leaves them out
+    places = sorted(residents), sorted(resident), drive and drive.digest
+    kept = cache.place_of(work.digest, states, mode, machine, budget_bytes, host_budget, places, also)
+    with suppress(MegacompileError):
+        if (known := cache.read(kept)) is not None:
+            return follow(known, work, mode, machine, budget_bytes)
     for limit, spills in _host_limits(host_budget, drive):
         found = Candidates(work, mode, machine, budget_bytes, limit, drive, spills, residents, resident)
         try:
             with _without_garbage_collection():
                 _run(found, also)
+            whole = True
         except KeyboardInterrupt:
+            whole = False
             if found.best is None:
                 raise
         if found.best is not None:
             plan = replace(found.best.plan, workload=work.digest)
+            if whole:
+                cache.write(kept, plan)
             return replace(found.best, plan=plan, evaluations=found.evaluations)
     raise infeasible(work, mode, budget_bytes)
 
@@ -148,29 +159,36 @@ def _run(found: Candidates, also: Sequence[Plan]) -> None:
         others = {i for i, g in enumerate(plan.groups) if i not in found.residents or g.state != "device"}
         blocks = tuple(replace(b, stash="host") if b.stash == "nvme" else b for b in plan.blocks)
         found.score(replace(with_state_at(plan, others, "host"), blocks=blocks, workload=""))
-    mixtures(found)
-    fixed(found)
-    few_blocks(found)
-    if found.best is None:
-        for small in small_plans(found.work, found.mode):
-            found.score(small.plan)
-    if found.best is not None:
-        _improve(found)
-    before = found.best
-    all_resident(found)  # far from where counts lead; last, so that it costs no other start its evaluations
-    if found.best is not before:
-        found.restart()
-        _improve(found)
+    for start in (mixtures, few_blocks, fixed, _least, all_resident):  # those that cost most, last
+        before = found.best
+        start(found)
+        if found.best is not before:
+            found.restart()
+            _improve(found)
+
+
+def _least(found: Candidates) -> None:
+    """Plans of small peak, where nothing else fits."""
+    for small in small_plans(found.work, found.mode) if found.best is None else ():
+        found.score(small.plan)
 
 
 def _improve(found: Candidates) -> None:
-    """First improvement over the neighbours of the best, until none helps or the limit is reached."""
+    """Each kind of move from the best plan, again while it gains; until none gains or the effort is spent."""
+    gains = True
+    while gains:
+        gains = False
+        for move in moves(found.work, found.mode, found.residents):
+            while _tried(found, move):
+                gains = True
+
+
+def _tried(found: Candidates, move: Move) -> bool:
+    """Whether a kind of move from the best plan gained enough to go on with it."""
     assert found.best is not None
-    while not found.spent and found.best.seconds > found.goal * _CLOSE:
-        start = found.best.plan
-        for plan in neighbours(found.work, found.mode, start, found.residents):
-            if found.spent:
-                return
-            found.score(plan)
-        if found.best.plan == start:
-            return
+    before = found.best
+    for plan in move(before.plan):
+        if found.spent:
+            return False
+        found.score(plan)
+    return found.best.seconds < before.seconds * _GAIN

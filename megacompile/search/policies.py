@@ -59,7 +59,10 @@ def rivals(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> I
     """Every fixed schedule, so that a search that scores them is never slower than one of them."""
     for policy in POLICIES.values():
         yield policy(work, mode, machine, budget_bytes)
-    yield from greedysnake_like(work, mode)
+    if (
+        mode.micro_batches > 1
+    ):  # of one micro-batch it is a uniform schedule, whose late updates a search varies
+        yield from greedysnake_like(work, mode)
 
 
 def chosen(policy: str | Policy, plan: Plan | str | Path | None) -> Policy | None:

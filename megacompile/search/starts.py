@@ -12,11 +12,14 @@ from itertools import product
 
 from megacompile.plan.plan import Plan
 from megacompile.search.arrange import (
+    ARRANGEMENTS,
     CHOICES,
     Arrangement,
     Shape,
     arrange,
+    orders,
     shapes,
+    shapes_of,
     uniform,
     with_late,
     with_state_at,
@@ -24,8 +27,9 @@ from megacompile.search.arrange import (
 from megacompile.search.candidates import Candidates, Measured
 from megacompile.search.mixture import Mixer
 from megacompile.search.policies import rivals
+from megacompile.search.takes import Order
 
-_STARTS = 50_000  # operations lowered, after which no more mixtures are tried
+_CLOSE = 0.01  # to what is expected: no other start is tried
 _FEW = 4  # blocks
 _FIRST = (1, 4)  # groups whose updates end a step, tried on the device: the program does not see them last
 _CORRECTIONS = 6  # solutions of the linear program per start
@@ -36,50 +40,56 @@ def mixtures(candidates: Candidates) -> None:
     """Score what the linear program over counts leads to, in runs and evenly spread."""
     if candidates.mode.kind in ("evaluate", "update"):
         return
-    arrangements: tuple[Arrangement, ...] = ("runs", "spread")
-    mixers = {}
-    for shape, arrangement in product(shapes(candidates.mode), arrangements):
-        if candidates.lowered > _STARTS:
-            return
-        if shape.order not in mixers:
-            mixer = mixers[shape.order] = _mixer(candidates, shape)
-            ideal = mixer.solve(_EVERYTHING, None)
-            if ideal is not None:
-                candidates.goal = min(candidates.goal or ideal.seconds, ideal.seconds)
-        _fill(candidates, mixers[shape.order], shape, arrangement)
-    shape = shapes(candidates.mode)[0]
+    for order in orders(candidates.mode):
+        mixer, fits = _mixer(candidates, order), False
+        for shape in shapes_of(order):
+            if shape.lead or not fits:  # with nothing ahead of its use a step is slower, but needs least
+                fits |= _arranged(candidates, mixer, shape)
     for count in _FIRST if candidates.residents else ():
-        mixer = _mixer(candidates, shape, frozenset(sorted(candidates.residents)[:count]))
-        for arrangement in arrangements:
-            _fill(candidates, mixer, shape, arrangement)
+        some = frozenset(sorted(candidates.residents)[:count])
+        _arranged(candidates, _mixer(candidates, "depth", some), shapes_of("depth")[0])
 
 
-def _mixer(candidates: Candidates, shape: Shape, resident: frozenset[int] = frozenset()) -> Mixer:
+def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
+    """Whether a step of this shape fits; the second arrangement begins with the room of the first."""
+    room: float | None = None
+    for arrangement in ARRANGEMENTS:
+        if candidates.best is None or candidates.gap > _CLOSE:
+            room = _fill(candidates, mixer, shape, arrangement, room)
+    return room is not None
+
+
+def _mixer(candidates: Candidates, order: Order, resident: frozenset[int] = frozenset()) -> Mixer:
+    drive = None if candidates.host_budget is None else candidates.drive
     return Mixer(
-        candidates.work, candidates.mode, candidates.machine, shape.order,
+        candidates.work, candidates.mode, candidates.machine, order,
         resident=resident | candidates.resident, residents=candidates.residents,
-        drive_after=None if candidates.drive is None else candidates.drive.spare,
+        drive_after=None if drive is None else drive.spare,
     )  # fmt: skip
 
 
-def _fill(candidates: Candidates, mixer: Mixer, shape: Shape, arrangement: Arrangement) -> None:
-    """Correct the program's room until the step that comes of it just fits, and score that one."""
+def _fill(
+    candidates: Candidates, mixer: Mixer, shape: Shape, arrangement: Arrangement, room: float | None
+) -> float | None:
+    """Correct the program's room until the step that comes of it just fits; score it, return its room."""
     budget = candidates.budget_bytes
-    room, host_room = float(budget), None if candidates.spills else candidates.host_budget
+    room, host_room = room or float(budget), None if candidates.spills else candidates.host_budget
     fits_at, fails_at = 0.0, _EVERYTHING
-    fitting: tuple[Plan, Measured] | None = None
+    fitting: Measured | None = None
     for _ in range(_CORRECTIONS):
         mixture = mixer.solve(room, host_room)
-        if mixture is None:
+        if mixture is None or (candidates.best and mixture.seconds >= candidates.best.seconds):
             break
         plan = arrange(candidates.work, shape, mixture, arrangement)
         if not candidates.mode.keeps_gradients:
             plan = with_late(plan, candidates.work, mixture.late)
+        if fitting is not None and plan == fitting.asked:
+            break
         found = None if plan in candidates.misfits else candidates.measure(plan)
         if found is not None and found.fits:
-            same, fits_at = fitting is not None and fitting[0] == plan, room
-            fitting, peak = (plan, found), found.peak
-            if same or budget - peak < 0.01 * budget:
+            fitting, peak, fits_at = found, found.peak, room
+            expected = min(candidates.expected or mixture.seconds, mixture.seconds)
+            if budget - peak < 0.01 * budget:
                 break
         else:
             fails_at = room
@@ -89,22 +99,31 @@ def _fill(candidates: Candidates, mixer: Mixer, shape: Shape, arrangement: Arran
         room += 0.98 * (budget - peak)
         if not fits_at < room < fails_at:
             room = (fits_at + min(fails_at, budget)) / 2
-    if fitting is not None and fitting[0] not in candidates.seen:
-        candidates.seen.add(fitting[0])
-        candidates.simulate(fitting[1])
+    if fitting is None:
+        return None
+    candidates.expected = expected
+    if fitting.asked not in candidates.seen:
+        candidates.seen.add(fitting.asked)
+        candidates.simulate(fitting)
+    return fits_at
 
 
 def fixed(candidates: Candidates) -> None:
     """Plans that treat everything alike, and the schedules of other systems.
 
-    Where streamed groups do not fit, held ones do not either.
+    Of each the shape whose transfers run furthest ahead of those that fit; others where that one helps. Where
+    streamed groups do not fit, held ones do not either.
     """
     keeps = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
-    for shape, choice, stash in product(shapes(candidates.mode), CHOICES, ("device", "host")):
+    for order, choice, stash in product(orders(candidates.mode), CHOICES, ("device", "host")):
         for keep in keeps:
-            plan = uniform(candidates.work, shape, choice, stash, keep)
-            candidates.score(plan)
-            if plan in candidates.misfits:
+            for shape in shapes_of(order):
+                plan = uniform(candidates.work, shape, choice, stash, keep)
+                better = candidates.score(plan)
+                fits = plan not in candidates.misfits
+                if fits and not better:
+                    break
+            if not fits:
                 break
     if candidates.mode.kind == "train":
         for plan in rivals(candidates.work, candidates.mode, candidates.machine, candidates.budget_bytes):

@@ -9,6 +9,7 @@ Last groups go first: in a step they are updated first and wanted again last.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,12 @@ class Drive:
         """State that has been laid out stays where it is."""
         left = tiers.host_budget_bytes - host_state_bytes(place_groups(layouts, tiers.form, states), window)
         return Drive({max(1, window): [_Row(left, states)]}, decided=window > 0, stashes=window > 0)
+
+    @property
+    def digest(self) -> str:
+        """Equal for drives that place all plans equally."""
+        key = repr((self._rows, self._nvme_budget_bytes, self.decided, self.stashes))
+        return hashlib.sha256(key.encode()).hexdigest()
 
     def place(self, plan: Plan, taken_bytes: int) -> Plan:
         """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as

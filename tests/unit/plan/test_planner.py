@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -18,7 +19,7 @@ from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
 from megacompile.plan.plan import Mode, Plan
 from megacompile.plan.workload import Workload
-from megacompile.search import candidates
+from megacompile.search import cache, candidates
 from megacompile.search.arrange import _rounded
 from megacompile.search.candidates import Planned
 from megacompile.search.planner import search
@@ -29,6 +30,14 @@ from tests.support.problems import MODES, chain, machines, modes, uniform, workl
 MACHINE = Machine("made up", 1000.0, 1000.0, 500.0, 500.0, 2000.0)
 PLENTY = 10**9
 TRAIN = Mode("train")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _searched_anew() -> Iterator[None]:
+    """What an earlier test found is not taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "read", lambda path: None)
+        yield
 
 
 def least_budget(work: Workload, mode: Mode, machine: Machine) -> int:

@@ -30,9 +30,9 @@ from megacompile.step.spec import (
     Weights,
     typed,
 )
-from tests.unit.step.test_faults import DEFERRED, WORK, refuse, waiting_again
-from tests.unit.machine.test_simulate import FREE
 from tests.support.problems import find, with_op
+from tests.unit.machine.test_simulate import FREE
+from tests.unit.step.test_faults import DEFERRED, WORK, refuse, waiting_again
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TOKENS = [c for family in Token.__subclasses__() for c in (family, *family.__subclasses__()) if c.tag]
