@@ -24,7 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -34,6 +34,7 @@ from megacompile.capture.clean import clean, handed_through
 from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
+from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
 from megacompile.capture.patching import in_this_thread
 from megacompile.capture.refusals import (
@@ -132,11 +133,12 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
         with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
-            exported = torch.export.export(loss, inputs, strict=False)
+            with _graphs_alone():
+                exported = torch.export.export(loss, inputs, strict=False)
             refuse_constants(exported, model, loss.effects.replaced)
             refuse_writes(exported)
             _keep_gradient_barriers(exported.graph_module)
-            exported = exported.run_decompositions({})
+            graph, signature = functionalise(exported)
     except CaptureError:
         raise
     except MemoryError as error:
@@ -145,7 +147,7 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
         ) from error
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
-    return _flatten(exported, loss.model)
+    return _flatten(graph, signature, exported.constants, loss.model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -162,6 +164,25 @@ def _quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def _graphs_alone() -> Iterator[None]:
+    """Let torch leave out what export makes beside graphs: their Python source, and a stack trace per node."""
+    theirs = fx.GraphModule.recompile
+
+    def later(module: fx.GraphModule) -> None:
+        def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            theirs(self)
+            return self.forward(*args, **kwargs)
+
+        type(module).forward = forward  # each module of a graph has a class of its own
+
+    with (
+        mock.patch.object(fx.GraphModule, "recompile", in_this_thread(later, theirs)),
+        mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True),
+    ):
+        yield
 
 
 def _no_cache(model: nn.Module) -> None:
@@ -199,7 +220,6 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
                     "The forward enters torch.autocast: remove it and choose compute_dtype= "
                     "in megacompile.compile instead."
                 )
-        module.recompile()
 
 
 def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
@@ -214,9 +234,9 @@ def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
         item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
 
 
-def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
-    graph = exported.graph
-    signature = exported.graph_signature
+def _flatten(
+    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], model: nn.Module
+) -> Captured:
     refuse_mutations(signature)
     parameters, buffers, inputs, constants = {}, {}, {}, {}
     by_object: dict[int, fx.Node] = {}
@@ -238,7 +258,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         elif spec.kind == InputKind.BUFFER:
             buffers[name] = strip(str(spec.target))
         else:
-            constants[name] = exported.constants[str(spec.target)]
+            constants[name] = held[str(spec.target)]
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     replace_draws(graph, nodes[rng])
