@@ -1,10 +1,10 @@
 """Functionalise: what export wrote becomes one flat graph of operators that neither write nor hide others.
 
 In: an exported program in training IR. Out: the graph that ``run_decompositions({})`` would give, and its
-signature. For that torch traces the whole graph twice; but few operators change, and how a call changes depends
-on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form of call is
-decomposed once, and every call of the form is written in this way. A graph in which an operator writes, or that
-holds more than calls of operators, goes through torch.
+signature. torch would trace the whole graph twice for it. But few operators change, and how a call changes
+depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form of
+call is decomposed once, and every call of the form is written in this way. A graph in which an operator
+writes, or that holds more than calls of operators, goes through torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
-from megacompile.capture.clean import CHECKS
+from megacompile.capture.clean import CHECKS, handed_through
+from megacompile.errors import CaptureError
+
+aten = torch.ops.aten
 
 _REGIONS = (
     torch.ops.higher_order.wrap_with_set_grad_enabled,
@@ -42,6 +46,7 @@ class _Form:
         arguments = fx.map_arg((node.args, node.kwargs), place.__getitem__)
         given = [(tuple(v.shape), v.stride(), v.dtype) for v in map(_tensor, self.tensors)]
         self.key = f"{self.target} {arguments} {given}"
+        self.value = node.meta["val"]
         self._node = node
 
     def call(self, tensors: Sequence[Tensor]) -> Any:
@@ -53,6 +58,7 @@ class _Form:
 
 def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
     """The graph without writes, regions and composite operators, and the signature that names its inputs."""
+    _keep_gradient_barriers(exported.graph_module)
     try:
         calls = list(_calls(exported.graph_module))
         forms = {form.key: form for form in map(_Form, (c for c in calls if _is_composite(c.target)))}
@@ -64,6 +70,34 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
                 module.recompile()  # with the barriers that were put in
         whole = exported.run_decompositions({})
         return whole.graph, whole.graph_signature
+
+
+def _keep_gradient_barriers(root: fx.GraphModule) -> None:
+    """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
+    for module in root.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+                _detach_results(module, node)
+            autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
+            if autocast and node.args[2]:  # enabled
+                raise CaptureError(
+                    "The forward enters torch.autocast: remove it and choose compute_dtype= "
+                    "in megacompile.compile instead."
+                )
+
+
+def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
+    for item in list(region.users):
+        same = handed_through(owner, region, item)
+        if same is not None:  # a tensor of outside, which keeps its gradient
+            item.replace_all_uses_with(same)
+            continue
+        with owner.graph.inserting_after(item):
+            barrier = owner.graph.call_function(aten.detach.default, (item,))
+        barrier.meta = dict(item.meta)
+        item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
 
 
 def _calls(owner: fx.GraphModule) -> list[fx.Node]:
@@ -83,13 +117,12 @@ def _calls(owner: fx.GraphModule) -> list[fx.Node]:
 
 
 def _is_plain(target: Any) -> bool:
+    """Whether a call computes and does nothing else, or is a check."""
     if target is operator.getitem or target in CHECKS:
         return True
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target._schema.is_mutable
-        and bool(target._schema.returns)
-    )
+    if not isinstance(target, torch._ops.OpOverload) or target is aten.native_batch_norm.default:
+        return False  # the latter writes, whatever its schema says
+    return not target._schema.is_mutable and bool(target._schema.returns)
 
 
 def _region(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]]:
@@ -129,8 +162,19 @@ def _decomposed(forms: Sequence[_Form]) -> dict[str, tuple[list[fx.Node], Any]]:
     if any(n.op == "get_attr" or (n.op == "call_function" and not _is_plain(n.target)) for n in graph.nodes):
         raise _NeedsTorchError
     places = iter([n for n in graph.nodes if n.op == "placeholder"])
-    results = graph.output_node().args[0]
-    return {f.key: ([next(places) for _ in f.tensors], r) for f, r in zip(forms, results, strict=True)}
+    results = iter(pytree.tree_leaves(graph.output_node().args[0]))
+    found = {}
+    for form in forms:
+        inputs = [next(places) for _ in form.tensors]
+        found[form.key] = inputs, pytree.tree_map(lambda _: next(results), form.value)  # one node or a list
+        if any(map(_differ, pytree.tree_leaves(found[form.key][1]), pytree.tree_leaves(form.value))):
+            raise _NeedsTorchError
+    return found
+
+
+def _differ(result: fx.Node, value: Tensor) -> bool:
+    made: Tensor = result.meta["val"]
+    return (made.shape, made.stride(), made.dtype) != (value.shape, value.stride(), value.dtype)
 
 
 def _like(value: Tensor) -> Tensor:
@@ -153,6 +197,8 @@ def _rewritten(root: fx.GraphModule, became: dict[str, tuple[list[fx.Node], Any]
 
 
 class _Writer:
+    """Writes the calls of graph modules into one graph."""
+
     def __init__(self, graph: fx.Graph, became: dict[str, tuple[list[fx.Node], Any]]) -> None:
         self._graph = graph
         self._became = became
@@ -164,7 +210,7 @@ class _Writer:
                 continue
             if node.target in _REGIONS:
                 values[node] = self._inline(*_region(owner, node), values.__getitem__)
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], (list, tuple)):
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.target is not operator.getitem and _is_composite(node.target):
                 values[node] = self._expand(node, values)
@@ -183,8 +229,7 @@ class _Writer:
         form = _Form(node)
         inputs, results = self._became[form.key]
         copies = {p: values[n] for p, n in zip(inputs, form.tensors, strict=True)}
-        of_node = node.meta["val"]
-        given = dict(zip(results, of_node, strict=True)) if isinstance(results, list) else {results: of_node}
+        given = dict(zip(pytree.tree_leaves(results), pytree.tree_leaves(form.value), strict=True))
 
         def put(inner: fx.Node) -> Any:
             if inner not in copies:
@@ -198,7 +243,7 @@ class _Writer:
                 )
             return copies[inner]
 
-        return [put(n) for n in results] if isinstance(results, list) else put(results)
+        return pytree.tree_map(put, results)
 
     def _put(self, target: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)

@@ -8,10 +8,8 @@ Parameters are traced as fake tensors in the dtype they will compute in, so no w
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import operator
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -30,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.calls import only_calls_that_trace
 from megacompile.capture.captured import Captured, given_gradients, strip
-from megacompile.capture.clean import clean, handed_through
+from megacompile.capture.clean import clean
 from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
@@ -137,7 +135,6 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
                 exported = torch.export.export(loss, inputs, strict=False)
             refuse_constants(exported, model, loss.effects.replaced)
             refuse_writes(exported)
-            _keep_gradient_barriers(exported.graph_module)
             graph, signature = functionalise(exported)
     except CaptureError:
         raise
@@ -168,7 +165,7 @@ def _quiet(logger: str) -> Iterator[None]:
 
 @contextmanager
 def _graphs_alone() -> Iterator[None]:
-    """Let torch leave out what export makes beside graphs: their Python source, and a stack trace per node."""
+    """Let export make graphs alone, without their Python source and a stack trace for each node."""
     theirs = fx.GraphModule.recompile
 
     def later(module: fx.GraphModule) -> None:
@@ -180,7 +177,9 @@ def _graphs_alone() -> Iterator[None]:
 
     with (
         mock.patch.object(fx.GraphModule, "recompile", in_this_thread(later, theirs)),
-        mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True),
+        mock.patch.object(
+            torch.fx.config, "do_not_emit_stack_traces", True, create=True
+        ),  # not in torch 2.11
     ):
         yield
 
@@ -204,34 +203,6 @@ def _no_checkpoints() -> AbstractContextManager[object]:
 
     ours = in_this_thread(plain, getattr(torch.utils.checkpoint, name))
     return mock.patch.object(torch.utils.checkpoint, name, ours)
-
-
-def _keep_gradient_barriers(root: fx.GraphModule) -> None:
-    """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
-    for module in root.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in list(module.graph.nodes):
-            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-                _detach_results(module, node)
-            autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
-            if autocast and node.args[2]:  # enabled
-                raise CaptureError(
-                    "The forward enters torch.autocast: remove it and choose compute_dtype= "
-                    "in megacompile.compile instead."
-                )
-
-
-def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
-    for item in list(region.users):
-        same = handed_through(owner, region, item)
-        if same is not None:  # a tensor of outside, which keeps its gradient
-            item.replace_all_uses_with(same)
-            continue
-        with owner.graph.inserting_after(item):
-            barrier = owner.graph.call_function(aten.detach.default, (item,))
-        barrier.meta = dict(item.meta)
-        item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
 
 
 def _flatten(
