@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-_TURNS = 3  # of which the fastest counts: other processes on the machine only add time
+_TURNS = 2  # of which the fastest counts: other processes on the machine only add time
 
 
 class _Clock:

@@ -191,8 +191,8 @@ def _rewritten(root: fx.GraphModule, became: dict[str, tuple[list[fx.Node], Any]
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
     _Writer(graph, became).write(root, values)
-    (loss,) = fx.map_arg(root.graph.output_node().args[0], values.__getitem__)
-    graph.output((loss,))
+    results: Any = root.graph.output_node().args[0]
+    graph.output(tuple(values[n] for n in results))
     return graph
 
 
