@@ -182,6 +182,16 @@ def _like(value: Tensor) -> Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def _value(call: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a call gives for other arguments, in their storage where it is a view."""
+    if not call.all_input_nodes:
+        return call.meta["val"]
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    target: Any = call.target
+    with torch.no_grad():
+        return target(*given, **named)
+
+
 def _rewritten(root: fx.GraphModule, became: dict[str, tuple[list[fx.Node], Any]]) -> fx.Graph:
     """A graph in which regions stand inline and calls as their forms became."""
     graph = fx.Graph()
@@ -238,9 +248,8 @@ class _Writer:
                 if inner.op != "call_function":
                     raise _NeedsTorchError
                 args, kwargs = fx.map_arg((inner.args, inner.kwargs), copies.__getitem__)
-                copies[inner] = self._put(
-                    inner.target, args, kwargs, node.meta | {"val": given.get(inner, inner.meta["val"])}
-                )
+                made = given[inner] if inner in given else _value(inner, args, kwargs)
+                copies[inner] = self._put(inner.target, args, kwargs, node.meta | {"val": made})
             return copies[inner]
 
         return pytree.tree_map(put, results)

@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -177,9 +178,7 @@ def _graphs_alone() -> Iterator[None]:
 
     with (
         mock.patch.object(fx.GraphModule, "recompile", in_this_thread(later, theirs)),
-        mock.patch.object(
-            torch.fx.config, "do_not_emit_stack_traces", True, create=True
-        ),  # not in torch 2.11
+        mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True),  # new in later torchs
     ):
         yield
 
