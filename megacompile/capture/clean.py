@@ -14,7 +14,7 @@ from megacompile.errors import CaptureError
 aten = torch.ops.aten
 _OURS = "megacompile"
 _SELF = {aten.to, aten.contiguous, aten.type_as}
-_CHECKS = {
+CHECKS = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
     aten.sym_constrain_range.default,
@@ -25,7 +25,7 @@ _CHECKS = {
 def clean(graph: fx.Graph) -> None:
     """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _CHECKS:
+        if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)
         elif node.op == "call_function" and node.target is aten.copy.default:
             _replace_copy(graph, node)

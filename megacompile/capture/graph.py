@@ -8,13 +8,11 @@ Parameters are traced as fake tensors in the dtype they will compute in, so no w
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import operator
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,18 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.calls import fake_kernels_named
 from megacompile.capture.captured import Captured, given_gradients, strip
-from megacompile.capture.clean import clean, handed_through
+from megacompile.capture.clean import clean
 from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
+from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
-from megacompile.capture.patching import REFUSED, our_operators, replaced
+from megacompile.capture.patching import REFUSED, Patch, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
     refuse_mutations,
@@ -123,11 +123,11 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
         with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
-            exported = torch.export.export(loss, inputs, strict=False)
+            with _graphs_alone():
+                exported = torch.export.export(loss, inputs, strict=False)
             refuse_constants(exported, model, loss.effects.replaced)
             refuse_writes(exported)
-            _keep_gradient_barriers(exported.graph_module)
-            exported = exported.run_decompositions({})
+            graph, signature = functionalise(exported)
     except CaptureError:
         raise
     except MemoryError as error:
@@ -136,7 +136,7 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
         ) from error
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
-    return _flatten(exported, loss.model)
+    return _flatten(graph, signature, exported.constants, loss.model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -155,6 +155,26 @@ def _quiet(logger: str) -> Iterator[None]:
         log.disabled = before
 
 
+@contextmanager
+def _graphs_alone() -> Iterator[None]:
+    """Let export make graphs alone, without their Python source and a stack trace for each node."""
+    patches = [Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs")]
+    if hasattr(fx_config, "do_not_emit_stack_traces"):  # new in later torchs
+        patches.append(Patch(fx_config, "do_not_emit_stack_traces", True, "nobody reads them"))
+    with replaced(patches):
+        yield
+
+
+def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> None:
+    """Write a graph's source when it is called."""
+
+    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        theirs(self)
+        return self.forward(*args, **kwargs)
+
+    type(module).forward = forward  # each module of a graph has a class of its own
+
+
 def _no_cache(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -163,38 +183,9 @@ def _no_cache(model: nn.Module) -> None:
                 part.use_cache = False
 
 
-def _keep_gradient_barriers(root: fx.GraphModule) -> None:
-    """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
-    for module in root.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in list(module.graph.nodes):
-            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-                _detach_results(module, node)
-            autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
-            if autocast and node.args[2]:  # enabled
-                raise CaptureError(
-                    "The forward enters torch.autocast: remove it and choose compute_dtype= "
-                    "in megacompile.compile instead."
-                )
-        module.recompile()
-
-
-def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
-    for item in list(region.users):
-        same = handed_through(owner, region, item)
-        if same is not None:  # a tensor of outside, which keeps its gradient
-            item.replace_all_uses_with(same)
-            continue
-        with owner.graph.inserting_after(item):
-            barrier = owner.graph.call_function(aten.detach.default, (item,))
-        barrier.meta = dict(item.meta)
-        item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
-
-
-def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captured:
-    graph = exported.graph
-    signature = exported.graph_signature
+def _flatten(
+    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], model: nn.Module
+) -> Captured:
     refuse_mutations(signature)
     parameters, buffers, inputs, constants = {}, {}, {}, {}
     by_object: dict[int, fx.Node] = {}
@@ -216,7 +207,7 @@ def _flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Captur
         elif spec.kind == InputKind.BUFFER:
             buffers[name] = strip(str(spec.target))
         else:
-            constants[name] = exported.constants[str(spec.target)]
+            constants[name] = held[str(spec.target)]
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     replace_draws(graph, nodes[rng])

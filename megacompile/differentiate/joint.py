@@ -38,10 +38,9 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
 
     with mode:
         inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
-        results = module(*inputs)
         grads = [
-            torch.empty_like(o, memory_format=torch.preserve_format).detach()
-            for o, g in zip(results, template.out_grads, strict=True)
+            torch.empty_like(o, memory_format=torch.preserve_format)
+            for o, g in zip(template.results, template.out_grads, strict=True)
             if g
         ]
     traced = make_fx(joint)(inputs, grads)

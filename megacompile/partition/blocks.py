@@ -69,9 +69,10 @@ class Block:
 class Template:
     """The graph that equal blocks share.
 
-    ``examples`` are fake tensors, one per placeholder, with the gradient mask set; ``kinds`` say what
-    each placeholder is; ``out_grads`` which outputs carry gradient; ``digest`` is equal for templates
-    that compute the same; ``share`` is the part of their rows that grouped products should meet.
+    ``examples`` are fake tensors, one per placeholder, with the gradient mask set, ``results`` those that
+    the graph makes of them; ``kinds`` say what each placeholder is; ``out_grads`` which outputs carry
+    gradient; ``digest`` is equal for templates that compute the same; ``share`` is the part of their rows
+    that grouped products should meet.
     """
 
     index: int
@@ -79,6 +80,7 @@ class Template:
     graph: fx.Graph
     kinds: tuple[InputKind, ...]
     examples: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
     out_grads: tuple[bool, ...]
     digest: str
     share: float = 1.0
@@ -260,8 +262,9 @@ class _Builder:
             )
             outputs = fx.Interpreter(fx.GraphModule({}, graph)).run(*examples)
         out_grads = tuple(o.requires_grad and r for o, r in zip(outputs, reached, strict=True))
+        results = tuple(o.detach() for o in outputs)
         share = min((n.meta.get(SHARE, 1.0) for n in graph.nodes), default=1.0)
-        return Template(len(self.templates), name, graph, kinds, examples, out_grads, digest, share)
+        return Template(len(self.templates), name, graph, kinds, examples, results, out_grads, digest, share)
 
 
 def _base_name(node: fx.Node) -> str:
