@@ -1,10 +1,13 @@
-# One environment, made once. `make demo` trains a model beyond its budget; `make test` runs the tests.
+# One environment, made once. `make demo` trains a model beyond its budget; `make test` checks every promise once,
+# `make test-all` over all cases.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+SLICE ?= 1/1
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-all test-slow check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +19,13 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m 'not slow and not nightly'
+
+test-all: $(READY)
+	$(PYTEST)
+
+test-slow: $(READY)
+	$(PYTEST) -m slow --slice $(SLICE)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

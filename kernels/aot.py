@@ -6,11 +6,13 @@
 In: the launches that the registered cases make on meta tensors. Out: one row per (case, kernel,
 chip) with registers, bytes of local memory (spills), bytes of shared memory and the widths of its
 global loads and stores. Needs triton (whose wheel carries ptxas and cuobjdump) and a process
-without TRITON_INTERPRET. Compiled kernels are kept in triton's own cache, keyed by their source.
+without TRITON_INTERPRET. Compiled kernels are kept in triton's own cache, keyed by their source. The table's
+first line says which sources and which triton it was made of: while both are the same, so is the rest.
 """
 
 import argparse
 import csv
+import hashlib
 import os
 import re
 import subprocess
@@ -204,9 +206,25 @@ def faults(rows: Sequence[Resources]) -> list[str]:
     return found
 
 
+def sources() -> str:
+    """A hash of this folder's modules: kernels, launchers, and this one, which says what is measured."""
+    found = hashlib.sha256()
+    for file in sorted(TABLE.parent.glob("*.py")):
+        found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def made_of(path: Path = TABLE) -> tuple[str, str]:
+    """The sources and the version of triton that a table was made of."""
+    with path.open() as file:
+        words = file.readline().split()
+    return words[2], words[-1]
+
+
 def read_table(path: Path = TABLE) -> list[Resources]:
     """The checked-in rows."""
     with path.open(newline="") as file:
+        file.readline()
         rows = list(csv.DictReader(file))
     return sorted(
         Resources(**{f.name: f.type(row[f.name]) for f in fields(Resources)})  # type: ignore[operator]
@@ -215,9 +233,10 @@ def read_table(path: Path = TABLE) -> list[Resources]:
 
 
 def write_table(rows: Sequence[Resources], path: Path = TABLE) -> None:
-    """Write rows in their order, one line each."""
+    """Write what the rows were made of, then them in their order, one line each."""
     names = [f.name for f in fields(Resources)]
     with path.open("w", newline="") as file:
+        file.write(f"# sources {sources()} triton {triton.__version__}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in rows)

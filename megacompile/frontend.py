@@ -7,7 +7,7 @@ the form of each parameter and the layout of the weight groups.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ class Frontend:
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
     where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
+    ``capture`` and ``differentiate`` are the stages of these names, or what remembers their results.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Frontend:
         form: StateFormat = "fp32",
         gathers: bool = True,
         inductor: torch.device | None = None,
+        capture: Callable[..., Captured] = capture,
+        differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
         self.parameters = _describe(model, optimizer, compute_dtype)
@@ -85,6 +88,7 @@ class Frontend:
         self._form: StateFormat = form
         self._gathers = gathers
         self._inductor = inductor
+        self._capture, self._differentiated_by = capture, differentiate
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
@@ -133,7 +137,7 @@ class Frontend:
         """The stages before anything is cut."""
         with _TRACING:
             if batch.key not in self._fronts:
-                captured = capture(
+                captured = self._capture(
                     self.model,
                     batch.args,
                     batch.kwargs,
@@ -167,7 +171,7 @@ class Frontend:
         """Templates of the same name and computation, in programs cut differently, are made once."""
         key = (template.digest, template.name)
         if key not in self._differentiated:
-            self._differentiated[key] = differentiate(template, mode, self._inductor)
+            self._differentiated[key] = self._differentiated_by(template, mode, self._inductor)
         return replace(self._differentiated[key], index=template.index)
 
 

@@ -1,4 +1,13 @@
-"""Random problems are the same in every run; ``--hypothesis-profile=explore`` looks for new ones."""
+"""The suite's options, and what every process of it keeps to: one thread, repeatable problems, no heirs."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; workers and our own threads share the cores
 
 import os
 import tempfile
@@ -6,6 +15,12 @@ import tempfile
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests.support import processes
+from tests.support.captures import Captures
+from tests.support.cpu import CpuSeconds
+from tests.support.slow import mark_slow
+
+# Random problems are the same in every run; ``--hypothesis-profile=explore`` looks for new ones.
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", _COMMON, derandomize=True)
 settings.register_profile("explore", _COMMON)
@@ -16,3 +31,49 @@ providers._get_local_constants = lambda: providers._local_constants
 # Plans and kernels of this run alone: those that a user's own runs left decide nothing here.
 _CACHE = tempfile.TemporaryDirectory(prefix="megacompile-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+HERE = Path(__file__).parent
+ANEW = (
+    "tests/unit/capture/",
+    "tests/unit/cli/",
+    "tests/unit/differentiate/",
+    "tests/e2e/test_bad_input.py",
+    "tests/e2e/test_calls.py",
+    "tests/e2e/test_faults.py::test_models_are_captured_in_two_threads_at_once",
+    "tests/e2e/test_plain_modules.py",
+    "tests/e2e/test_program.py::test_dump_is_complete_and_deterministic",
+)
+"""Tests of capture itself, of how often it is the same, or of where it is called from."""
+
+_captures = Captures()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="of N equal parts of the tests, by their names, part K")
+    parser.addoption("--cpu", action="store_true", help="print CPU seconds by folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(prints=config.getoption("--cpu")))
+    config.pluginmanager.register(processes)
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unused = mark_slow(items)
+    if unused and [Path(argument).resolve() for argument in config.args] == [HERE]:
+        raise pytest.UsageError(f"tests/support/slow.py names no test by {min(unused)}")
+    if config.getoption("--slice"):
+        part, parts = map(int, config.getoption("--slice").split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Programs of equal models take one capture, but for tests of what capture does."""
+    if item.nodeid.startswith(ANEW):
+        return (yield)
+    with _captures.shared():
+        return (yield)

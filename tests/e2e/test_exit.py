@@ -15,7 +15,7 @@ from torch import nn
 import megacompile
 from megacompile.host.state import HostState
 
-LAYERS = 30
+LAYERS = 12
 update = HostState.update
 
 
@@ -48,7 +48,7 @@ else:
 if sys.argv[1] == "raised":
     raise SystemExit(7)
 """
-LAYERS = 30
+LAYERS = 12
 
 
 def updates_of_a_process(way: str, code: int) -> int:

@@ -186,7 +186,7 @@ def test_adapters_alone_have_state() -> None:
 
 
 def test_adapters_of_peft() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
 
     def make() -> nn.Module:
         torch.manual_seed(0)

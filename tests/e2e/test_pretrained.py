@@ -17,7 +17,7 @@ from torch import nn
 import megacompile
 from tests.support.models import batch_for, build
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

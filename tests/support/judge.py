@@ -18,10 +18,9 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import ScheduleError
-from megacompile.frontend import Front, Frontend
-from megacompile.fuse.placement import fuse
 from megacompile.fuse.report import Fusions
 from megacompile.host.bucket import slot_view
+from tests.support.captures import Captures
 from tests.support.judge_eager import EagerError, EagerRuns, Gradients, WrongError
 from tests.support.zoo import Case
 
@@ -64,7 +63,8 @@ def judge(case: Case, dtype: torch.dtype) -> Verdict:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _Judge(case, dtype, verdict).run()
+            with Captures().shared():  # what does not depend on the budget is made once for all programs
+                _Judge(case, dtype, verdict).run()
     except (WrongError, ScheduleError) as error:  # no schedule here is the user's own
         verdict.status, verdict.reason = "WRONG", str(error)
     except megacompile.MegacompileError as error:
@@ -77,7 +77,6 @@ def judge(case: Case, dtype: torch.dtype) -> Verdict:
 class _Judge:
     def __init__(self, case: Case, dtype: torch.dtype, verdict: Verdict) -> None:
         self.case, self.dtype, self.verdict = case, dtype, verdict
-        self.before: Frontend | None = None
 
     def run(self) -> None:
         self.eager = EagerRuns(self.case, self.dtype)
@@ -95,24 +94,10 @@ class _Judge:
 
     def _program(self, budget: int | str, **options: Any) -> megacompile.Program:
         model, habits = copy.deepcopy(self.eager.model), self.case.habits
-        program = megacompile.compile(
+        return megacompile.compile(
             model, budget if isinstance(budget, str) else f"{budget}B", optimizer=habits.optimizer(model),
             max_grad_norm=habits.max_grad_norm, compute_dtype=self.dtype, **self.case.options, **options,
         )  # fmt: skip
-        self._share(program._session.compiler.frontend)
-        return program
-
-    def _share(self, frontend: Frontend) -> None:
-        """What does not depend on the budget is compiled once for all programs; captured once of all."""
-        before, self.before = self.before, self.before or frontend
-        if before is None:
-            return
-        frontend._differentiated = before._differentiated
-        if frontend._kernels == before._kernels:
-            frontend._fronts, frontend._compiled = before._fronts, before._compiled
-            return
-        for key, front in before._fronts.items():
-            frontend._fronts[key] = Front(front.captured, *fuse(front.captured, frontend._kernels))
 
     def _least(self) -> int:
         micro = self.eager.given(self.eager.steps[0])

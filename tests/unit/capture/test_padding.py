@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from tests.support.models import build
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "pad_token_id": 0,
@@ -39,7 +38,9 @@ def bert() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return build("llama")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_SMALL, num_attention_heads=2)).train()
 
 
 @pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2)])
@@ -197,10 +198,10 @@ def test_models_that_mix_positions_themselves_are_not_padded(mix: Any, padded: b
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as compiled:
         warnings.simplefilter("always")
-        for length in (8, 11, 13, 14):
+        for length in (8, 11, 13):
             ids = torch.randint(5, 64, (2, length))
             loss = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
             assert loss == pytest.approx(float(eager(ids, ids)), rel=1e-6)
     others = sum("another program" in str(w.message) for w in compiled)
-    assert others == (1 if padded else 3)
+    assert others == (1 if padded else 2)
     program.close()

@@ -45,12 +45,12 @@ def chosen(has: Features, *, dim: int = 64, keys: int = 32, dtype: torch.dtype =
     ],
 )  # fmt: skip
 def test_choice_on_cuda(change: dict[str, Any], path: str) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is missing: pip install triton")
     assert chosen(replace(PLAIN, **change)) == path
 
 
 def test_choice_on_cuda_by_shape_and_type() -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is missing: pip install triton")
     assert chosen(PLAIN, dtype=torch.float32) == "efficient", "exact float32 products spill in our kernel"
     assert chosen(replace(PLAIN, window=9), dtype=torch.float32) == "efficient"
     assert chosen(replace(PLAIN, softcap=5.0), dtype=torch.float32) == "plain"

@@ -266,7 +266,7 @@ def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]
 def test_a_sweep_prints_a_table_and_draws(
     plan: Callable[..., tuple[int, str, str]], tmp_path: Path, over: str
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install matplotlib")
     path = tmp_path / "curve.png"
     values = {"hbm-budget": "2MB,3MB,1MB", "machine": "h100-pcie,gh200"}[over]
     code, out, _ = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values, "--plot", str(path))

@@ -15,7 +15,7 @@ from megacompile.estimate.models import build
 from megacompile.estimate.study import Question, Study
 from megacompile.machine.catalog import load_machine
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,

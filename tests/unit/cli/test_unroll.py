@@ -13,7 +13,7 @@ from megacompile.estimate.models import Model, build
 from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Frontend
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _RUNGS = 3  # whole, and cut down to the layers
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

@@ -27,7 +27,7 @@ from megacompile.fuse.report import Fusions, fold
 from megacompile.partition.blocks import partition
 from tests.support.models import batch_for, build
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 GOLDEN = Path(__file__).parent / "golden" / "fusions.json"
 _SHAPE = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -51,7 +51,7 @@ def taken(whole: HostArena) -> int:
     """Bytes of an arena in RAM: the process's own figure changes with what other tests left to be freed."""
     entries, table = np.empty(whole.nbytes // mmap.PAGESIZE, np.uint64), Path("/proc/self/pagemap")
     if not table.exists():
-        pytest.skip("the system does not say which pages are there")
+        pytest.skip("the system does not say which pages are there: run on Linux")
     with table.open("rb", buffering=0) as pages:
         pages.seek(whole.address // mmap.PAGESIZE * entries.itemsize)
         assert pages.readinto(entries.data.cast("B")) == entries.nbytes
@@ -114,11 +114,11 @@ def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, t
 def test_the_kernel_interleaves_what_it_was_told_to() -> None:
     maps, number = Path("/proc/self/numa_maps"), arena._MBIND.get(arena.platform.machine())
     if number is None or not maps.exists():
-        pytest.skip("no NUMA here")
+        pytest.skip("no NUMA here: run on a kernel with CONFIG_NUMA")
     whole, mask = HostArena(ALIGNMENT), ctypes.c_ulong(1)
     call = (number, whole.address, whole.nbytes, arena._MPOL_INTERLEAVE, ctypes.addressof(mask), 65, 0)
     if arena._system_call(*call):
-        pytest.skip("the call is not allowed here")
+        pytest.skip("mbind is not allowed here: run where seccomp allows it")
     (line,) = [x for x in maps.read_text().splitlines() if x.startswith(f"{whole.address:x} ")]
     assert line.split()[1].startswith("interleave")
 

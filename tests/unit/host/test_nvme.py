@@ -222,7 +222,7 @@ def test_without_direct_io_the_page_cache_is_used_and_said(
     assert torch.equal(target, source)
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs: mount one at /dev/shm")
 def test_a_directory_in_ram_is_said() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         with pytest.warns(UserWarning, match="kept in RAM, so that it saves none"):

@@ -6,22 +6,47 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from megacompile import kernels
-from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile
-from megacompile.kernels.aot import SHARED_LIMIT, Resources, changes, faults, read_table
+from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile, triton
+from megacompile.kernels.aot import (
+    SHARED_LIMIT,
+    Resources,
+    changes,
+    faults,
+    made_of,
+    read_table,
+    sources,
+    write_table,
+)
 
 attention, layer_norm, rms_norm, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
     for name in ("attention", "layer_norm", "rms_norm", "rope")
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's compiler")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"
+)
 
 
+def test_the_table_is_of_these_sources() -> None:
+    """So every row holds: equal sources under one triton compile to equal kernels."""
+    assert made_of()[0] == sources(), "python -m megacompile.kernels.aot --update compiles the kernels anew"
+    assert not faults(read_table())
+
+
+def test_a_table_says_what_it_was_made_of(tmp_path: Path) -> None:
+    write_table([row()], tmp_path / "table.csv")
+    assert made_of(tmp_path / "table.csv") == (sources(), triton.__version__)
+    assert read_table(tmp_path / "table.csv") == [row()]
+
+
+@pytest.mark.nightly
 def test_every_kernel_compiles_and_holds_its_resources() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "megacompile.kernels.aot"]

@@ -19,6 +19,8 @@ import megacompile.kernels  # noqa: F401  registers the operators
 
 FOLDER = Path(__file__).parent / "interpreted"
 SHARDS = 2
+COMMAND = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 TYPES = {"float16", "bfloat16", "float32"}
 VALUES = {"odd columns", "empty", "large", "zeros", "denormal"}
 NAMES = {
@@ -30,7 +32,7 @@ EVERY = {*TYPES, *VALUES, "float64", "one row", "199 rows", "4096 columns", "str
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
-    reason="triton is missing, or interprets this very process",
+    reason="triton is missing (pip install triton), or interprets this very process",
 )
 
 
@@ -44,11 +46,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards(records: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Every test module, dealt out by size to processes that run side by side."""
     files = sorted(FOLDER.glob("test_*.py"), key=lambda file: (-file.stat().st_size, file.name))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["MEGACOMPILE_SEEN"] = str(records)
+    environment = {**ENVIRONMENT, "MEGACOMPILE_SEEN": str(records)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files[part::SHARDS]],
+            [*COMMAND, "-m", "not slow", *files[part::SHARDS]],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -66,6 +67,14 @@ def test_kernels_in_the_interpreter(shards: list[subprocess.Popen[str]], part: i
     output, _ = shards[part].communicate(timeout=3000)
     assert shards[part].returncode == 0, output[-6000:]
     assert " passed" in output, output[-6000:]
+
+
+@pytest.mark.nightly
+def test_further_shapes_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [*COMMAND, "-m", "slow", FOLDER], env=ENVIRONMENT, capture_output=True, text=True, timeout=3000
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:]
 
 
 def wanted(name: str) -> set[str]:

@@ -1,0 +1,126 @@
+"""Captures of equal models, remembered: most of a small test's time is tracing what another one traced.
+
+In: what a :class:`~megacompile.frontend.Frontend` asks of its stages. Out: what they gave before for an
+equal model and batch. Only modules of torch, transformers, peft and ``tests.support`` are told equal, and
+only while nothing but plain data is attached to them; any other model is captured anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.utils import _pytree as pytree
+
+from megacompile.capture.captured import Captured
+from megacompile.capture.graph import capture
+from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.frontend import Frontend
+
+_KNOWN = ("torch.", "transformers.", "peft.", "tests.support.")
+_TORCHS = frozenset(vars(nn.Module())) | {"_flat_weight_refs"}  # of an LSTM's own parameters
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL = tuple(f"_global{name}" for name in _HOOKS[:3])
+
+
+class _UnknownError(Exception):
+    """A model or a batch that cannot be told equal to another."""
+
+
+class Captures:
+    """What capture and differentiate gave, by what they were given."""
+
+    def __init__(self) -> None:
+        self._captured: dict[Any, Captured] = {}
+        self._templates: dict[Any, DifferentiatedTemplate] = {}
+
+    def capture(self, model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
+        """As :func:`megacompile.capture.graph.capture`."""
+        try:
+            key = _call(model, args, kwargs, options)
+        except _UnknownError:
+            return capture(model, args, kwargs, **options)
+        if key not in self._captured:
+            self._captured[key] = capture(model, args, kwargs, **options)
+        return self._captured[key]
+
+    def differentiate(self, template: Any, mode: Any, inductor: Any) -> DifferentiatedTemplate:
+        """As :func:`megacompile.differentiate.options.differentiate`."""
+        key = (template.digest, template.name, mode, inductor)
+        if key not in self._templates:
+            self._templates[key] = differentiate(template, mode, inductor)
+        return self._templates[key]
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Programs that are compiled within take these captures."""
+        stages = functools.partial(Frontend, capture=self.capture, differentiate=self.differentiate)
+        with mock.patch("megacompile.api.Frontend", stages):
+            yield
+
+
+def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+    """A key that two calls of capture share only if they give the same graph."""
+    if options.get("loss_fn") is not None or any(getattr(global_hooks, name) for name in _GLOBAL):
+        raise _UnknownError
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    given = {name: value for name, value in options.items() if name not in ("loss_fn", "trained")}
+    modes = (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    leaf_keys = tuple(_tensor(x) if isinstance(x, Tensor) else _plain(x) for x in leaves)
+    return _model(model), str(spec), leaf_keys, _plain(given), frozenset(options["trained"]), modes
+
+
+def _model(model: nn.Module) -> tuple[Any, ...]:
+    seen: dict[int, int] = {}  # the same object under two names
+    return tuple(
+        (name, _module(module, seen)) for name, module in model.named_modules(remove_duplicate=False)
+    )
+
+
+def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
+    kind, values = type(module), vars(module)
+    if not f"{kind.__module__}.".startswith(_KNOWN) or any(values.get(name) for name in _HOOKS):
+        raise _UnknownError
+    tensors = [
+        (name, seen.setdefault(id(t), len(seen)), None if t is None else (*_tensor(t), t.requires_grad))
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+    ]
+    own = [(name, _plain(values[name])) for name in sorted(values.keys() - _TORCHS)]
+    return kind, kind.forward, module.training, seen.setdefault(id(module), len(seen)), *tensors, *own
+
+
+def _tensor(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type
+
+
+def _plain(value: Any) -> Any:
+    """Data by type and value; functions and classes of libraries by identity."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(value), repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_plain, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_plain(k), _plain(v)) for k, v in value.items())
+    if isinstance(value, functools.partial):
+        return functools.partial, _plain(value.func), _plain(value.args), _plain(value.keywords)
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        if f"{value.__module__}.".startswith(_KNOWN):
+            return value
+    elif type(value).__module__.startswith("transformers."):  # configurations
+        return type(value), _plain(vars(value))
+    raise _UnknownError

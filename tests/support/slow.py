@@ -1,0 +1,68 @@
+"""Which tests are ``slow``: those that repeat a promise of others over more cases.
+
+One table, so that it can be read in one sitting. Each line is a regular expression for names of tests, and
+must find some. What it leaves to ``make test`` holds every promise at least once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+SLOW = (
+    # Architectures: four of eleven stay, one for each of skips, shared blocks, an encoder, experts.
+    r"test_architectures\.py::test_architecture_trains_right\[(?!U-Net|one block|T5|mixtral)",
+    r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
+    r"test_fuse\.py::test_placements_of_an_architecture\[(?!Llama|GPT2|GptOss|Gemma3)",
+    r"test_fuse\.py::test_programs_with_fused_kernels_compute_the_same\[(?!llama)",
+    r"test_fuse\.py::test_gradients_with_fused_kernels_are_the_same\[gemma3",
+    r"test_rotary\.py::test_longrope_turns_where_transformers_does\[gemma3",
+    r"test_padding\.py::test_padded_only_where_the_model_does_not_see_it\[convbert",
+    # Models and shapes beside plain PyTorch: a model of each family stays at the tight budget.
+    r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[plenty-(?!llama|plain)",
+    r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[least-(qwen3|gpt2\])",
+    r"test_against_eager\.py::test_micro_batches_equal_eager_accumulation\[llama",
+    r"test_against_eager\.py::test_immediate_updates_equal_eager\[llama",
+    r"test_bf16\.py::test_gradients_are_as_good_as_bf16_eager\[(gemma3|llama)",
+    r"test_habits\.py::test_models_handed_over_in_low_precision\[dtype",
+    r"test_program\.py::test_budget_is_kept_and_predicted\[0\.(5|15)",
+    r"test_pretrained\.py::test_trains_as_the_loaded_model_does_and_comes_back\[qwen3",
+    r"test_tile\.py::test_a_vocabulary_of_256k_trains_far_below_its_table\[True",
+    r"test_tile\.py::test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole",
+    r"test_tile\.py::test_a_cut_bank_of_experts_is_bitwise_the_whole_one\[(?!mixtral)",
+    r"test_rows\.py::test_training_is_bitwise_that_of_eager\[habits(0-2|1-1)",
+    r"test_rows\.py::test_gathered_rows_train_as_a_streamed_table\[(True-dtype0|False-dtype1)",
+    # Inductor: one dtype, one budget.
+    r"test_inductor\.py::test_a_model_trains_as_well_as_in_eager\[dtype0",
+    r"test_inductor\.py::test_the_same_run_gives_the_same_bits\[1GB",
+    r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
+    r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
+    # State on drives and on the device.
+    r"test_offload\.py::test_stashes_leave_for_storage_where_ram_is_too_small_for_them\[4MB",
+    r"test_offload\.py::test_stashes_on_storage_change_no_bit\[[12]",
+    r"test_residency\.py::test_a_model_that_fits_runs_without_transfers_and_bitwise_the_same\[gpt2-options2",
+    r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
+    # Kernels in triton's interpreter: one shape for each kernel and dtype.
+    r"interpreted/test_(glu|clamped_glu|layer_norm|rms_norm|rope|cross_entropy)\.py::\w+\[shape[02]-\S*dtype",
+    r"interpreted/test_cross_entropy\.py::test_logits\[shape1-dtype\d-(smoothing|z_loss|softcap)",
+    r"interpreted/test_cross_entropy\.py::test_linear\[dtype\d-plain",
+    r"interpreted/test_glu\.py::test_forward_and_backward\[shape1-dtype\d-(gelu_erf|relu)",
+    r"interpreted/test_attention\.py::test_rules\[.*-True",
+    r"interpreted/test_attention\.py::test_packed_documents\[False",
+    r"interpreted/test_attention\.py::test_shapes\[shapes[034]",
+    r"interpreted/test_uniform\.py::test_triton_and_torch_draw_the_same_numbers\[-42",
+    r"interpreted/test_dropout\.py::test_triton_and_torch_drop_the_same_elements\[0\.[15]--42",
+)
+
+
+def mark_slow(items: Sequence[pytest.Item]) -> set[str]:
+    """Mark them; returns the lines that found none, but for those of the interpreter's own processes."""
+    unused = set(SLOW)
+    for item in items:
+        for pattern in SLOW:
+            if re.search(pattern, item.nodeid):
+                item.add_marker(pytest.mark.slow)
+                unused.discard(pattern)
+    return {pattern for pattern in unused if not pattern.startswith("interpreted/")}
