@@ -1,6 +1,7 @@
 """The suite's options, and what every process of it keeps to: one thread, repeatable problems, no heirs."""
 
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,6 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; workers and our own threads share the cores
-
-import os
-import tempfile
 
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers

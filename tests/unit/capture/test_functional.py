@@ -13,7 +13,7 @@ from megacompile.capture import functional, graph
 from megacompile.capture.batch import read_batch
 from megacompile.capture.clean import clean
 from megacompile.capture.forms import parameter_forms
-from tests.zoo import cases
+from tests.support.zoo import cases
 
 _CASES = cases()
 
