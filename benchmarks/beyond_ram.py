@@ -75,8 +75,10 @@ def main() -> int:
     stored = _run(options, "stored", size.ram)
     _show("state on NVMe", stored)
     times = stored["state_bytes"] / size.ram
-    print(f"limit {size.ram / 1e9:.2f} GB by {stored['limit']}: the state is {times:.1f} times that; "
-          f"peak RSS {stored['peak_bytes'] / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"limit {size.ram / 1e9:.2f} GB by {stored['limit']}: the state is {times:.1f} times that; "
+        f"peak RSS {stored['peak_bytes'] / 1e9:.2f} GB"
+    )
     fits = (
         stored["peak_bytes"] <= 1.05 * size.ram
     )  # RSS also counts pages of libraries, which the limit may not
@@ -112,7 +114,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
     for step in range(steps):
         start = time.perf_counter()
         losses.append(float(program.train_step(batch(step)).loss))
-        program.wait()
+        program.synchronize()
         seconds.append(time.perf_counter() - start)
     state = program._session.runtime.state  # type: ignore[union-attr]
     return {
@@ -228,12 +230,16 @@ def _control_group(limit: int) -> Path | None:
 
 
 def _show(title: str, result: dict[str, Any]) -> None:
-    print(f"\n{title}: {result['parameters'] / 1e6:.0f} M parameters, {result['state_bytes'] / 1e9:.2f} GB "
-          f"of state ({', '.join(result['states'])})")  # fmt: skip
+    print(
+        f"\n{title}: {result['parameters'] / 1e6:.0f} M parameters, {result['state_bytes'] / 1e9:.2f} GB "
+        f"of state ({', '.join(result['states'])})"
+    )
     print("  losses " + ", ".join(f"{x:.6f}" for x in result["losses"]))
     print("  seconds per step " + ", ".join(f"{x:.2f}" for x in result["seconds"]))
-    print(f"  RSS {result['before_bytes'] / 1e9:.2f} GB before compiling, at most "
-          f"{result['peak_bytes'] / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"  RSS {result['before_bytes'] / 1e9:.2f} GB before compiling, at most "
+        f"{result['peak_bytes'] / 1e9:.2f} GB"
+    )
     print("  " + result["memory"].replace("\n", "\n  "))
 
 

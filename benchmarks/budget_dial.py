@@ -20,14 +20,14 @@ import torch
 import megacompile
 from benchmarks.gpu.work import batch_of, tiny
 from benchmarks.report import interleaved, machine_line
+from megacompile.assemble.plan import Mode, Plan
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
-from megacompile.plan.plan import Mode, Plan
-from megacompile.search.candidates import Planned
-from megacompile.search.least import least
-from megacompile.search.planner import search
-from megacompile.search.residency import reside, trained_groups
+from megacompile.plan.candidates import Planned
+from megacompile.plan.least import least
+from megacompile.plan.planner import search
+from megacompile.plan.residency import reside, trained_groups
 
 Row = dict[str, Any]
 
@@ -73,8 +73,9 @@ def measured(tokens: int, count: int, repeats: int) -> list[Row]:
     def program(budget: str) -> megacompile.Program:
         model = tiny("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return megacompile.compile(model, budget, optimizer=optimizer, compute_dtype=torch.float32,
-                                   device="cpu", example_batch=batch)  # fmt: skip
+        return megacompile.compile(
+            model, budget, optimizer=optimizer, compute_dtype=torch.float32, device="cpu", example_batch=batch
+        )
 
     least = least_of(program)
     whole = program("8GB")

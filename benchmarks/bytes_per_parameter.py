@@ -74,7 +74,7 @@ def run(model: nn.Module, batch: list[Tensor], clip: float | None, form: StateFo
     )
     for _ in range(3):
         program.train_step(batch if len(batch) > 1 else batch[0])
-    program.wait()
+    program.synchronize()
     return program
 
 

@@ -126,8 +126,10 @@ def _compare(python: str, layers: int, tokens: int) -> None:
 
 def _table(sizes: list[int], tokens: int) -> None:
     """Print the stages of each size, and what a layer adds."""
-    print("| layers | parameters | capture to options | plan to source | total | CPU | peak RSS | operations "
-          "| source lines |")  # fmt: skip
+    print(
+        "| layers | parameters | capture to policies | plan to source | total | CPU | peak RSS | operations "
+        "| source lines |"
+    )
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     rows = []
     for layers in sizes:

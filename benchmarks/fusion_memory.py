@@ -27,7 +27,7 @@ from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.differentiate import meter
-from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.fuse.placement import PATTERNS, fuse, read_switches
 from megacompile.partition.blocks import partition
 
@@ -83,19 +83,19 @@ def _rows(graph: Captured, tokens: int) -> Rows:
     templates = [differentiate(t, graph.fake_mode) for t in partition(graph).templates]
     layer = next(t for t in templates if "layers.0" in t.name)
     head = templates[-1]
-    rows = {f"layer: saved by `{name}`": layer.options[name].saved_bytes for name in ("all", "some")}
+    rows = {f"layer: saved by `{name}`": layer.policies[name].saved_bytes for name in ("all", "some")}
     rows |= {
         f"layer: workspace of the backward from `{name}`": _backward(layer, name) for name in ("all", "some")
     }
-    rows["head: saved by `all`"] = head.options["all"].saved_bytes
-    rows["head: workspace of the forward"] = head.options["all"].forward.peak_bytes
+    rows["head: saved by `all`"] = head.policies["all"].saved_bytes
+    rows["head: workspace of the forward"] = head.policies["all"].forward.peak_bytes
     rows["head: workspace of the backward"] = _backward(head, "all")
     rows["head: largest value of tokens × vocabulary"] = _largest(head, tokens)
     return rows
 
 
 def _backward(template: DifferentiatedTemplate, name: str) -> int:
-    function = template.options[name].backward  # type: ignore[index]
+    function = template.policies[name].backward  # type: ignore[index]
     return 0 if function is None else function.peak_bytes
 
 

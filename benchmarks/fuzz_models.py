@@ -67,14 +67,14 @@ def try_one(seed: int) -> Result:
 def _judge(seed: int) -> Result:
     import torch
 
-    from megacompile.search import tile_choice
+    from megacompile.plan import tiling
     from megacompile.tile import cuts
     from tests.support.fuzz import case, draw
     from tests.support.judge import judge
 
     trial = draw(seed)
     if trial.piece_bytes:
-        for module in (cuts, tile_choice):
+        for module in (cuts, tiling):
             module.LEAST_PIECE = trial.piece_bytes
     return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
 

@@ -9,10 +9,10 @@ recomputes each layer once, and updates after the backward.
 
 from __future__ import annotations
 
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import Workload
 from megacompile.passes import PASSES
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import Shape, uniform, with_late
+from megacompile.plan.arrange import Shape, uniform, with_deferred
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Weights
 
@@ -30,7 +30,7 @@ def megatrain_step(work: Workload, mode: Mode) -> Step:
 
 
 def _lowered(work: Workload, mode: Mode, *, segment: int) -> Step:
-    plan = with_late(uniform(work, Shape("depth", 1, 1), "none", "device", "stream"), work, 1.0)
+    plan = with_deferred(uniform(work, Shape("depth", 1, 1), "none", "device", "stream"), work, 1.0)
     step = Step((), {}, mode.micro_batches, constant_bytes=work.constant_bytes)
     for item in PASSES:
         step = item.run(step, work=work, plan=plan, mode=mode)

@@ -30,24 +30,24 @@ from benchmarks.instances.make import budget_range
 from benchmarks.peers import megatrain_step, zero3_step
 from benchmarks.relaxation import relaxed_seconds
 from benchmarks.report import machine_line
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import shapes, uniform
-from megacompile.search.floor import Floor
-from megacompile.search.planner import search
-from megacompile.search.policies import greedysnake_like
+from megacompile.plan.arrange import shapes, uniform
+from megacompile.plan.baselines import greedysnake_like
+from megacompile.plan.floor import Floor
+from megacompile.plan.planner import search
 from megacompile.step.operations import Step, peak_bytes
 
-Stash = Literal["device", "host"]
-Keep = Literal["stream", "step"]
-Update = Literal["early", "late"]
+SavedOn = Literal["device", "host"]
+Residency = Literal["stream", "step"]
+Update = Literal["immediate", "deferred"]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-RIVALS = ("uniform", "GreedySnake", "MegaTrain", "ZeRO-3")
+BASELINES = ("uniform", "GreedySnake", "MegaTrain", "ZeRO-3")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Result:
     found: float
     search_seconds: float
     evaluations: int
-    rivals: dict[str, float | None]
+    baselines: dict[str, float | None]
 
     @property
     def distance(self) -> float:
@@ -68,27 +68,31 @@ class Result:
 
 
 def measure(instance: Instance) -> Result:
-    """Search one instance and score its rivals."""
+    """Search one instance and score its baselines."""
     work, mode, machine, budget = instance.work, instance.mode, instance.rates, instance.budget_bytes
     start = time.process_time()
     planned = search(work, mode, machine, budget)
     seconds = time.process_time() - start
-    rivals = {
+    baselines = {
         "uniform": best_plan(work, mode, machine, budget, uniform_plans(work, mode)),
         "GreedySnake": best_plan(work, mode, machine, budget, greedysnake_like(work, mode)),
         "MegaTrain": fitting(megatrain_step(work, mode), machine, budget),
         "ZeRO-3": fitting(zero3_step(work, mode), machine, budget),
     }
     bound = relaxed_seconds(work, mode, machine, budget)
-    return Result(instance.name, instance.level, bound, planned.seconds, seconds, planned.evaluations, rivals)
+    return Result(
+        instance.name, instance.level, bound, planned.seconds, seconds, planned.evaluations, baselines
+    )
 
 
 def uniform_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
     """One treatment for all blocks and one for all groups, in every combination."""
-    keeps = ("step", "stream") if mode.micro_batches == 1 else ("step", "micro", "stream")
+    residencies = ("step", "stream") if mode.micro_batches == 1 else ("step", "micro", "stream")
     for shape in shapes(mode):
-        for choice, stash, keep in product(("all", "some", "none", "least"), ("device", "host"), keeps):
-            yield uniform(work, shape, choice, stash, keep)
+        for checkpoint, saved_on, residency in product(
+            ("all", "some", "none", "least"), ("device", "host"), residencies
+        ):
+            yield uniform(work, shape, checkpoint, saved_on, residency)
 
 
 def best_plan(
@@ -109,12 +113,14 @@ def fitting(step: Step, machine: Machine, budget: int) -> float | None:
 
 def table(results: list[Result]) -> str:
     """Markdown: one row per instance, medians by budget level below."""
-    lines = ["| instance | bound | found | distance | " + " | ".join(RIVALS) + " |",
-             "|---|--:|--:|--:|" + "--:|" * len(RIVALS)]  # fmt: skip
+    lines = [
+        "| instance | bound | found | distance | " + " | ".join(BASELINES) + " |",
+        "|---|--:|--:|--:|" + "--:|" * len(BASELINES),
+    ]
     for r in results:
         cells = [
             f"{round(100 * (x / r.found - 1)):+d}%" if x is not None else "–"
-            for x in (r.rivals[n] for n in RIVALS)
+            for x in (r.baselines[n] for n in BASELINES)
         ]
         lines.append(
             f"| {r.name} | {r.bound:.3f} s | {r.found:.3f} s | {r.distance:.1%} | " + " | ".join(cells) + " |"
@@ -127,17 +133,21 @@ def table(results: list[Result]) -> str:
     ):
         if group:
             d = [r.distance for r in group]
-            lines.append(f"{label}: {len(group)} instances, distance to the bound median "
-                         f"{statistics.median(d):.1%}, worst {max(d):.1%}")  # fmt: skip
-    worse = [(r.name, n) for r in results for n in RIVALS
-             if r.rivals[n] is not None and r.rivals[n] < r.found * (1 - 1e-6)]  # type: ignore[operator]  # fmt: skip
+            lines.append(
+                f"{label}: {len(group)} instances, distance to the bound median "
+                f"{statistics.median(d):.1%}, worst {max(d):.1%}"
+            )
+    worse = [(r.name, n) for r in results for n in BASELINES
+             if r.baselines[n] is not None and r.baselines[n] < r.found * (1 - 1e-6)]  # type: ignore[operator]  # fmt: skip
     lines.append(f"slower than a fixed schedule: {worse or 'never'}")
-    for n in RIVALS:
-        gains = [x / r.found for r in results if (x := r.rivals[n]) is not None]
+    for n in BASELINES:
+        gains = [x / r.found for r in results if (x := r.baselines[n]) is not None]
         if gains:
             middle, most = statistics.median(gains), max(gains)
-            lines.append(f"{n} takes {middle:.2f}× as long (median), {most:.2f}× at most; it fits "
-                         f"{len(gains)} of {len(results)}")  # fmt: skip
+            lines.append(
+                f"{n} takes {middle:.2f}× as long (median), {most:.2f}× at most; it fits "
+                f"{len(gains)} of {len(results)}"
+            )
     cpu = [r.search_seconds for r in results]
     lines.append(f"search: median {statistics.median(cpu):.1f} s of CPU time, most {max(cpu):.1f} s")
     return "\n".join(lines)
@@ -147,16 +157,17 @@ def table(results: list[Result]) -> str:
 
 
 def all_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
-    """Every choice and stash per block, every residency and update per group, every shape."""
-    stashes: tuple[Stash, ...] = ("device", "host")
-    keeps: tuple[Keep, ...] = ("stream", "step")
-    updates: tuple[Update, ...] = ("early", "late") if not mode.keeps_gradients else ("early",)
+    """Every checkpoint policy and place of saved activations per block, every residency and update per group,
+    every shape."""
+    places: tuple[SavedOn, ...] = ("device", "host")
+    residencies: tuple[Residency, ...] = ("stream", "step")
+    updates: tuple[Update, ...] = ("immediate", "deferred") if not mode.keeps_gradients else ("immediate",)
     per_block = [
-        [BlockPlan(n, s) for n in dict.fromkeys(c.name for c in b.choices) for s in stashes]
+        [BlockPlan(n, s) for n in dict.fromkeys(c.name for c in b.policies) for s in places]
         for b in work.blocks
     ]
     for shape in shapes(mode):
-        group = [GroupPlan(k, shape.lead, update=u) for k in keeps for u in updates]
+        group = [GroupPlan(k, shape.prefetch_depth, update=u) for k in residencies for u in updates]
         for blocks, groups in product(product(*per_block), product(group, repeat=len(work.groups))):
             yield Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
 

@@ -23,7 +23,7 @@ from torch import nn
 import megacompile
 from benchmarks.report import machine_line
 from megacompile.machine.measured import compare, comparison_table
-from megacompile.search.least import infeasible
+from megacompile.plan.least import infeasible
 
 
 def _decoder(kind: str, **fields: Any) -> Callable[[], nn.Module]:
@@ -110,8 +110,10 @@ def main() -> None:
             if options.kinds:
                 print(by_kind, file=sys.stderr, flush=True)
     within = sum(abs(x) <= 0.15 for x in off)
-    print(f"\nwithin 15 %: {within} of {len(off)}; median {statistics.median(map(abs, off)):.0%}, "
-          f"worst {max(map(abs, off)):.0%}")  # fmt: skip
+    print(
+        f"\nwithin 15 %: {within} of {len(off)}; median {statistics.median(map(abs, off)):.0%}, "
+        f"worst {max(map(abs, off)):.0%}"
+    )
 
 
 if __name__ == "__main__":

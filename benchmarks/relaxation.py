@@ -1,15 +1,16 @@
 """A lower bound for any plan: the linear relaxation of the whole-step problem, with times.
 
-Blocks may split between their choices and stashes, and weight groups between being held and being fetched
-again; whatever is not said to follow something may run at any time. What stays of the problem:
+Blocks may split between their checkpoint policies and places of saved activations, and weight groups between
+being held and being fetched again; whatever is not said to follow something may run at any time. What stays
+of the problem:
 
-- compute: every forward and backward has a start and an end, in the plan's order, as its choices take;
+- compute: every forward and backward has a start and an end, in the plan's order, as its policies take;
 - each stream's work in a step, and what copies, norms and updates move through shared host memory;
 - gradients leave after their backward, one after the other; updates come after their group's last gradient
   (with clipping, after all norms), and before the next step's first use of the group, with a fetch between.
   So between a gradient's arrival and the forward that wants what comes of it and of all gradients that
   arrive later lie those updates, and all that host memory moves meanwhile;
-- a stash that waits on the host has left before the second operation after its forward starts, and comes
+- what waits on the host has left before the second operation after its forward starts, and comes
   back after the second operation before its backward has ended;
 - device bytes at every forward, recompute and backward, where weight slots are a slab of fixed size;
 - between two operations the link brings all weights that had no room in the slab when the first ended.
@@ -26,13 +27,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from benchmarks.linear import LinearProgram, Row, times, total
-from benchmarks.relaxed_memory import GB, Option, limit_memory
+from benchmarks.relaxed_memory import GB, BlockShare, limit_memory
 from benchmarks.relaxed_slots import Span, limit_fetches
+from megacompile.assemble.plan import Mode, norm_bytes
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode, norm_bytes
-from megacompile.plan.workload import Workload
-from megacompile.search.takes import Order, Treatments
+from megacompile.plan.takes import Order, Treatments
 from megacompile.step.operations import Op
 from megacompile.step.spec import SPECS, Kind
 
@@ -47,26 +48,27 @@ def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: 
 
 
 class _Relaxation:
-    """Variables for times in seconds, for shares of choices, and for shares of groups that are held."""
+    """Variables for times in seconds, for shares of checkpoint policies, and for shares of groups that are
+    held."""
 
     def __init__(self, work: Workload, mode: Mode, machine: Machine, budget: int, order: Order) -> None:
         self.work, self.mode, self.machine, self.order = work, mode, machine, order
         self.program = LinearProgram()
         self.period = self.program.variable()
-        stashes = Treatments(work, mode, machine, order)
-        self.options = [
+        mixer = Treatments(work, mode, machine, order)
+        self.shares = [
             [
-                Option(self.program.variable(1.0), choice, host, stashes.stash_bytes(b, choice))
-                for choice in {c.name: c for c in block.choices}.values()
+                BlockShare(self.program.variable(1.0), policy, host, mixer.offloaded_bytes(b, policy))
+                for policy in {c.name: c for c in block.policies}.values()
                 for host in (False, True)
             ]
             for b, block in enumerate(work.blocks)
         ]
         self.held = [self.program.variable(1.0) for _ in work.groups]
         self.spans = self._spans()
-        for options in self.options:
-            self.program.equal({o.share: 1.0 for o in options}, 1.0)
-        self.slab = limit_memory(self.program, work, mode, order, budget, self.options, self.held)
+        for shares in self.shares:
+            self.program.equal({o.share: 1.0 for o in shares}, 1.0)
+        self.slab = limit_memory(self.program, work, mode, order, budget, self.shares, self.held)
         self.unused = self.program.variable()  # GB beside the slab
         self.room = budget - work.constant_bytes
         self.program.equal({self.unused: 1.0, self.slab: 1.0}, GB * self.room)
@@ -93,7 +95,7 @@ class _Relaxation:
     def _spans(self) -> list[Span]:
         """All compute of a step in program order."""
         blocks, micros = range(len(self.work.blocks)), range(self.mode.micro_batches)
-        back = [b for b in reversed(blocks) if self.work.blocks[b].choices[0].backward is not None]
+        back = [b for b in reversed(blocks) if self.work.blocks[b].policies[0].backward is not None]
         once = [(b, False) for b in blocks], [(b, True) for b in back]
         if self.order == "depth":
             places = [place for _ in micros for part in once for place in part]
@@ -140,11 +142,13 @@ class _Relaxation:
             self.program.at_least(total(self._next(self.spans[0]), {last: -1.0}), 0.0)
 
     def _moved(self, block: int, kind: Kind) -> Row:
-        """Seconds of moving a block's stash, by the shares that wait on the host."""
-        return {o.share: self._seconds(kind, o.stash) for o in self.options[block] if o.host and o.stash}
+        """Seconds of moving a block's offloaded activations, by the shares that wait on the host."""
+        return {
+            o.share: self._seconds(kind, o.offloaded) for o in self.shares[block] if o.host and o.offloaded
+        }
 
-    def _stash_bytes(self, block: int) -> Row:
-        return {o.share: float(o.stash) for o in self.options[block] if o.host}
+    def _offloaded_bytes(self, block: int) -> Row:
+        return {o.share: float(o.offloaded) for o in self.shares[block] if o.host}
 
     def _offloads(self) -> None:
         """One after the other; while one runs, compute gets no further than the end of the next operation."""
@@ -167,8 +171,8 @@ class _Relaxation:
             if not span.backward or not self.spans[index - 1].backward:
                 continue
             before, earlier = self.spans[index - 1], self.spans[index - 2]
-            again = {o.share: call_seconds(o.choice.recompute, self.machine)
-                     for o in self.options[before.block]}  # fmt: skip
+            again = {o.share: call_seconds(o.policy.recompute, self.machine)
+                     for o in self.shares[before.block]}  # fmt: skip
             seconds = self._moved(span.block, "reload")
             over = self._queue(over, total({earlier.end: 1.0}, again), seconds, span)
             stall = total(
@@ -187,26 +191,27 @@ class _Relaxation:
 
     def _compute_row(self, span: Span) -> Row:
         """Seconds of an operation by its block's shares."""
-        options, machine = self.options[span.block], self.machine
+        shares, machine = self.shares[span.block], self.machine
         if not span.backward:
-            return {o.share: call_seconds(o.choice.forward, machine) for o in options}
+            return {o.share: call_seconds(o.policy.forward, machine) for o in shares}
         return {
-            o.share: call_seconds(o.choice.recompute, machine) + call_seconds(o.choice.backward, machine)
-            for o in options
+            o.share: call_seconds(o.policy.recompute, machine) + call_seconds(o.policy.backward, machine)
+            for o in shares
         }
 
     def _longest(self, span: Span) -> float:
         """The longest that a forward or backward may take, without a recompute."""
-        choices = [o.choice for o in self.options[span.block]]
-        return max(call_seconds(c.backward if span.backward else c.forward, self.machine) for c in choices)
+        policies = [o.policy for o in self.shares[span.block]]
+        return max(call_seconds(c.backward if span.backward else c.forward, self.machine) for c in policies)
 
     def _stalls(self, block: int, kind: Kind, beside: float) -> Row:
-        """What a block's stash takes to move beyond the one operation that may run meanwhile."""
+        """What a block's offloaded activations takes to move beyond the one operation that may run
+        meanwhile."""
         return {share: max(0.0, t - beside) for share, t in self._moved(block, kind).items()}
 
     def _fetches(self) -> tuple[Row, list[int]]:
         """Per group the fetches of a step where it is not held; those beyond the first, in seconds."""
-        again = {g for b in self.work.blocks for c in b.choices for call in (c.recompute, c.backward)
+        again = {g for b in self.work.blocks for c in b.policies for call in (c.recompute, c.backward)
                  if call is not None for g in call.groups}  # fmt: skip
         last = len(self.work.blocks) - 1
         counts = []
@@ -219,7 +224,7 @@ class _Relaxation:
 
     def _users(self, group: int) -> list[int]:
         return [
-            i for i, b in enumerate(self.work.blocks) if any(group in c.forward.groups for c in b.choices)
+            i for i, b in enumerate(self.work.blocks) if any(group in c.forward.groups for c in b.policies)
         ]
 
     def _work(self) -> None:
@@ -245,11 +250,12 @@ class _Relaxation:
             self.program.at_least({self.period: 1.0}, seconds + draw * host)
         fixed = sum(n * groups[g].nbytes for g, n in enumerate(counts)) + sum(pushes) + norms + updates
         saved = {self.held[g]: float((1 - n) * groups[g].nbytes) for g, n in enumerate(counts)}
-        stashes = total(*(times(2 * micros, self._stash_bytes(b)) for b in blocks))
-        self._host_moves({self.period: 1.0}, fixed, total(saved, stashes))
+        offloaded = total(*(times(2 * micros, self._offloaded_bytes(b)) for b in blocks))
+        self._host_moves({self.period: 1.0}, fixed, total(saved, offloaded))
 
     def _host_moves(self, interval: Row, nbytes: float, shares: Row) -> None:
-        """In this interval host memory moves so many bytes, and those of shares of stashes and groups."""
+        """In this interval host memory moves so many bytes, and those of shares of offloaded activations and
+        groups."""
         if self.machine.shared_memory:
             rate = self.machine.host_bandwidth
             self.program.at_least(total(interval, times(-1 / rate, shares)), nbytes / rate)
@@ -262,8 +268,8 @@ class _Relaxation:
         found: dict[int, int] = {}
         for index, span in enumerate(self.spans):
             if not span.backward:
-                choices = self.work.blocks[span.block].choices
-                for g in set.intersection(*(set(c.forward.groups) for c in choices)):
+                policies = self.work.blocks[span.block].policies
+                for g in set.intersection(*(set(c.forward.groups) for c in policies)):
                     if g in self.work.contributions:
                         found.setdefault(g, index)
         return found
@@ -280,15 +286,17 @@ class _Relaxation:
         return found
 
     def _left_behind(self, use: int) -> Row:
-        """Bytes of stashes that have left when an operation starts."""
-        return total(*(self._stash_bytes(s.block) for s in self.spans[: max(0, use - 1)] if not s.backward))
+        """Bytes of offloaded activations that have left when an operation starts."""
+        return total(
+            *(self._offloaded_bytes(s.block) for s in self.spans[: max(0, use - 1)] if not s.backward)
+        )
 
     def _way(self, group: int, use: int) -> float:
         """Seconds from a group's update to an operation after its first use: its fetch, forwards between."""
         between = self.spans[self._first_use[group] : use]
-        choices = (self.work.blocks[s.block].choices for s in between)
+        policies = (self.work.blocks[s.block].policies for s in between)
         return self._fetch(group) + sum(
-            min(call_seconds(c.forward, self.machine) for c in cs) for cs in choices
+            min(call_seconds(c.forward, self.machine) for c in cs) for cs in policies
         )
 
     def _immediate(self) -> None:
@@ -316,7 +324,7 @@ class _Relaxation:
                 )
             after += nbytes
             if index + 1 < len(self.spans) and self.spans[index + 1].backward:
-                reloads = total(reloads, self._stash_bytes(self.spans[index + 1].block))
+                reloads = total(reloads, self._offloaded_bytes(self.spans[index + 1].block))
 
     def _deferred(self) -> None:
         """All norms, then all updates in the order of the groups, then what wants them."""
@@ -357,7 +365,7 @@ class _Relaxation:
             seconds, draw = self._beside("push_grad", pushes)
             self.program.at_least(interval, seconds + draw * self._seconds("norm", normed_bytes))
             if index + 1 < len(self.spans):
-                reloads = total(reloads, self._stash_bytes(self.spans[index + 1].block))
+                reloads = total(reloads, self._offloaded_bytes(self.spans[index + 1].block))
 
     def _norm_bytes(self, groups: Iterable[int]) -> int:
         return sum(norm_bytes(self.work, self.mode, g) for g in groups)

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from benchmarks.linear import LinearProgram, Row, times, total
 from benchmarks.relaxed_memory import GB
+from megacompile.assemble.workload import Call, Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration
-from megacompile.plan.workload import Call, Workload
 from megacompile.step.operations import Op
 
 _AHEAD = (1, 2, 3, 4, 6, 8, 16, 32)  # operations between i and j, and one more
@@ -107,5 +107,5 @@ def _surely(work: Workload, span: Span, *, last: bool) -> set[int]:
             return c_forward
         return backward if last or recompute is None else recompute
 
-    calls = [call(c.forward, c.recompute, c.backward) for c in work.blocks[span.block].choices]
+    calls = [call(c.forward, c.recompute, c.backward) for c in work.blocks[span.block].policies]
     return set.intersection(*(set(c.groups) if c is not None else set() for c in calls))

@@ -22,7 +22,7 @@ def interleaved(programs: Sequence[Program], batch: Any, repeats: int) -> list[l
         for program, times in zip(programs, seconds, strict=True):
             start = time.perf_counter()
             program.train_step(batch)
-            program.wait()
+            program.synchronize()
             times.append(time.perf_counter() - start)
     return [times[1:] for times in seconds]
 

@@ -55,8 +55,10 @@ def main() -> None:
         # a pipeline of drive and codec gains where drive / ratio, and the codec, are faster than the drive
         pays = min(down, up)
         verdict = f"pays below {pays:.2f} GB/s of the drive" if ratio > 1.05 else "saves too little to pay"
-        print(f"{codec}: all state {ratio:.3f}, compress {down:.2f}, restore {up:.2f} GB/s: {verdict}, "
-              f"and then makes it {ratio:.2f} times as fast at most")  # fmt: skip
+        print(
+            f"{codec}: all state {ratio:.3f}, compress {down:.2f}, restore {up:.2f} GB/s: {verdict}, "
+            f"and then makes it {ratio:.2f} times as fast at most"
+        )
 
 
 def codecs() -> dict[str, Codec]:
@@ -130,7 +132,7 @@ def state_of_a_run(steps: int) -> dict[str, Any]:
     for ids in itertools.islice(_text(), steps):
         last = float(program.train_step({"input_ids": ids, "labels": ids}).loss)
         first = first or last
-    program.wait()
+    program.synchronize()
     print(f"{steps} steps on Python's sources: loss {first:.2f} to {last:.2f}")
     arrays = program._session.runtime.state.arrays  # type: ignore[union-attr]
     return {

@@ -121,7 +121,7 @@ def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, 
         start = time.perf_counter()
         loss = float(program.train_step(batch).loss)
         ours.append(time.perf_counter() - start)
-        program.wait()  # the tail of the update belongs to the step, and must not slow eager down
+        program.synchronize()  # the tail of the update belongs to the step, and must not slow eager down
         ours[-1] = time.perf_counter() - start
         start = time.perf_counter()
         losses.append((loss, eager.step(batch)))
@@ -169,8 +169,10 @@ def main() -> None:
             for fraction in options.fractions:
                 print(compare_inductor(tokens, fraction, options.repeats, need), flush=True)
         return
-    print("| tokens | budget | of plain need | layers recomputed | program | eager, same work | ratio "
-          "| peak measured / predicted | step predicted |")  # fmt: skip
+    print(
+        "| tokens | budget | of plain need | layers recomputed | program | eager, same work | ratio "
+        "| peak measured / predicted | step predicted |"
+    )
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for tokens in options.tokens:
         need = plain_need(tokens)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.simulate import simulate
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Workload
-from megacompile.search.planner import search
+from megacompile.plan.planner import search
 from megacompile.step.operations import Step, peak_bytes
 
 SEQ = 1024
@@ -93,15 +93,18 @@ def table() -> str:
         "| machine | model | batch × 1,024 | MegaTrain published | simulated | ratio | ZeRO-3 published "
         "| simulated | ratio | ours simulated |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]  # fmt: skip
+    ]
     for row in ROWS:
         mega, zero = validation.fixed(row, megatrain_step), validation.fixed(row, zero3_step)
         ours = validation.ours(row, mega[0]) if mega is not None else None
         cells = [row.machine, row.model, str(mega[0]) if mega else "–"]
         for published, found in ((row.megatrain, mega), (row.zero3, zero)):
             rate = found[1] if found is not None else None
-            cells += [f"{published:.0f}" if published else "–", f"{rate:.0f}" if rate else "does not fit",
-                      f"{rate / published:.2f}" if rate and published else "–"]  # fmt: skip
+            cells += [
+                f"{published:.0f}" if published else "–",
+                f"{rate:.0f}" if rate else "does not fit",
+                f"{rate / published:.2f}" if rate and published else "–",
+            ]
         lines.append(f"| {' | '.join(cells)} | {f'{ours:.0f}' if ours else '–'} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)

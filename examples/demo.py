@@ -153,7 +153,7 @@ def train(
         history.losses.append(float(out.loss))
         pause = step % settings.evaluate_every == 0 or step == settings.steps
         if pause:
-            program.wait()  # the last update is part of training, not of evaluating
+            program.synchronize()  # the last update is part of training, not of evaluating
         history.seconds += time.perf_counter() - start
         if pause:
             history.held_out.append((step, evaluate(program, held_out)))
@@ -204,9 +204,11 @@ def report(
         subtitle=f"a byte-level Qwen3 trained in {format_bytes(budget)}; {plain}",
     )  # fmt: skip
     memory = memory_timeline(
-        schedule.step, settings.out / "memory.png", budget_bytes=budget,
+        schedule.step,
+        settings.out / "memory.png",
+        budget_bytes=budget,
         subtitle=f"peak {format_bytes(predicted)} predicted, {format_bytes(measured)} measured; {plain}",
-    )  # fmt: skip
+    )
     written = [
         (str(listing), "the schedule that ran, as readable Python"),
         (f"{settings.out / DUMP}/", "every stage of the compiler, in order"),

@@ -15,9 +15,8 @@ from megacompile.kernels.cross_entropy_tiles import capped
 
 @triton.jit
 def visible(
-    query, key, keys, first, last, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
+    query, key, keys, first, last, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDED: tl.constexpr
+):
     """Mask of the pairs that attend; the arguments broadcast against each other."""
     seen = (key < keys) & (query == query)
     if CAUSAL:

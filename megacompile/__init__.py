@@ -1,9 +1,9 @@
 """megacompile: train models far larger than device memory, at full precision, on one accelerator."""
 
 from megacompile.api import compile
+from megacompile.assemble.plan import Plan
 from megacompile.capture.patching import our_operators
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
-from megacompile.plan.plan import Plan
 from megacompile.pretrained import from_pretrained
 from megacompile.program import Program
 from megacompile.runtime.step_io import NonFiniteError

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.arguments import check_model, check_settings, directories
+from megacompile.assemble.plan import Plan
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
@@ -20,11 +21,10 @@ from megacompile.frontend import Frontend
 from megacompile.host.formats import StateFormat, check_format
 from megacompile.host.optimizer import adopt, updates_like_adamw
 from megacompile.host.state import Weights
-from megacompile.plan.plan import Plan
+from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
+from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
 from megacompile.runtime.backends import open_backend
-from megacompile.search.policies import SEARCH, Policy, chosen
-from megacompile.search.tiers import Tiers
 from megacompile.session import Session, Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
 
@@ -49,27 +49,30 @@ def compile(
     optimizer_state: StateFormat = "fp32",
     weights: Weights | None = None,
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-    policy: str | Policy = SEARCH,
+    planner: str | Planner = SEARCH,
     plan: Plan | str | Path | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
     Parameters
     ----------
-    model: any module whose forward returns a scalar loss, or an object with ``.loss``.
+    model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
+        trains it, its parameters hold no values, and reading or writing one is an error:
+        ``program.state_dict()`` has them.
     hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
     optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
         read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
-    host_budget: as ``hbm_budget``, for host memory; None: what this process may use, less a reserve.
+    host_budget: as ``hbm_budget``, for host memory, of all programs; ``example_batch`` sizes what lies beside
+        the state. None: what this process may use, less a reserve.
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
         entries as it needs; the rest is for ``loss_fn``. A criterion, a module such as
         ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
         ``loss_fn(model(x), y)``.
-    device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is
-        one.
+    device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
+        emulated, budget and all. None: a GPU if there is one.
     on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.
     example_batch: compile for this batch now; otherwise the first batch is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
@@ -85,10 +88,10 @@ def compile(
     weights: gives the value of a parameter that is on the meta device, by its name.
     offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
         room for. Scratch files there belong to this program alone and go with it.
-    policy: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
+    planner: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
         or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
-    plan: a :class:`~megacompile.plan.plan.Plan`, or the path of a plan.json that a dump wrote, as it is or
-        edited.
+    plan: a :class:`~megacompile.assemble.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
+        or edited.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -126,7 +129,7 @@ def compile(
         machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, host, bool(folders)),
-        policy=chosen(policy, plan),
+        planner=chosen_planner(planner, plan),
         device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
     )
     settings = Settings(

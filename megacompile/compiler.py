@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacompile.assemble.assembly import Parameter, cut_parameters
+from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
 from megacompile.frontend import Compiled, Frontend
 from megacompile.host.offload import Placement
 from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
-from megacompile.plan.assemble import Parameter, cut_parameters
-from megacompile.plan.plan import Mode
+from megacompile.plan.baselines import Planner
+from megacompile.plan.candidates import Planned
+from megacompile.plan.plan_program import Terms, plan_program
+from megacompile.plan.tiers import Tiers
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.candidates import Planned
-from megacompile.search.plan_program import Terms, plan_program
-from megacompile.search.policies import Policy
-from megacompile.search.tiers import Tiers
 from megacompile.step.emit import emit_step
 from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
@@ -55,7 +55,7 @@ class Compiler:
     """Compiles programs over one model's parameters for one budget.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
-    is once it is laid out.
+    is once it is allocated.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Compiler:
         machine: Machine | None = None,
         dump: Path | None = None,
         tiers: Tiers | None = None,
-        policy: Policy | None = None,
+        planner: Planner | None = None,
         device_state: bool = False,
     ) -> None:
         self.frontend = frontend
@@ -75,7 +75,7 @@ class Compiler:
         self.cuts: Cuts | None = None
         self._tiers = tiers
         self._machine = machine
-        self._policy = policy
+        self._planner = planner
         self._dump = dump
         self._device_state = device_state
         self._resident: tuple[int, ...] | None = None
@@ -150,22 +150,27 @@ class Compiler:
         """Plan a kind of batch; the first one also decides how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode)
         if self.cuts is None:
-            rungs = self.frontend.rungs(batch, evaluate=evaluate)
+            tilings = self.frontend.tilings(batch, evaluate=evaluate)
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
-            compiled, planned = plan_program(rungs, mode, terms, gathers=gathers)
+            compiled, planned = plan_program(tilings, mode, terms, gathers=gathers)
             self.cuts = compiled.tiled.cuts
             return compiled, planned
         try:
             return plan_program([self.compile(batch, evaluate=evaluate)], mode, terms)
         except BudgetError as error:
-            finest = list(self.frontend.ladder(batch, evaluate=evaluate))[-1]
-            if self._policy is not None or finest == self.cuts:
+            finest = list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1]
+            if self._planner is not None or finest == self.cuts:
                 raise
             raise BudgetError(f"{error} {_FIRST_DECIDES}", least_bytes=error.least_bytes) from error
 
     def _terms(self, mode: Mode) -> Terms:
         return Terms(
-            self.machine, self.budget_bytes, self._tiers, self.placement, self._may_reside(mode), self._policy
+            self.machine,
+            self.budget_bytes,
+            self._tiers,
+            self.placement,
+            self._may_reside(mode),
+            self._planner,
         )
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.assemble.assembly import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.capture.loss import LossFn
-from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
 from megacompile.fuse.report import Fusions
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import param_group_of
 from megacompile.partition.blocks import Partition, Template, partition
-from megacompile.plan.assemble import Assembly, GroupLayout, Parameter, assemble, cut_parameters
-from megacompile.search.residency import with_state
-from megacompile.search.tile_choice import ladder
+from megacompile.plan.residency import with_state
+from megacompile.plan.tiling import tiling_candidates
 from megacompile.tile.cuts import families, tables
 from megacompile.tile.rewrite import Cuts, Tiled, tile
 
@@ -101,14 +101,14 @@ class Frontend:
         """Tables of which the host may gather the rows that this batch looks up."""
         return tables(self._front(batch, evaluate).fused) if self._gathers else {}
 
-    def ladder(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
+    def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
         """Ways of cutting the weights: nothing cut, then ever smaller pieces."""
         whole = self.tables(batch, evaluate=evaluate)
-        return ladder(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
+        return tiling_candidates(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
 
-    def rungs(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
+    def tilings(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
         """One kind of batch cut in each of these ways; each made when asked for."""
-        for cuts in self.ladder(batch, evaluate=evaluate):
+        for cuts in self.tiling_candidates(batch, evaluate=evaluate):
             yield self.build(batch, cuts, evaluate=evaluate)
 
     def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Compiled:
@@ -176,7 +176,7 @@ class Frontend:
 
 
 def _check_uses(part: Partition, layouts: tuple[GroupLayout, ...]) -> None:
-    """Refuse a parameter that has no place in groups that are laid out already."""
+    """Refuse a parameter that has no place in groups that are allocated already."""
     looked_up = {p for rows in part.rows.values() for p in rows.pieces}
     placed = {slot.parameter.name for layout in layouts for slot in layout.slots}
     unknown = looked_up.union(*(b.weights for b in part.blocks)) - placed
@@ -188,7 +188,7 @@ def _check_uses(part: Partition, layouts: tuple[GroupLayout, ...]) -> None:
 
 
 def _check_trains(assembly: Assembly) -> None:
-    """Refuse a gradient for a parameter that was laid out without optimizer state."""
+    """Refuse a gradient for a parameter that was allocated without optimizer state."""
     given = {group for block in assembly.work.blocks for group, _ in block.grad_groups}
     untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
     if untrained:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megacompile.assemble.plan import Plan
 from megacompile.bench.calibrate import calibrated
 from megacompile.errors import ProgramError
 from megacompile.fuse.report import Fusions
 from megacompile.host.arena import resident_peak_bytes
 from megacompile.machine.measured import align
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Plan
 from megacompile.runtime.calls import alone
 from megacompile.runtime.results import Memory
 from megacompile.schedule.schedule import Schedule
@@ -54,7 +54,7 @@ class Inspection:
         Takes some runs of every function on made-up values. What ``schedule`` predicts comes from
         rates and is farther off.
         """
-        self._session.finish()
+        self._session.synchronize()
         self._session.report_skipped()
         schedule = self.schedule
         if not schedule.machine.shared_cores:
@@ -76,7 +76,7 @@ class Inspection:
 
     @property
     def memory(self) -> Memory:
-        """Measured and predicted bytes over all programs that ran so far."""
+        """The device's peak, measured and predicted, and host bytes by kind, of all programs so far."""
         session, runtime = self._session, self._session.runtime
         host = runtime.state.nbytes() | runtime.buffers.nbytes() if runtime else {}
         offload = runtime.state.offload if runtime else None

@@ -27,7 +27,7 @@ def from_pretrained(
 ) -> Program:
     """Compile a transformers model from a folder with ``config.json`` and safetensors files.
 
-    The model is built without values; each parameter is read when its masters are laid out, so the
+    The model is built without values; each parameter is read when its masters are allocated, so the
     host never holds more than the state and one file. ``optimizer`` makes one from the parameters
     (``lambda parameters: AdamW(parameters, lr=1e-5)``); the other options are those of
     :func:`megacompile.compile`. The model is in train mode. Code in the folder is never run.

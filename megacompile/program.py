@@ -16,12 +16,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
 from megacompile.host.state import HostState
 from megacompile.inspection import Inspection
-from megacompile.plan.plan import Mode
 from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
@@ -31,7 +31,11 @@ from megacompile.storage.export import export_model
 
 
 class Program(Inspection):
-    """A model compiled for training under a memory budget; made by :func:`megacompile.compile`."""
+    """A model compiled for training under a memory budget; made by :func:`megacompile.compile`.
+
+    ``model`` and ``optimizer`` are those that were given; a learning-rate scheduler takes ``optimizer``. Used
+    as ``with program:``, it is closed at the end.
+    """
 
     def __init__(self, session: Session) -> None:
         self.model = session.model
@@ -99,7 +103,7 @@ class Program(Inspection):
     @alone
     def drop_gradients(self) -> None:
         """Forget the gradients that :meth:`forward_backward` has gathered."""
-        self._session.finish()
+        self._session.synchronize()
         self._session.drop_gradients()
 
     @alone
@@ -110,30 +114,29 @@ class Program(Inspection):
         if len(micro) > 1:
             raise MegacompileError(f"evaluate takes one batch, not a list of {len(micro)}: call it for each.")
         if self._session.runtime is None:
-            self.prepare(batch)  # the state is laid out for training
+            self.prepare(batch)  # the state is allocated for training
         results = self._session.run(micro, Mode("evaluate"), [1.0])
-        self.settle()
+        self._session.await_losses()
         return results.losses[0]
 
-    def settle(self) -> None:
-        """Return when the losses of all steps so far can be read."""
-        self._session.settle()
-
     @alone
-    def wait(self) -> None:
-        """Return when every transfer and update that is under way is over."""
-        self._session.finish()
+    def synchronize(self) -> None:
+        """Return when every transfer and update that is under way is over; ``out.loss`` needs no such
+        call."""
+        self._session.synchronize()
         self._session.report_skipped()
 
     @alone
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
         session = self._session
-        session.finish()
+        session.synchronize()
         if session.runtime is not None:
             session.runtime.close()
         self._closed = True
-        session.torn = session.torn or "The program was closed: compile the model again to train on."
+        session.inconsistent = (
+            session.inconsistent or "The program was closed: compile the model again to train on."
+        )
         session.report_skipped()
 
     def __enter__(self) -> Self:
@@ -150,8 +153,9 @@ class Program(Inspection):
 
     @alone
     def state_dict(self) -> dict[str, Tensor]:
-        """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor."""
-        self.wait()
+        """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor:
+        what the plain model's ``load_state_dict`` takes."""
+        self.synchronize()
         return self._session.values.state_dict()
 
     @alone
@@ -161,18 +165,18 @@ class Program(Inspection):
         Moments and step counts stay as they are, except after a step that stopped in the middle: those of
         some groups are of that step, so all start from zero.
         """
-        self.wait()
+        self.synchronize()
         session = self._session
         session.values.check(state)
-        torn = session.torn
-        session.torn = (
+        inconsistent = session.inconsistent
+        session.inconsistent = (
             "A state was loaded in part only: load a checkpoint, or a whole state, which then sets Adam's "
             "moments to zero."
         )
         session.values.load(state)
-        if session.runtime is not None and torn and not self._closed:
+        if session.runtime is not None and inconsistent and not self._closed:
             session.runtime.state.reset_moments()
-        session.forget_faults(torn if self._closed else "")
+        session.forget_faults(inconsistent if self._closed else "")
 
     @alone
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -180,15 +184,16 @@ class Program(Inspection):
 
         The state after every update so far: masters, moments in their format, step counts, buffers,
         the optimizer's settings, the place in the sequence of seeds. A checkpoint of an earlier call
-        in the same folder stays until this one is whole on disk; deleting old folders is the caller's.
+        in the same folder stays until this one is whole on disk; deleting old folders is the caller's,
+        and so is a scheduler's ``state_dict()``.
         """
-        self.wait()
+        self.synchronize()
         session = self._session
-        if session.torn:
-            raise ProgramError(session.torn)
+        if session.inconsistent:
+            raise ProgramError(session.inconsistent)
         settings = settings_of(self.optimizer, self.model)
         progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
-        save_checkpoint(Path(folder), self._laid_out("save"), session.values.loose(), progress)
+        save_checkpoint(Path(folder), self._allocated_state("save"), session.values.loose(), progress)
 
     @alone
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -198,12 +203,12 @@ class Program(Inspection):
         """
         session = self._session
         if self._closed:
-            raise ProgramError(session.torn)
-        self.wait()
-        checkpoint = Checkpoint(Path(folder), self._laid_out("load"), session.values.loose())
+            raise ProgramError(session.inconsistent)
+        self.synchronize()
+        checkpoint = Checkpoint(Path(folder), self._allocated_state("load"), session.values.loose())
         progress = checkpoint.progress
         check_settings(self.optimizer, self.model, progress.param_groups)
-        session.torn = "A checkpoint was read in part only: load a whole one."
+        session.inconsistent = "A checkpoint was read in part only: load a whole one."
         checkpoint.read()
         restore_settings(self.optimizer, progress.param_groups)
         session.seed, session.calls = progress.seed, progress.calls
@@ -212,20 +217,23 @@ class Program(Inspection):
     @alone
     def export(self, folder: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the trained values in ``dtype`` as a folder that ``transformers`` loads."""
-        self.wait()
+        self.synchronize()
         session = self._session
-        if session.torn and not self._closed:
-            raise ProgramError(session.torn)
+        if session.inconsistent and not self._closed:
+            raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
         export_model(Path(folder), self.model, values, dtype)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:
-        """Copy the masters into a model of the same shape, which is then an ordinary model again.
+        """Copy the masters into a model of the same shape, which is then an ordinary one again.
 
-        The program keeps its own values: what is changed in the model later is in no step.
+        So is the program's own model, with its optimizer, without moments.
+
+        The program keeps its own values: what is changed in the model later is trained only after
+        ``load_state_dict(model.state_dict())``.
         """
-        self.wait()
+        self.synchronize()
         self._session.values.copy_to(model)
 
     @alone
@@ -235,9 +243,9 @@ class Program(Inspection):
         For changes that no program follows: globals, closures, classes, the environment. State, moments, step
         counts and seeds stay as they are.
         """
-        self.wait()
+        self.synchronize()
         if self._session.runtime is not None:
-            self._laid_out("recompile")
+            self._allocated_state("recompile")
         self._session.forget_programs()
 
     def __getstate__(self) -> Any:
@@ -254,10 +262,10 @@ class Program(Inspection):
     def _ready(self) -> None:
         session = self._session
         session.same_process()
-        if session.torn:
-            raise ProgramError(session.torn)
-        if session.settings.on_nonfinite == "raise" and session.unjudged:
-            session.judge()  # no step runs after a faulty one, whatever the timing
+        if session.inconsistent:
+            raise ProgramError(session.inconsistent)
+        if session.settings.on_nonfinite == "raise" and session.unreported:
+            session.await_norm()  # no step runs after a faulty one, whatever the timing
         session.report_skipped()
 
     def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
@@ -272,10 +280,10 @@ class Program(Inspection):
         results.losses = losses
         return StepOutput(self._session, results, weights)
 
-    def _laid_out(self, what: str) -> HostState:
+    def _allocated_state(self, what: str) -> HostState:
         runtime = self._session.runtime
         if runtime is None:
-            raise ProgramError(f"Nothing is laid out yet: compile with example_batch, then {what}.")
+            raise ProgramError(f"No state is allocated yet: compile with example_batch, then {what}.")
         if runtime.has_gradients:
             raise ProgramError(
                 f"Gradients are waiting: call optimizer_step() or drop_gradients(), then {what}."

@@ -1,7 +1,7 @@
 """A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
 
 In: batches, modes and loss weights from the :class:`~megacompile.program.Program`. Out: results of runs.
-The first program lays out the state and takes over the model's values; all later ones share both.
+The first program allocates the state and takes over the model's values; all later ones share both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
 from megacompile.capture.snapshot import model_settings
@@ -26,11 +27,10 @@ from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
-from megacompile.plan.plan import Mode
 from megacompile.runtime import ownership
+from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.device import Device
-from megacompile.runtime.lay_out import check_beside, lay_out
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
 from megacompile.runtime.values import ModelValues
@@ -59,8 +59,8 @@ class Settings:
 class Session:
     """Compiles, binds and runs the programs of one model.
 
-    ``torn`` says, once a fault has left some weights updated and others not, what to do about it. ``current``
-    is the training program that ran last; ``calls`` counts the runs that drew a seed.
+    ``inconsistent`` says, once a fault has left some weights updated and others not, what to do about it.
+    ``current`` is the training program that ran last; ``calls`` counts the runs that drew a seed.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Session:
         self.current: Scheduled | None = None
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
-        self.torn = ""
+        self.inconsistent = ""
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self._intake = Intake(model, compiler, settings.max_seq_len)
         self._bound: dict[int, BoundStep] = {}
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
-        self.unjudged: list[StepResults] = []  # steps whose gradient norm was not there yet
+        self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""
@@ -156,7 +156,7 @@ class Session:
             raise MegacompileError("Another program has taken over this model: use that one.")
         refuse_moments(self.optimizer)
         assembly, settings = scheduled.compiled.assembly, self.settings
-        state, self.compiler.placement = lay_out(
+        state, self.compiler.placement = allocate_host_state(
             scheduled.planned.step,
             scheduled.planned.plan,
             assembly,
@@ -165,7 +165,7 @@ class Session:
             settings.host_budget_bytes,
         )
         device = settings.open_device()  # what may be refused comes before the model is taken
-        self.values.take_over(state, assembly.homes, self.finish)
+        self.values.take_over(state, assembly.homes, self.synchronize)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
 
@@ -193,7 +193,7 @@ class Session:
         runtime = self.runtime
         assert runtime is not None
         if bound is not self._previous:
-            runtime.finish()
+            runtime.synchronize()
             self._previous = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
@@ -209,7 +209,7 @@ class Session:
             results = runtime.run(bound, inputs)
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
-            self.unjudged.append(results)
+            self.unreported.append(results)
         return results
 
     def update(self) -> StepResults:
@@ -230,32 +230,32 @@ class Session:
                 "there, or compile in this process."
             )
 
-    def settle(self) -> None:
+    def await_losses(self) -> None:
         """Return when the losses of all steps so far can be read."""
         self.same_process()
         if self.runtime is not None:
-            self.runtime.settle()
+            self.runtime.await_losses()
 
-    def judge(self) -> None:
+    def await_norm(self) -> None:
         """Return when the norm of the last gradient is known; raise for one that was not finite."""
         self.same_process()
         if self.runtime is not None:
             with self._noting_faults(Exception):
-                self.runtime.judge()
+                self.runtime.await_norm()
         self.report_skipped()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Return when every transfer and update that is under way is over."""
         self.same_process()
         if self.runtime is not None:
             with self._noting_faults(Exception):
-                self.runtime.finish()
+                self.runtime.synchronize()
 
-    def forget_faults(self, torn: str = "") -> None:
-        """The state is whole again; ``torn`` is what still keeps it from being trained on."""
+    def forget_faults(self, inconsistent: str = "") -> None:
+        """The state is whole again; ``inconsistent`` is what still keeps it from being trained on."""
         if self.runtime is not None:
             self.runtime.forget_faults()
-        self.torn = torn
+        self.inconsistent = inconsistent
 
     def drop_gradients(self) -> None:
         """Forget gradients that belong to a step that is not made."""
@@ -264,8 +264,8 @@ class Session:
 
     def report_skipped(self) -> None:
         """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
-        known = [r for r in self.unjudged if r.grad_norm is not None]
-        self.unjudged = [r for r in self.unjudged if r.grad_norm is None]
+        known = [r for r in self.unreported if r.grad_norm is not None]
+        self.unreported = [r for r in self.unreported if r.grad_norm is None]
         if self.settings.on_nonfinite == "skip":
             return
         for results in known:
@@ -281,8 +281,8 @@ class Session:
         try:
             yield
         except kind as error:
-            if self.runtime is not None and self.runtime.torn:
-                self.torn = (
+            if self.runtime is not None and self.runtime.inconsistent:
+                self.inconsistent = (
                     f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
                     "updated and before others: load a checkpoint with program.load, or weights with "
                     "program.load_state_dict, which then sets Adam's moments to zero."

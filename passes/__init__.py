@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes.assign_slots import assign_slots
 from megacompile.passes.compute_order import compute_order
 from megacompile.passes.insert_frees import insert_frees
 from megacompile.passes.insert_gradients import insert_gradients
 from megacompile.passes.insert_offload import insert_offload
+from megacompile.passes.insert_offloaded_io import insert_offloaded_io
 from megacompile.passes.insert_prefetch import insert_prefetch
 from megacompile.passes.insert_recompute import insert_recompute
-from megacompile.passes.insert_stash_io import insert_stash_io
 from megacompile.passes.insert_state_io import insert_state_io
 from megacompile.passes.keep_state import keep_state
 from megacompile.passes.synchronize import synchronize
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Step
 
 
@@ -51,10 +51,10 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_prefetch, "order recompute resident", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
     _pass(insert_state_io, "prefetch gradients", "state_io"),
-    _pass(insert_stash_io, "offload state_io", "stash_io"),
+    _pass(insert_offloaded_io, "offload state_io", "offloaded_io"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),
     _pass(assign_slots, "prefetch gradients", "slots"),
-    _pass(synchronize, "prefetch offload gradients state_io stash_io frees slots", "waits"),
+    _pass(synchronize, "prefetch offload gradients state_io offloaded_io frees slots", "waits"),
 )
 
 

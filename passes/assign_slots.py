@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Ring
 

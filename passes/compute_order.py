@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Choice, ValueWork, Workload
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import CheckpointPolicy, ValueWork, Workload
 from megacompile.step.operations import Op, Step, compute_op
 from megacompile.step.spec import Kind, Master, Saved, Token, Value, ValueGrad, WeightGrad
 
@@ -42,9 +42,9 @@ class _Order:
         self.ops: list[Op] = []
         self.token_bytes: dict[Token, int] = {}
 
-    def _choice(self, b: int) -> Choice:
-        name = "none" if self.mode.kind == "evaluate" else self.plan.blocks[b].choice
-        return self.work.blocks[b].choice(name)
+    def _policy(self, b: int) -> CheckpointPolicy:
+        name = "none" if self.mode.kind == "evaluate" else self.plan.blocks[b].checkpoint
+        return self.work.blocks[b].policy(name)
 
     def _take(self, token: Token, nbytes: int) -> Token:
         self.token_bytes[token] = nbytes
@@ -61,12 +61,12 @@ class _Order:
                 )
 
     def forward(self, b: int, m: int) -> None:
-        block, choice = self.work.blocks[b], self._choice(b)
+        block, policy = self.work.blocks[b], self._policy(b)
         outputs = [self._take(Value(v, m), self.work.values[v].nbytes) for v in block.outputs]
-        keeps = choice.recompute is None and choice.saved_bytes and self.mode.kind != "evaluate"
+        keeps = policy.recompute is None and policy.saved_bytes and self.mode.kind != "evaluate"
         if keeps:
-            outputs.append(self._take(Saved(b, m), choice.saved_bytes))
-        op = compute_op("forward", b, m, choice, choice.forward, (), tuple(outputs))
+            outputs.append(self._take(Saved(b, m), policy.saved_bytes))
+        op = compute_op("forward", b, m, policy, policy.forward, (), tuple(outputs))
         seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
@@ -75,12 +75,12 @@ class _Order:
         self.ops.append(op)
 
     def backward(self, b: int, m: int) -> None:
-        block, choice, values = self.work.blocks[b], self._choice(b), self.work.values
-        if self.mode.kind == "evaluate" or choice.backward is None:
+        block, policy, values = self.work.blocks[b], self._policy(b), self.work.values
+        if self.mode.kind == "evaluate" or policy.backward is None:
             return
         given = [v for v in block.tangents if ValueGrad(v, m) in self.token_bytes]
         missing = sum(values[v].nbytes for v in block.tangents if v not in given)
-        kept = choice.saved_bytes or choice.recompute is not None
+        kept = policy.saved_bytes or policy.recompute is not None
         saved: tuple[Token, ...] = (Saved(b, m),) if kept else ()
         reads = tuple(ValueGrad(v, m) for v in given) + saved
         sums = [v for v in block.grad_values if values[v].sum_bytes]
@@ -89,7 +89,7 @@ class _Order:
             [self._take(ValueGrad(v, m), values[v].sum_bytes or values[v].nbytes) for v in block.grad_values]
             + [self._take(WeightGrad(g, b, m), nbytes) for g, nbytes in block.grad_groups]
         )
-        op = compute_op("backward", b, m, choice, choice.backward, reads, writes)
+        op = compute_op("backward", b, m, policy, policy.backward, reads, writes)
         op = op.with_(reads=op.reads + tuple(ValueGrad(v, m) for v in sums if v not in begun))
         self.ops.append(_around_sums(op, [values[v] for v in given], [values[v] for v in begun], missing))
 

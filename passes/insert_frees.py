@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Step
 from megacompile.step.spec import Token
 

@@ -2,7 +2,7 @@
 
 Immediate updates (one micro-batch, no clipping): adam follows the last contribution to its gradient,
 which streams through a small ring of host buffers where it is the only one; where the plan says
-"late", it follows the backward, and the gradient is kept. Deferred updates:
+"deferred", it follows the backward, and the gradient is kept. Deferred updates:
 gradients are kept per group, norms are taken as they land, and adam runs after the backward in the
 order in which the next forward will want the groups. Either way adam follows the last prefetch of its
 group: a step computes with the weights that it began with.
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacompile.assemble.plan import Mode, Plan, norm_bytes, updated_groups
+from megacompile.assemble.workload import Workload
 from megacompile.passes.keep_state import gradients_that_wait
-from megacompile.plan.plan import Mode, Plan, norm_bytes, updated_groups
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import (
     HostGrad,
@@ -68,13 +68,13 @@ class _Inserter:
         self.resident = set(step.resident)
         self.waiting = gradients_that_wait(step.ops, work, mode) & self.resident
         self.kept: set[int] = set()  # groups whose adam waits for the end of the backward
-        self.late: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
+        self.after_fetch: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
         if not mode.keeps_gradients:
-            self.kept = {g for g in last if plan.groups[g].update == "late"} - self.resident
-            self.late = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
+            self.kept = {g for g in last if plan.groups[g].update == "deferred"} - self.resident
+            self.after_fetch = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
 
     def pass_by(self, index: int, op: Op) -> None:
-        if op.kind not in ("evict", "prefetch", "free_stash"):
+        if op.kind not in ("evict", "prefetch", "free_offloaded"):
             self.ops += self.due
             self.due = []
         self.ops.append(op)
@@ -87,7 +87,7 @@ class _Inserter:
                     self._accumulate(op, group, nbytes)
                 else:
                     self._push(op, group, nbytes)
-        elif op.group in self.late and index == self.fetched[op.group]:
+        elif op.group in self.after_fetch and index == self.fetched[op.group]:
             self.ops.append(self._adam(op.group, HostGrad(op.group)))
 
     def _push(self, op: Op, group: int, nbytes: int) -> None:
@@ -113,7 +113,7 @@ class _Inserter:
         """What follows the last contribution to a gradient on the host."""
         if self.mode.kind == "train" and self.mode.keeps_gradients:
             self.ops.append(self._norm(group))
-        elif not self.mode.keeps_gradients and group not in self.late | self.kept:
+        elif not self.mode.keeps_gradients and group not in self.after_fetch | self.kept:
             self.ops.append(self._adam(group, home))
 
     def _accumulate(self, op: Op, group: int, nbytes: int) -> None:
@@ -133,7 +133,7 @@ class _Inserter:
 
     def _home(self, group: int) -> Token:
         shared = len(self.work.contributions[group]) > 1
-        if self.mode.keeps_gradients or shared or group in self.late | self.kept:
+        if self.mode.keeps_gradients or shared or group in self.after_fetch | self.kept:
             return HostGrad(group)
         return Ring(self.pushes % self.plan.ring)
 

@@ -1,6 +1,6 @@
-"""Send a block's stash to the host after its forward and bring it back before its backward.
+"""Send what a block saved to the host after its forward and bring it back before its backward.
 
-The stash is what only the block's own backward still needs: its saved tensors, and the inputs that no
+That is what only the block's own backward still needs: its saved tensors, and the inputs that no
 other block reads again.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes.weave import weave
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Offloaded, Saved, Token, Value
 
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert offload, free, reload for each block whose stash was planned to leave the device."""
-    if mode.kind in ("evaluate", "update") or all(block.stash == "device" for block in plan.blocks):
+    """Insert offload, free, reload for each block whose saved activations were planned to leave the
+    device."""
+    if mode.kind in ("evaluate", "update") or all(block.saved_on == "device" for block in plan.blocks):
         return step
     readers: dict[Token, list[int]] = defaultdict(list)
     for index, op in enumerate(step.ops):
@@ -26,27 +27,27 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     after: dict[int, list[Op]] = defaultdict(list)
     before: dict[int, list[Op]] = defaultdict(list)
     for index, op in enumerate(step.ops):
-        if op.kind != "forward" or plan.blocks[op.block].stash == "device":
+        if op.kind != "forward" or plan.blocks[op.block].saved_on == "device":
             continue
-        stash = _stash(step, index, readers, work)
-        if not stash:
+        saved = _saved(step, index, readers, work)
+        if not saved:
             continue
-        back = min(i for token in stash for i in readers[token] if i > index)
-        nbytes = sum(step.token_bytes[t] for t in stash)
+        back = min(i for token in saved for i in readers[token] if i > index)
+        nbytes = sum(step.token_bytes[t] for t in saved)
         home = Offloaded(op.block, op.micro)
         start = min(index + 1, back - 1)
         if back - index < 4:
             continue  # the backward is next: there is nothing to gain
         place = {"block": op.block, "micro": op.micro, "nbytes": nbytes}
-        after[index].append(Op("offload", "d2h", reads=stash, writes=(home,), **place))  # type: ignore[arg-type]
-        after[start].append(Op("free_stash", "compute", op.block, micro=op.micro, frees=stash))
+        after[index].append(Op("offload", "d2h", reads=saved, writes=(home,), **place))  # type: ignore[arg-type]
+        after[start].append(Op("free_offloaded", "compute", op.block, micro=op.micro, frees=saved))
         before[max(back - 1, start + 1)].append(
-            Op("reload", "h2d", reads=(home,), writes=stash, **place)  # type: ignore[arg-type]
+            Op("reload", "h2d", reads=(home,), writes=saved, **place)  # type: ignore[arg-type]
         )
     return step.with_(ops=weave(step.ops, before, after))
 
 
-def _stash(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
+def _saved(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
     """What only this block's own backward still reads; leaves of the batch are too small to move."""
     op = step.ops[index]
     own = []

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.assemble.plan import GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes.weave import weave
-from megacompile.plan.plan import GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import COMPUTES, Master, Weights
 
 
 def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert a prefetch ``lead`` compute operations ahead of each stay and an evict at its end."""
+    """Insert a prefetch ``prefetch_depth`` compute operations ahead of each stay and an evict at its end."""
     compute = [i for i, op in enumerate(step.ops) if op.kind in COMPUTES]
     uses: dict[int, list[int]] = defaultdict(list)
     micro = [step.ops[i].micro for i in compute]
@@ -30,7 +30,7 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     for first, last, group in sorted(
         (s[0], s[-1], g) for g, positions in uses.items() for s in _stays(positions, plan.groups[g], micro)
     ):
-        start = max(0, first - plan.groups[group].lead)
+        start = max(0, first - plan.groups[group].prefetch_depth)
         nbytes = work.groups[group].nbytes
         before[compute[start]].append(
             Op(
@@ -53,9 +53,9 @@ def _stays(positions: list[int], plan: GroupPlan, micro: list[int]) -> list[list
     stays = [[positions[0]]]
     begun = {micro[positions[0]]}
     for position in positions[1:]:
-        near = position - stays[-1][-1] <= plan.lead + 1
-        same_micro = plan.keep == "micro" and micro[position] in begun
-        if not (near or same_micro or plan.keep == "step"):
+        near = position - stays[-1][-1] <= plan.prefetch_depth + 1
+        same_micro = plan.residency == "micro" and micro[position] in begun
+        if not (near or same_micro or plan.residency == "step"):
             stays.append([])
             begun = set()
         stays[-1].append(position)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Op, Step, compute_op
 from megacompile.step.spec import Saved
 
@@ -14,12 +14,12 @@ def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> S
     token_bytes = dict(step.token_bytes)
     for op in step.ops:
         if op.kind == "backward":
-            choice = work.blocks[op.block].choice(plan.blocks[op.block].choice)
-            if choice.recompute is not None:
+            policy = work.blocks[op.block].policy(plan.blocks[op.block].checkpoint)
+            if policy.recompute is not None:
                 saved = Saved(op.block, op.micro)
-                token_bytes[saved] = choice.saved_bytes
+                token_bytes[saved] = policy.saved_bytes
                 ops.append(
-                    compute_op("recompute", op.block, op.micro, choice, choice.recompute, (), (saved,))
+                    compute_op("recompute", op.block, op.micro, policy, policy.recompute, (), (saved,))
                 )
         ops.append(op)
     return step.with_(ops=tuple(ops), token_bytes=token_bytes)

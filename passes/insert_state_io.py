@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes.weave import weave
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Disk, Staged, Token, Window
 

@@ -7,8 +7,8 @@ groups together one buffer for a gradient that is used at once.
 
 from __future__ import annotations
 
-from megacompile.plan.plan import Mode, Plan, updated_groups
-from megacompile.plan.workload import Workload
+from megacompile.assemble.plan import Mode, Plan, updated_groups
+from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Resident, Token, Weights
 

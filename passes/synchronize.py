@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Event, Op, Step
 from megacompile.step.spec import STREAMS, Token
 

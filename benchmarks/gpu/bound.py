@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.gpu.record import Result
 from megacompile.machine.rates import Machine
+from megacompile.plan.bound import lower_bound
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.bound import lower_bound
 
 _TIMED_BYTES, _BOUND_BYTES = 26, 28
 """What the part ``machine`` counts per parameter of host Adam, with a bf16 gradient, and what the bound
@@ -26,10 +26,11 @@ def beside_bound(schedule: Schedule, flops: float, seconds: float, rates: Result
     machine = machine if adam else replace(machine, host_bandwidth=math.inf)
     bound = lower_bound(schedule.work, schedule.mode, machine, model_flops=flops, plan=schedule.plan)
     return {
-        "lower_bound_seconds": bound.seconds, "bound_by": bound.binding,
+        "lower_bound_seconds": bound.seconds,
+        "bound_by": bound.binding,
         "fraction_of_bound": bound.seconds / seconds,
         "bound_from": "measured rates" if rates else machine.name,
-    }  # fmt: skip
+    }
 
 
 def _measured(machine: Machine, rates: Result) -> Machine:

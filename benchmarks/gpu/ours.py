@@ -100,8 +100,9 @@ def sanitize() -> Result:
     if tool is None or not torch.cuda.is_available():
         return {"not measured": "compute-sanitizer or a GPU is missing"}
     code = "from benchmarks.gpu.ours import against_eager as run; run('llama', 'bfloat16', True, 2, '4GB')"
-    done = subprocess.run([tool, "--error-exitcode", "9", sys.executable, "-c", code],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, "-c", code], capture_output=True, text=True
+    )
     summary = next((x for x in reversed(done.stdout.splitlines()) if "ERROR SUMMARY" in x), "no summary")
     return {"summary": summary.strip("= "), "right": done.returncode == 0}
 
@@ -148,7 +149,7 @@ def _timed(program: Program, batch: Any, repeats: int) -> float:
     for _ in range(repeats + 1):
         float(program.train_step(batch).loss)
         ends.append(time.perf_counter())
-    program.wait()
+    program.synchronize()
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
@@ -187,8 +188,7 @@ def endurance(steps: int, tokens: int, budget: str) -> Result:
             seconds.append(time.perf_counter() - start)
             host.append(_host_now())
         program.close()
-        resumed = compiled(resumed_model, budget, max_grad_norm=1.0,
-                           example_batch=batch_of(tokens, 64, 512))  # fmt: skip
+        resumed = compiled(resumed_model, budget, max_grad_norm=1.0, example_batch=batch_of(tokens, 64, 512))
         resumed.load(folder)
     again = [
         float(resumed.train_step(batch_of(tokens, 64, 512, index)).loss) for index in range(steps // 2, steps)
@@ -197,6 +197,9 @@ def endurance(steps: int, tokens: int, budget: str) -> Result:
     quarter = steps // 4
     drift = statistics.median(seconds[-quarter:]) / statistics.median(seconds[quarter : 2 * quarter])
     return {
-        "steps": steps, "step_time_drift": drift, "host_growth_mb": (host[-1] - host[quarter]) / 1e6,
-        "resumed_equal": again == losses[steps // 2 :], "last_loss": losses[-1],
-    }  # fmt: skip
+        "steps": steps,
+        "step_time_drift": drift,
+        "host_growth_mb": (host[-1] - host[quarter]) / 1e6,
+        "resumed_equal": again == losses[steps // 2 :],
+        "last_loss": losses[-1],
+    }

@@ -127,15 +127,20 @@ def _deepspeed(module: nn.Module, batch: dict[str, Any], *, more: dict[str, Any]
     rows = len(batch["input_ids"])
     module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     zero = {
-        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 100_000_000,
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 100_000_000,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
-    } | (more or {})  # fmt: skip
+    } | (more or {})
     config = {
-        "train_micro_batch_size_per_gpu": rows, "bf16": {"enabled": True}, "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": rows,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": False}},
         "wall_clock_breakdown": False,
-    }  # fmt: skip
+    }
     engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=module.parameters())
 
     def step() -> object:

@@ -42,8 +42,10 @@ def hardware() -> Result:
     found: Result = {
         "machine": machine_line(),
         "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "triton": triton.__version__, "transformers": transformers.__version__, "device": "CPU",
-    }  # fmt: skip
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "device": "CPU",
+    }
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}

@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import BlockWork, Call, Workload
 from megacompile.machine.catalog import load_machine, override
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import BlockWork, Call, Workload
 
 FOLDER = Path(__file__).parent
 
@@ -70,7 +70,7 @@ def shortened(work: Workload, blocks: int) -> Workload:
     links = [b.outputs[0] for b in work.blocks]
     renamed = {links[gone[-1]]: links[gone[0] - 1]}
     kept = [b for i, b in enumerate(work.blocks) if i not in gone]
-    groups = sorted({g for b in kept for c in b.choices for g in c.forward.groups})
+    groups = sorted({g for b in kept for c in b.policies for g in c.forward.groups})
     places = {g: i for i, g in enumerate(groups)}
 
     def call(given: Call | None) -> Call | None:
@@ -81,18 +81,20 @@ def shortened(work: Workload, blocks: int) -> Workload:
         )
 
     def cut(block: BlockWork) -> BlockWork:
-        choices = tuple(
+        policies = tuple(
             replace(
                 c,
                 forward=call(c.forward) or c.forward,
                 recompute=call(c.recompute),
                 backward=call(c.backward),
             )
-            for c in block.choices
+            for c in block.policies
         )
         return replace(
-            block, choices=choices, grad_values=tuple(renamed.get(v, v) for v in block.grad_values),
+            block,
+            policies=policies,
+            grad_values=tuple(renamed.get(v, v) for v in block.grad_values),
             grad_groups=tuple((places[g], n) for g, n in block.grad_groups),
-        )  # fmt: skip
+        )
 
     return replace(work, blocks=tuple(cut(b) for b in kept), groups=tuple(work.groups[g] for g in groups))

@@ -10,12 +10,12 @@ import warnings
 from dataclasses import asdict
 
 from benchmarks.instances import FOLDER, Instance
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
 from megacompile.passes import lower_memory
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.least import infeasible
+from megacompile.plan.least import infeasible
 from megacompile.step.operations import peak_bytes
 
 # model, batch, tokens, machine, link in GB/s where it is not the machine's own, micro-batches

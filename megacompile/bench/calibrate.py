@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, Workload
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import StorageMeter
-from megacompile.differentiate.options import DifferentiatedTemplate, Option
+from megacompile.differentiate.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.frontend import Compiled
 from megacompile.host.arena import trim_heap
 from megacompile.machine.rates import Machine, copies_beside
 from megacompile.partition.blocks import Template
-from megacompile.plan.workload import BlockWork, Call, Choice, Workload
 
 _CPU = torch.device("cpu")
 _CACHES = 64 << 20  # bytes that no cache near a core holds
@@ -48,16 +48,16 @@ def calibrated(compiled: Compiled, machine: Machine, repeats: int = 5) -> tuple[
 
 
 def _timed(block: BlockWork, times: dict[tuple[str, str], float]) -> BlockWork:
-    def call(choice: Choice, part: str) -> Call | None:
-        given: Call | None = getattr(choice, part)
-        return given and replace(given, seconds=times[choice.name, part])
+    def call(policy: CheckpointPolicy, part: str) -> Call | None:
+        given: Call | None = getattr(policy, part)
+        return given and replace(given, seconds=times[policy.name, part])
 
-    choices = tuple(
+    policies = tuple(
         replace(c, forward=call(c, "forward") or c.forward, recompute=call(c, "recompute"),
                 backward=call(c, "backward"))
-        for c in block.choices
+        for c in block.policies
     )  # fmt: skip
-    return replace(block, choices=choices)
+    return replace(block, policies=policies)
 
 
 class _Timer:
@@ -70,24 +70,24 @@ class _Timer:
         self.loaded = {f.name: f.load(_CPU) for f in functions.functions()}
 
     def run(self) -> dict[tuple[str, str], float]:
-        """Seconds by (option, part)."""
+        """Seconds by (policy, part)."""
         found: dict[tuple[str, str], float] = {}
-        for name, option in self.functions.options.items():
-            values = self._values(option)
+        for name, policy in self.functions.policies.items():
+            values = self._values(policy)
             for part in ("forward", "recompute", "backward"):
-                function: BlockFunction | None = getattr(option, part)
+                function: BlockFunction | None = getattr(policy, part)
                 if function is not None:
                     found[name, part] = self._seconds(function, values)
         return found
 
-    def _values(self, option: Option) -> dict[Ref, Any]:
+    def _values(self, policy: PolicyFunctions) -> dict[Ref, Any]:
         """Inputs, outputs, saved tensors, and a gradient for each output that has one."""
         values: dict[Ref, Any] = {("in", i): t for i, t in enumerate(self.inputs)}
-        for function in (option.forward, option.recompute):
+        for function in (policy.forward, policy.recompute):
             if function is not None:
                 results = self._call(function, values)
                 values |= dict(zip(function.outputs, results, strict=True))
-        for kind, k in option.backward.inputs if option.backward is not None else ():
+        for kind, k in policy.backward.inputs if policy.backward is not None else ():
             if kind == "grad":
                 values[kind, k] = torch.full_like(values["out", k], 1e-3)
         return values

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacompile.assemble.codec import from_plain, parse_json
 from megacompile.bench.cases import OPERATIONS, Shape
 from megacompile.bench.kernels import Row, shape_text
 from megacompile.differentiate.kernel_calls import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
-from megacompile.plan.codec import from_plain, parse_json
 
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "glu")
 

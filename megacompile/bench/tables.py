@@ -11,10 +11,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.bench.kernels import MODES, Row
 from megacompile.errors import MegacompileError
 from megacompile.kernels.aot import SHARED_LIMIT, read_table
-from megacompile.plan.codec import from_plain, parse_json, to_plain
 
 SLOWER = 1.05
 """A median this many times an older one is called slower: below that is noise."""

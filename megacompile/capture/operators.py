@@ -203,10 +203,9 @@ def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         grad, q, k, v, bias, sinks, rng, out, lse, *ctx.constants
     )
     bias_grad = ctx.constants[-1] and bias is not None
-    return (
-        (dq, dk, dv, d_bias if bias_grad else None, d_sinks if sinks is not None else None)
-        + (None,) * (1 + len(ctx.constants))
-    )  # fmt: skip
+    return (dq, dk, dv, d_bias if bias_grad else None, d_sinks if sinks is not None else None) + (None,) * (
+        1 + len(ctx.constants)
+    )
 
 
 attention.register_autograd(_attention_grad, setup_context=_attention_setup)

@@ -29,10 +29,13 @@ Above is what the kernels compile to; --check compares results on the CPU."""
 def add_kernels(commands: Any) -> None:
     """Add ``bench kernels`` to the subparsers of ``bench``."""
     kernels = commands.add_parser(
-        "kernels", help="the fused kernels against eager, torch.compile and Liger", epilog=_KERNELS,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "kernels",
+        help="the fused kernels against eager, torch.compile and Liger",
+        epilog=_KERNELS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         description="Time forward, backward and both of each kernel on this machine's GPU.",
-    )  # fmt: skip
+    )
     add = kernels.add_argument
     add("--op", action="append", metavar="NAME", help="an operation (all); may be given several times")
     add("--dtype", action="append", choices=DTYPES, help="bfloat16; may be given several times")
@@ -73,8 +76,11 @@ def run_kernels(options: argparse.Namespace) -> int:
 def _told(rows: Iterator[Any]) -> Iterator[Any]:
     """Progress on stderr: a run takes minutes."""
     for row in rows:
-        print(f"{row.operation} {row.dtype} {row.shape} {row.provider} {row.mode}: "
-              f"{row.note or f'{row.median_ms:.4f} ms'}", file=sys.stderr)  # fmt: skip
+        print(
+            f"{row.operation} {row.dtype} {row.shape} {row.provider} {row.mode}: "
+            f"{row.note or f'{row.median_ms:.4f} ms'}",
+            file=sys.stderr,
+        )
         yield row
 
 
@@ -124,8 +130,11 @@ def _work(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[int, ...], t
     if options.shape and len(names) != 1:
         raise MegacompileError("--shape is a shape of one operation: give one --op with it.")
     if options.plan:
-        yield from ((OPERATIONS[t.operation], t.shape, getattr(torch, t.dtype))
-                    for t in _targets(options.plan) if t.operation in names)  # fmt: skip
+        yield from (
+            (OPERATIONS[t.operation], t.shape, getattr(torch, t.dtype))
+            for t in _targets(options.plan)
+            if t.operation in names
+        )
         return
     for name in names:
         operation = OPERATIONS[name]

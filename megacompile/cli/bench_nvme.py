@@ -12,11 +12,12 @@ from megacompile.units import parse_bytes
 def add_nvme(commands: Any) -> None:
     """Add ``bench nvme`` to the subparsers of ``bench``."""
     nvme = commands.add_parser(
-        "nvme", help="what the drive behind a directory gives, and the storage engine's part of it",
+        "nvme",
+        help="what the drive behind a directory gives, and the storage engine's part of it",
         allow_abbrev=False,
         description="Read and write a scratch file past the page cache at several block sizes and queue "
         "depths, then with the engine that offload_dir uses.",
-    )  # fmt: skip
+    )
     nvme.add_argument("--dir", required=True, metavar="DIR", help="a directory on the drive")
     nvme.add_argument("--size", default="2GB", metavar="SIZE", help="bytes of the scratch file (2GB)")
     nvme.add_argument("--json", action="store_true", help="print JSON")

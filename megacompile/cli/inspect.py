@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from megacompile.assemble.plan import Plan
+from megacompile.assemble.text import plan_table
 from megacompile.errors import MegacompileError
-from megacompile.plan.plan import Plan
-from megacompile.plan.text import plan_table
 from megacompile.schedule.diff import diff_plans, diff_schedules
 from megacompile.schedule.schedule import Schedule
 from megacompile.units import format_bytes

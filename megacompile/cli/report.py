@@ -10,15 +10,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megacompile.assemble.text import plan_table
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
 from megacompile.estimate.study import Answer, Prediction
 from megacompile.estimate.sweeps import Point, Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
-from megacompile.plan.text import plan_table
-from megacompile.search.least import describe_peak
-from megacompile.search.tiers import describe_traffic
+from megacompile.plan.least import describe_peak
+from megacompile.plan.tiers import describe_traffic
 from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
@@ -103,8 +103,11 @@ def _verdict(answer: Answer, extras: Extras) -> str:
             f"{about}{big.seq:,} tokens at batch {q.batch}{capped}{sure}"
         )
     if not answer.fits_device():
-        lines.append(textwrap.fill(describe_peak(answer.least.step, answer.work), 98, initial_indent="  ",
-                                   subsequent_indent="  "))  # fmt: skip
+        lines.append(
+            textwrap.fill(
+                describe_peak(answer.least.step, answer.work), 98, initial_indent="  ", subsequent_indent="  "
+            )
+        )
     return "\n".join(lines)
 
 
@@ -225,7 +228,7 @@ def _host(answer: Answer) -> str:
     found = answer.hosts()
     lines = ["Host memory            streamed   clipped  accumulated"]
     kinds = (("FP32 masters", "masters"), ("Adam moments", "moments"), ("kept gradients", "gradients"),
-             ("gradient buffers", "buffers"), ("waiting activations", "stash"),
+             ("gradient buffers", "buffers"), ("waiting activations", "offloaded"),
              ("buffers for NVMe", "window"), ("on NVMe", "nvme"))  # fmt: skip
     for label, field in kinds:
         cells = [getattr(h, field) for h in found.values()]

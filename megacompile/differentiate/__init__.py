@@ -1,1 +1,1 @@
-"""Differentiate: each template becomes options of forward, recompute and backward functions."""
+"""Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy."""

@@ -33,7 +33,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
         found: list[Tensor | None] = []
         if roots and leaves:
             raw = torch.autograd.grad(roots, [i for i, _ in leaves], grads, allow_unused=True)
-            found = [_settle(grad, *leaf) for grad, leaf in zip(raw, leaves, strict=True)]
+            found = [_own_memory(grad, *leaf) for grad, leaf in zip(raw, leaves, strict=True)]
         return list(outputs), found
 
     with mode:
@@ -56,7 +56,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
     return traced.graph
 
 
-def _settle(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
+def _own_memory(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
     """A gradient that keeps no more memory than its own alive and, for a value, is laid out as it is.
 
     A slice of a larger tensor would hold all of it, while a plan counts bytes by tensor; and the block
@@ -89,8 +89,10 @@ def _is_mutable(node: fx.Node) -> bool:
 def _check_functional(graph: fx.Graph, template: Template) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
-            raise CaptureError(f"{template.name or 'The model'} creates a constant tensor in its "
-                               "backward, which cannot be placed: report the operator it uses.")  # fmt: skip
+            raise CaptureError(
+                f"{template.name or 'The model'} creates a constant tensor in its "
+                "backward, which cannot be placed: report the operator it uses."
+            )
         if _is_mutable(node):
             raise CaptureError(
                 f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "

@@ -123,7 +123,7 @@ class StorageMeter(TorchDispatchMode):
         self._watch(tensor, max(tensor.untyped_storage().nbytes(), at_least))
         if self.limit is not None and self._live > self.limit:
             raise BudgetExceededError(
-                f"A block asked for {self._live} bytes of temporaries and stashes where the plan "
+                f"A block asked for {self._live} bytes of temporaries and saved activations where the plan "
                 f"leaves {self.limit}: please report this schedule."
             )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration
-from megacompile.plan.workload import Workload
-from megacompile.search.candidates import Planned
-from megacompile.search.least import alive_before
+from megacompile.plan.candidates import Planned
+from megacompile.plan.least import alive_before
 from megacompile.step.operations import Step, memory_curve
 from megacompile.step.spec import COMPUTES, STREAMS, Saved, Stream, Value, ValueGrad, WeightGrad
 
@@ -83,8 +83,10 @@ def waits(planned: Planned) -> dict[Stream, dict[str, float]]:
     for stream, causes in found.items():
         rest = max(0.0, period - timeline.busy[stream] - sum(causes.values()))
         causes[CAUSES[busiest] if stream == "compute" else IDLE] += rest
-    return {stream: {name: t for name, t in sorted(causes.items(), key=lambda c: -c[1]) if t > 1e-3 * period}
-            for stream, causes in found.items()}  # fmt: skip
+    return {
+        stream: {name: t for name, t in sorted(causes.items(), key=lambda c: -c[1]) if t > 1e-3 * period}
+        for stream, causes in found.items()
+    }
 
 
 class _Chain:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megacompile.assemble.workload import Call, Workload
 from megacompile.estimate.models import Model
 from megacompile.estimate.study import Answer, Question, Study, map_calls
-from megacompile.plan.workload import Call, Workload
-from megacompile.search.least import least
+from megacompile.plan.least import least
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def enlarged(work: Workload, factor: int) -> Workload:
 
     work = map_calls(work, grown)
     blocks = tuple(
-        replace(b, choices=tuple(replace(c, saved_bytes=c.saved_bytes * factor) for c in b.choices))
+        replace(b, policies=tuple(replace(c, saved_bytes=c.saved_bytes * factor) for c in b.policies))
         for b in work.blocks
     )
     return replace(

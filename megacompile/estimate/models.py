@@ -18,9 +18,9 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
+from megacompile.assemble.codec import parse_json
 from megacompile.errors import MegacompileError
 from megacompile.estimate.presets import PRESETS
-from megacompile.plan.codec import parse_json
 
 _MOST_LAYERS = 4096  # beyond any model; a config of a billion layers would fill this machine
 

@@ -22,9 +22,12 @@ class Preset:
 
 
 def _dense(
-    model_type: str, source: str, vocab: int, rows: dict[str, tuple[float, int, int, int, int, int, bool]],
+    model_type: str,
+    source: str,
+    vocab: int,
+    rows: dict[str, tuple[float, int, int, int, int, int, bool]],
     **more: Any,
-) -> dict[str, Preset]:  # fmt: skip
+) -> dict[str, Preset]:
     """Presets of one family from (billions, layers, hidden, intermediate, heads, kv heads, tied)."""
     return {
         name: Preset(

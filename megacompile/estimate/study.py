@@ -1,7 +1,7 @@
 """Will it fit and how fast: from a model, a machine and budgets to an :class:`Answer`.
 
 In:  a model on the meta device and a :class:`Question`. Out: an :class:`Answer`, for clipping and without,
-planned by what plans a training run (:mod:`megacompile.search.plan_program`). Nothing here needs weights, a
+planned by what plans a training run (:mod:`megacompile.plan.plan_program`). Nothing here needs weights, a
 GPU or triton. The figures of one answer agree: where the step does not fit, it holds the least budgets
 instead of predictions.
 """
@@ -15,6 +15,8 @@ from functools import cached_property
 
 import torch
 
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import BlockWork, Call, Workload
 from megacompile.capture.batch import read_batch
 from megacompile.errors import BudgetError
 from megacompile.estimate.models import Model
@@ -23,15 +25,13 @@ from megacompile.frontend import Compiled
 from megacompile.host.needs import HostBytes, host_bytes
 from megacompile.machine.catalog import Dtype, MachineProfile
 from megacompile.passes import lower_memory
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import BlockWork, Call, Workload
+from megacompile.plan.bound import Bound, lower_bound
+from megacompile.plan.candidates import Planned
+from megacompile.plan.least import least
+from megacompile.plan.plan_program import Known, Terms, plan_program
+from megacompile.plan.tiers import Tiers
+from megacompile.plan.tiling import tried
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.bound import Bound, lower_bound
-from megacompile.search.candidates import Planned
-from megacompile.search.least import least
-from megacompile.search.plan_program import Known, Terms, plan_program
-from megacompile.search.tiers import Tiers
-from megacompile.search.tile_choice import tried
 from megacompile.step.operations import Step
 
 Progress = Callable[[str], None]
@@ -188,7 +188,7 @@ class Study:
         """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
         graph misses; ``stored``: the state may go to NVMe."""
         flops = self.model.step_flops(batch, seq)
-        for compiled in self._repeat(batch, seq, stored).rungs():
+        for compiled in self._repeat(batch, seq, stored).tilings():
             work, missed = complete_flops(compiled.assembly.work, flops)
             yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
 
@@ -202,7 +202,7 @@ class Study:
             self._repeated[batch, seq, stored] = repeated
         return self._repeated[batch, seq, stored]
 
-    def rungs(self, question: Question) -> Iterator[Compiled]:
+    def tilings(self, question: Question) -> Iterator[Compiled]:
         """The question's batch with no weight cut, then with ever smaller pieces."""
         stored = question.nvme_budget is not None
         return (compiled for compiled, _ in self._rungs(question.batch, question.seq, stored))
@@ -210,9 +210,9 @@ class Study:
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
         best: tuple[int, Compiled] | None = None
-        for rung, need in tried(self.rungs(question), question.mode(True), question.hbm_budget):
+        for tiling, need in tried(self.tilings(question), question.mode(True), question.hbm_budget):
             if best is None or need < best[0]:
-                best = need, rung
+                best = need, tiling
             if need <= question.hbm_budget:
                 break
             self.progress("cutting large weights into smaller pieces")
@@ -240,7 +240,7 @@ class Study:
         repeated = self._repeat(question.batch, question.seq, question.nvme_budget is not None)
         try:
             compiled, planned = plan_program(
-                self.rungs(question), mode, question.terms, gathers=repeated.gathers, known=self._known
+                self.tilings(question), mode, question.terms, gathers=repeated.gathers, known=self._known
             )
         except BudgetError:
             return {}
@@ -254,7 +254,7 @@ def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]
     Products in a grouped kernel (mixture of experts) may have no FLOP formula; what is missing against
     the closed form is spread over the blocks that have FLOPs, in proportion.
     """
-    forward = sum((b.choice("none").forward.flops for b in work.blocks), 0)
+    forward = sum((b.policy("none").forward.flops for b in work.blocks), 0)
     missed = 1 - 3 * forward / model_flops
     if missed < 0.02 or not forward:
         return work, 0.0
@@ -267,14 +267,16 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 
     def block(given: BlockWork) -> BlockWork:
         grads = sum(nbytes for _, nbytes in given.grad_groups)
-        choices = (
+        policies = (
             replace(
-                c, forward=change(c.forward, 0), recompute=c.recompute and change(c.recompute, 0),
+                c,
+                forward=change(c.forward, 0),
+                recompute=c.recompute and change(c.recompute, 0),
                 backward=c.backward and change(c.backward, grads),
             )
-            for c in given.choices
-        )  # fmt: skip
-        return replace(given, choices=tuple(choices))
+            for c in given.policies
+        )
+        return replace(given, policies=tuple(policies))
 
     return replace(work, blocks=tuple(map(block, work.blocks)))
 
@@ -284,7 +286,7 @@ def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
     state on NVMe where it may go there."""
     work = compiled.assembly.work
     nbytes, plan, step = least(work, question.mode(True))
-    blocks = tuple(replace(block, stash="device") for block in plan.blocks)
+    blocks = tuple(replace(block, saved_on="device") for block in plan.blocks)
     held = replace(plan, blocks=blocks)
     if question.nvme_budget is not None:
         groups = tuple(replace(group, state="nvme-all") for group in plan.groups)

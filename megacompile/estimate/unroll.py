@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile.assemble.assembly import assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
-from megacompile.plan.assemble import assemble, cut_parameters
-from megacompile.search.residency import with_state
+from megacompile.plan.residency import with_state
 from megacompile.tile.rewrite import Cuts
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
@@ -44,12 +44,12 @@ class Repeated:
             self._few = Frontend(self._short.module, compute_dtype, gathers=not stored)
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
 
-    def rungs(self) -> Iterator[Compiled]:
+    def tilings(self) -> Iterator[Compiled]:
         """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
-        for compiled in self._few.rungs(self._batch, evaluate=False):
+        for compiled in self._few.tilings(self._batch, evaluate=False):
             key = tuple(compiled.tiled.cuts.items())
             if key not in self._made:
                 self._made[key] = self._repeat(compiled)
@@ -117,18 +117,18 @@ def _kinds(model: Model) -> tuple[object, ...]:
 def _shorten(model: Model, layers: _Layers) -> Model | None:
     """The model cut after the first layers that show each kind between two others, and a last one."""
     kinds, count = layers.kinds, len(layers.kinds)
-    keep = max(_FEWEST, *(2 + kinds.index(k, 1) for k in set(kinds[1:-1]))) if count > _FEWEST else count
-    while keep < count and kinds[keep - 1] != kinds[-1]:
-        keep += 1
-    if keep >= count:
+    residency = max(_FEWEST, *(2 + kinds.index(k, 1) for k in set(kinds[1:-1]))) if count > _FEWEST else count
+    while residency < count and kinds[residency - 1] != kinds[-1]:
+        residency += 1
+    if residency >= count:
         return None
     config: Any = copy.deepcopy(model.config)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(config, name, value[:keep])
-    config.num_hidden_layers = keep
+            setattr(config, name, value[:residency])
+    config.num_hidden_layers = residency
     short = build(model.name, config)
-    return short if _kinds(short) == kinds[:keep] else None
+    return short if _kinds(short) == kinds[:residency] else None
 
 
 def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:

@@ -12,7 +12,7 @@ from megacompile.estimate.study import Answer, Prediction, Question, Study
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES
-from megacompile.search.plan_program import plan_program
+from megacompile.plan.plan_program import plan_program
 
 _ANY = 1 << 60  # no drive has more
 
@@ -108,8 +108,8 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
         saved = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
         note = "moments in blocks of codes; training differs a little"
         yield way(f'optimizer_state="{form}" on compile', saved, note)
-    if host.stash and here is not None:
-        yield way("a smaller batch or shorter sequences", host.stash, "no activations wait on the host")
+    if host.offloaded and here is not None:
+        yield way("a smaller batch or shorter sequences", host.offloaded, "no activations wait on the host")
 
 
 def _to_drive(here: Prediction) -> Iterator[WayOut]:

@@ -72,9 +72,7 @@ def linear_cross_entropy(node: fx.Node) -> Match | None:
         return _emit(emit, inputs, terms, linear, dtype)
 
     inputs = (hidden, matrix, labels, *bias)
-    return Match(
-        "linear_cross_entropy", node, ordered(inside | {node}), inputs, build, linear, views=views
-    )  # fmt: skip
+    return Match("linear_cross_entropy", node, ordered(inside | {node}), inputs, build, linear, views=views)
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, Any, int, int, float]:

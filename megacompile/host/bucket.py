@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
 
 
 def is_dense(x: Tensor) -> bool:

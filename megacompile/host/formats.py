@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 import torch
 
+from megacompile.assemble.assembly import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
-from megacompile.plan.assemble import GroupLayout, padded_elements
 from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from megacompile.assemble.assembly import Assembly, GroupLayout
+from megacompile.assemble.plan import Plan
+from megacompile.assemble.workload import Workload
 from megacompile.host.arena import padded
 from megacompile.host.formats import StateFormat
 from megacompile.host.offload import buffer_bytes, host_state_bytes, place_groups
-from megacompile.plan.assemble import Assembly, GroupLayout
-from megacompile.plan.plan import Plan
-from megacompile.plan.workload import Workload
-from megacompile.step.operations import Step, kept_gradients, stash_buffers, stashes
+from megacompile.step.operations import Step, kept_gradients, offload_buffers, offloads
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``stash`` offloaded activations.
+    """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``offloaded`` offloaded activations.
 
     ``window`` are the buffers that state on NVMe passes through, ``padding`` what rounding up to pages
     adds; ``nvme`` lies on the drive and is not in ``total``.
@@ -31,7 +31,7 @@ class HostBytes:
     moments: int
     gradients: int
     buffers: int
-    stash: int
+    offloaded: int
     window: int
     padding: int
     nvme: int
@@ -48,12 +48,12 @@ def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) ->
     held = [array for place in places for array in place.in_ram]
     masters, moments = (sum(a.nbytes for a in held if a.kind == kind) for kind in ("masters", "moments"))
     passing = window * sum(buffer_bytes(places))
-    gradients, buffers, stash = map(sum, _buffers(step, assembly.work))
+    gradients, buffers, offloaded = map(sum, _buffers(step, assembly.work))
     total = host_state_bytes(places, window) + step_bytes(step, assembly.work)
-    padding = total - masters - moments - gradients - buffers - stash - passing
-    stored = sum(stashes(step, "nvme_write").values())
+    padding = total - masters - moments - gradients - buffers - offloaded - passing
+    stored = sum(offloads(step, "nvme_write").values())
     nvme = sum(p.storage_bytes for p in places) + stored
-    return HostBytes(masters, moments, gradients, buffers, stash, passing, padding, nvme)
+    return HostBytes(masters, moments, gradients, buffers, offloaded, passing, padding, nvme)
 
 
 def step_bytes(step: Step, work: Workload) -> int:
@@ -67,9 +67,11 @@ def _buffers(step: Step, work: Workload) -> tuple[list[int], ...]:
     Gradients that are summed are kept in FP32, others as they come.
     """
     groups = work.groups
-    kept = [groups[g].nbytes if own else groups[g].gradient_bytes or 4 * groups[g].elements
-            for g, own in kept_gradients(step).items()]  # fmt: skip
-    return kept, list(step.ring), list(stash_buffers(step).values())
+    kept = [
+        groups[g].nbytes if own else groups[g].gradient_bytes or 4 * groups[g].elements
+        for g, own in kept_gradients(step).items()
+    ]
+    return kept, list(step.ring), list(offload_buffers(step).values())
 
 
 def state_in_ram(groups: Sequence[GroupLayout], form: StateFormat) -> int:
@@ -84,5 +86,5 @@ def host_states(plan: Plan) -> tuple[str, ...]:
 
 def storage_window(plan: Plan) -> int:
     """How many buffers of each kind the plan has for what is on storage; 0 where nothing is."""
-    stored = any(s != "host" for s in host_states(plan)) or any(b.stash == "nvme" for b in plan.blocks)
+    stored = any(s != "host" for s in host_states(plan)) or any(b.saved_on == "nvme" for b in plan.blocks)
     return plan.window if stored else 0

@@ -235,8 +235,10 @@ def _create(path: Path, nbytes: int) -> int:
             ) from error
         path.unlink(missing_ok=True)
         file = os.open(path, flags, 0o600)
-        warnings.warn(f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and "
-                      "are slower.", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and are slower.",
+            stacklevel=2,
+        )
     if _file_system(folder) in ("tmpfs", "ramfs"):
         warnings.warn(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.", stacklevel=2)
     try:

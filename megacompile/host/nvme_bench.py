@@ -56,8 +56,10 @@ class DriveReport:
     fractions: tuple[float, float]
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}, {'direct' if self.direct else 'through the page cache'}, GB/s",
-                 f"{'block':>8}{'depth':>7}{'read':>8}{'write':>8}{'both':>8}"]  # fmt: skip
+        lines = [
+            f"{self.folder}, {'direct' if self.direct else 'through the page cache'}, GB/s",
+            f"{'block':>8}{'depth':>7}{'read':>8}{'write':>8}{'both':>8}",
+        ]
         for r in self.rates:
             figures = "".join(f"{x / 1e9:>8.2f}" for x in (r.read, r.write, r.both))
             lines.append(f"{r.block_bytes >> 20:>4} MiB{r.depth:>7}{figures}")

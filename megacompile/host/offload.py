@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import GroupLayout
 from megacompile.errors import StorageError
 from megacompile.host.arena import HostArena, padded
 from megacompile.host.formats import FlatArray, StateFormat, group_arrays
 from megacompile.host.nvme import Storage
-from megacompile.plan.assemble import GroupLayout
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Offload:
         With ``change`` they are written back then, and what storage has lost is zero.
         """
         if group != self._open:
-            self.settle()
+            self.write_back()
             if group in self._fresh:
                 self._buffers[0][: self.places[group].storage_bytes].zero_()
                 self._changed = True
@@ -170,10 +170,13 @@ class Offload:
             if not change:
                 raise
             self._buffers[0][: self.places[group].storage_bytes].zero_()
-            warnings.warn(f"{self._state[group].capitalize()} was lost on storage: what of it is not loaded "
-                          "now starts from zero.", stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"{self._state[group].capitalize()} was lost on storage: what of it is not loaded "
+                "now starts from zero.",
+                stacklevel=2,
+            )
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Write back what :meth:`open` gave out to be changed."""
         if self._changed:
             self.write_state(self._open, 0)
@@ -181,13 +184,13 @@ class Offload:
         self._open, self._changed = -1, False
 
     @property
-    def unsettled(self) -> bool:
+    def needs_write_back(self) -> bool:
         """Whether :meth:`begin` has anything to do."""
         return self._open >= 0 or bool(self._fresh)
 
     def begin(self) -> None:
         """Before a step: everything is on storage and the window is free."""
-        self.settle()
+        self.write_back()
         for group in sorted(self._fresh):
             self.open(group, change=True)
-        self.settle()
+        self.write_back()

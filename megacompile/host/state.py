@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megacompile.assemble.assembly import GroupLayout, Slot
 from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena, trim_heap
@@ -20,7 +21,6 @@ from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, StateFormat, group_runs, moment_names
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
 from megacompile.host.views import moments_of, parts_of
-from megacompile.plan.assemble import GroupLayout, Slot
 
 CHUNK = 1 << 22  # elements
 Weights = Callable[[str], Tensor]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import GroupLayout
 from megacompile.host.formats import (
     CODINGS,
     MomentPlace,
@@ -18,14 +19,14 @@ from megacompile.host.formats import (
     moment_names,
     moment_places,
 )
-from megacompile.plan.assemble import GroupLayout
 
 
 def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict[str, dict[str, Tensor]]]:
     """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
     for group in groups:
-        arrays = {a.name: torch.empty(a.elements, dtype=a.dtype, device="meta")
-                  for a in group_arrays(group, form)}  # fmt: skip
+        arrays = {
+            a.name: torch.empty(a.elements, dtype=a.dtype, device="meta") for a in group_arrays(group, form)
+        }
         yield parts_of(group, arrays, form)
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError
 from megacompile.machine.rates import Machine, this_cpu
-from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.units import host_available
 
 PROFILE_VERSION = 1

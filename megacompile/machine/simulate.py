@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megacompile.assemble.workload import Call
 from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
-from megacompile.plan.workload import Call
 from megacompile.step.operations import Event, Op, Step
 from megacompile.step.spec import SPECS, STREAMS, Cost, Kind, Stream
 

@@ -1,1 +1,1 @@
-"""Plan: a program as plain numbers, and every choice that shapes its step."""
+"""Plan: the fastest plan that fits the budgets, scored by simulating the step it leads to."""

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import GroupLayout
 from megacompile.differentiate.joint import Ref
 from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host.bucket import slot_view
-from megacompile.plan.assemble import GroupLayout
 from megacompile.runtime.device import Device
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.step_io import StepInputs
@@ -78,11 +78,11 @@ class Blocks:
                 self.values[token] = rest.pop(0)
 
     def call(
-        self, part: Literal["forward", "recompute", "backward"], block: int, micro: int, keep: str
+        self, part: Literal["forward", "recompute", "backward"], block: int, micro: int, checkpoint: str
     ) -> None:
         """Run one function of a block and keep its results."""
         assert self._bound is not None
-        call = self._bound.call(block, keep, part)
+        call = self._bound.call(block, checkpoint, part)
         results = self._run(call, micro)
         if part == "backward":
             self._keep_gradients(call, micro, results)

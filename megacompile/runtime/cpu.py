@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import Slot
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.host.adam import AdamHyper
 from megacompile.host.bucket import add_gradients
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import Slot
 from megacompile.runtime.device import Device
 from megacompile.runtime.workers import Streams, Trace
 from megacompile.step.operations import Step
@@ -44,7 +44,7 @@ class CpuDevice(Device):
 
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
-            self.drain()
+            self.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8)
             self._meter.ignore(self._slab)
@@ -96,7 +96,7 @@ class CpuDevice(Device):
     def read(self, value: Tensor) -> Tensor:
         return value.clone()
 
-    def settle(self) -> None:
+    def await_reads(self) -> None:
         pass
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

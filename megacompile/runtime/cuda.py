@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import Slot
 from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.plan.assemble import Slot
 from megacompile.runtime.cuda_memory import CudaMemory
-from megacompile.runtime.cuda_streams import CudaStreams, Flag, Tail
+from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
 from megacompile.units import usable_cores
 
-_LANDING = 2
+_BOUNCE_BUFFERS = 2
 
 
 class CudaDevice(Device):
@@ -57,14 +57,14 @@ class CudaDevice(Device):
         share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
                  "nvme_write": 1}  # fmt: skip
         self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
-        self.streams.drain()  # by now every worker has set its own count
+        self.streams.synchronize()  # by now every worker has set its own count
         torch.set_num_threads(threads)  # also what threads that start later will take
         super().__init__(self.streams)
         self._staging = Staging(api)
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._landing = [_Landing() for _ in range(_LANDING)]
-        self._landings = 0
+        self._bounce_buffers = [_BounceBuffer() for _ in range(_BOUNCE_BUFFERS)]
+        self._bounces = 0
         self._read: Any = None
         self._waited: frozenset[Event] = frozenset()
 
@@ -76,7 +76,7 @@ class CudaDevice(Device):
 
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
-            self.drain()
+            self.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
         self._waited = step.waited
@@ -158,28 +158,28 @@ class CudaDevice(Device):
         self._read = self.streams.clock()
         return target
 
-    def settle(self) -> None:
+    def await_reads(self) -> None:
         if self._read is not None:
             self._read.synchronize()
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
-        tails: list[Tail] = []
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> OnComplete | None:
+        callbacks: list[OnComplete] = []
         try:
             for target, source in zip(targets, sources, strict=True):
                 if self._staging.holds(source):
                     self._staging.upload(target, source)
                 elif self._staging.holds(target):
-                    tails.append(self._staging.download(target, source))
+                    callbacks.append(self._staging.download(target, source))
                 else:
                     self.api.copy(target, source)
         except BaseException:
-            _run_all(tails)  # they give buffers back
+            _run_all(callbacks)  # they give buffers back
             raise
-        return functools.partial(_run_all, tails) if tails else None
+        return functools.partial(_run_all, callbacks) if callbacks else None
 
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
-    ) -> Tail | None:
+    ) -> OnComplete | None:
         places = [slot_view(home, slots[index]) for index, _ in parts]
         grads = [grad for _, grad in parts]
         alike = all(
@@ -194,26 +194,26 @@ class CudaDevice(Device):
 
         return self.land(grads, use)
 
-    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> Tail | None:
-        landing = self._landing[self._landings % _LANDING]
-        self._landings += 1
-        landing.take()
+    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> OnComplete | None:
+        bounce = self._bounce_buffers[self._bounces % _BOUNCE_BUFFERS]
+        self._bounces += 1
+        bounce.take()
         try:
-            landed = landing.like(tensors, self)
+            landed = bounce.like(tensors, self)
             staged = self.copy(landed, tensors)
         except BaseException:
-            landing.free.set()  # no tail will
+            bounce.free.set()  # no callback will
             raise
 
-        def tail() -> None:
+        def on_complete() -> None:
             try:
                 if staged is not None:
                     staged()
                 use(landed)
             finally:
-                landing.free.set()
+                bounce.free.set()
 
-        return tail
+        return on_complete
 
     def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
         """By the kernel, or its reference in plain torch where triton is missing."""
@@ -230,12 +230,12 @@ class CudaDevice(Device):
                    hyper.weight_decay, hyper.step, scale)  # fmt: skip
 
 
-def _run_all(tails: Sequence[Tail]) -> None:
-    for tail in tails:
-        tail()
+def _run_all(callbacks: Sequence[OnComplete]) -> None:
+    for on_complete in callbacks:
+        on_complete()
 
 
-class _Landing:
+class _BounceBuffer:
     """A host buffer that gradients pass through on their way into another dtype or a sum."""
 
     def __init__(self) -> None:

@@ -2,14 +2,15 @@
 
 The calling thread issues the compute stream. ``h2d`` and ``d2h`` have a thread each that issues their
 copies, ``host`` and those of NVMe one that works itself, and ``land`` finishes on the host what a copy
-to the host began (its tail). An operation leaves a :class:`Mark`, and a wait for it has up to three parts:
+to the host began (its completion callback). An operation leaves a :class:`Mark`, and a wait for it has up to
+three parts:
 
 - until it is *issued*, on the host: a CUDA stream that waits for an event which is not yet recorded
   waits for nothing. For work on the host, issued means over.
 - its CUDA event: device streams wait on the device, host threads on the host.
-- *tails*, where the waiter works on the host. The step orders a host operation after copies by events
-  that may imply each other, and tails are no part of those: so it waits for the tail of every push
-  issued before it in program order. Tails run in order; the last one is enough.
+- *completion callbacks*, where the waiter works on the host. The step orders a host operation after copies by
+  events that may imply each other, and callbacks are no part of those: so it waits for the callback of every
+  push issued before it in program order. Callbacks run in order; the last one is enough.
 
 On a device errors come late, out of whichever call comes next. All that workers call is therefore
 attempted: what a failed operation leaves is a failure for the caller and a mark that is issued, so that
@@ -31,8 +32,8 @@ from typing import Any, Protocol
 from megacompile.runtime.workers import Trace, Workers
 from megacompile.step.operations import Event
 
-Tail = Callable[[], None]
-Run = Callable[[], Tail | None]
+OnComplete = Callable[[], None]
+Run = Callable[[], OnComplete | None]
 Flag = threading.Event  # between host threads
 
 
@@ -58,12 +59,12 @@ class CudaApi(Protocol):
 class Mark:
     """One operation's completion; see the module's docstring."""
 
-    __slots__ = ("event", "issued", "tail")
+    __slots__ = ("completed", "event", "issued")
 
     def __init__(self) -> None:
         self.issued = Flag()
         self.event: Any = None
-        self.tail: threading.Event | None = None  # the last one up to here
+        self.completed: threading.Event | None = None  # the last one up to here
 
 
 Task = tuple[int, Run, tuple[Mark, ...], Mark | None, Mark, Event, Trace]
@@ -77,13 +78,13 @@ class CudaStreams(Workers):
         self.compute = api.stream("compute")
         self._prepare_worker = threads
         self._marks: dict[Event, Mark] = {}
-        self._pushed: Mark | None = None  # the last operation submitted that may have a tail
+        self._pushed: Mark | None = None  # the last operation submitted that may have a callback
         self._waited: frozenset[Event] = frozenset()
         self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
         self._copies = {name: api.stream(name) for name in ("h2d", "d2h")}
         works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "nvme_read": self._work,
                  "nvme_write": self._work, "land": self._land}  # fmt: skip
-        super().__init__(works)  # tails come last
+        super().__init__(works)  # callbacks come last
 
     # ---- the calling thread ----------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class CudaStreams(Workers):
         """An operation ran on the compute stream from ``start`` to here."""
         self._timed.append((self.trace, event, start, self.clock()))
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that was submitted is over, then raise what went wrong, if anything did."""
         try:
             if not self._closed:
@@ -163,7 +164,7 @@ class CudaStreams(Workers):
     def _issue(self, name: str) -> None:
         """Issue the copies of one stream."""
         stream, queue = self._copies[name], self._queues[name]
-        latest: threading.Event | None = None  # tail of this stream; it implies those before
+        latest: threading.Event | None = None  # callback of this stream; it implies those before
         self._prepare_worker(name)
         self.api.use(stream)
         while (task := queue.get()) is not None:
@@ -172,15 +173,15 @@ class CudaStreams(Workers):
                 continue
             step, run, needed, _, mark, event, trace = task
             start = self.attempt(step, functools.partial(self._start, stream, needed), always=True)
-            tail = self.attempt(step, run) if start is not None else None
+            on_complete = self.attempt(step, run) if start is not None else None
             mark.event = self.attempt(step, functools.partial(self._record, stream), always=True)
-            if tail is not None:
+            if on_complete is not None:
                 latest = Flag()
-                self._queues["land"].put((step, tail, mark.event, latest))
-            mark.tail = latest
+                self._queues["land"].put((step, on_complete, mark.event, latest))
+            mark.completed = latest
             if start is not None and mark.event is not None:
                 self._timed.append((trace, event, start, mark.event))
-            del task, run, needed, tail  # drop tensors before anyone is told that they were read
+            del task, run, needed, on_complete  # drop tensors before anyone is told that they were read
             mark.issued.set()
 
     def _start(self, stream: Any, needed: Iterable[Mark]) -> Any:
@@ -218,27 +219,27 @@ class CudaStreams(Workers):
             mark.issued.wait()
             if mark.event is not None:
                 mark.event.synchronize()
-        self._await_tails(pushed)
+        self._await_callbacks(pushed)
         return True
 
-    def _await_tails(self, pushed: Mark | None) -> None:
-        """Until the last tail that was submitted before this operation is over, if there is one."""
+    def _await_callbacks(self, pushed: Mark | None) -> None:
+        """Until the last callback that was submitted before this operation is over, if there is one."""
         if pushed is not None:
             pushed.issued.wait()
-            if pushed.tail is not None:
-                pushed.tail.wait()
+            if pushed.completed is not None:
+                pushed.completed.wait()
 
     def _land(self, name: str) -> None:
-        """Run tails in the order of their copies; also after a failure, for they give buffers back."""
+        """Run callbacks in the order of their copies; also after a failure, for they give buffers back."""
         queue = self._queues[name]
         self._prepare_worker(name)
         while (task := queue.get()) is not None:
             if isinstance(task, threading.Event):
                 task.set()
                 continue
-            step, tail, event, over = task
+            step, on_complete, event, over = task
             if event is not None:
                 self.attempt(step, event.synchronize, always=True)
-            self.attempt(step, tail, always=True)
-            del task, tail
+            self.attempt(step, on_complete, always=True)
+            del task, on_complete
             over.set()

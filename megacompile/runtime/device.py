@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import Slot
 from megacompile.host.adam import AdamHyper
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import Slot
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
 from megacompile.step.spec import Stream
 
-Tail = Callable[[], None]
+OnComplete = Callable[[], None]
 """What is left to do on the host once the copies of an operation are over."""
 
 
@@ -32,7 +32,7 @@ class StepStreams(Protocol):
     step: int
 
     def submit(
-        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
+        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], OnComplete | None]
     ) -> None: ...
 
     def wait(self, after: Iterable[Event]) -> None: ...
@@ -43,7 +43,7 @@ class StepStreams(Protocol):
 
     def note(self, event: Event, start: Any) -> None: ...
 
-    def drain(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def raise_failure(self) -> None: ...
 
@@ -71,9 +71,10 @@ class Device(ABC):
         return self._streams.step
 
     def submit(
-        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], Tail | None]
+        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], OnComplete | None]
     ) -> None:
-        """Queue ``run`` on a stream; ``event`` fires when what it issues, and its tail, are over."""
+        """Queue ``run`` on a stream; ``event`` fires when what it issues, and its completion callback, are
+        over."""
         self._streams.submit(stream, event, after, run)
 
     def wait(self, after: Iterable[Event]) -> None:
@@ -92,9 +93,9 @@ class Device(ABC):
         """An operation of the compute stream ran from ``start`` to here."""
         self._streams.note(event, start)
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Return when everything that was submitted is over; raises what went wrong, if anything did."""
-        self._streams.drain()
+        self._streams.synchronize()
 
     def raise_failure(self) -> None:
         """Raise the first exception of an operation, once; later operations run again."""
@@ -161,14 +162,14 @@ class Device(ABC):
 
     @abstractmethod
     def read(self, value: Tensor) -> Tensor:
-        """A copy of a 0-d device tensor on the host, once :meth:`settle` has returned."""
+        """A copy of a 0-d device tensor on the host, once :meth:`await_reads` has returned."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def await_reads(self) -> None:
         """Return when everything that :meth:`read` was asked for is there."""
 
     @abstractmethod
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tail | None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> OnComplete | None:
         """Copy between host and device, inside an operation's ``run``."""
 
     @abstractmethod
@@ -176,11 +177,11 @@ class Device(ABC):
         """One Adam step of a group whose state is on the device, on the compute stream."""
 
     @abstractmethod
-    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> Tail | None:
+    def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> OnComplete | None:
         """Hand device tensors to ``use`` on the host, inside an operation's ``run``."""
 
     @abstractmethod
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
-    ) -> Tail | None:
+    ) -> OnComplete | None:
         """Land gradients of (slot, tensor) in a flat host buffer: set it if ``fresh``, else add to it."""

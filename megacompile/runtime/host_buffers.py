@@ -1,9 +1,10 @@
-"""Host buffers: what steps keep on the host beside the state. Gradients on their way or waiting, and stashes.
+"""Host buffers: what steps keep on the host beside the state. Gradients on their way or waiting, and
+offloaded activations.
 
 They come out of the state's arena while it has room, which is sized for the first program; see
 :func:`~megacompile.host.needs.step_bytes`. Gradients and the ring grow at rest when a program
-wants more. Stashes are of one program at a time: another one's are laid over the same bytes, in memory and on
-storage, for which they leave by a few buffers.
+wants more. Offloaded activations are of one program at a time: those of another one are laid over the same
+bytes, in memory and on storage, for which they leave by a few buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megacompile.host.arena import HostArena, Room, padded
 from megacompile.host.nvme import Storage
 from megacompile.runtime.device import Device
 from megacompile.step.bind import BoundStep
-from megacompile.step.operations import Step, stash_buffers, stashes
+from megacompile.step.operations import Step, offload_buffers, offloads
 from megacompile.step.spec import Offloaded, Ring, Spill, Token
 
 
@@ -31,34 +32,38 @@ class HostBuffers:
         self._device = device
         self._storage = storage
         self._arena = Room(arena.take((arena.free_bytes,), torch.uint8))
-        self._extra = torch.empty(0, dtype=torch.uint8)  # for stashes that find no room in the arena
+        self._extra = torch.empty(
+            0, dtype=torch.uint8
+        )  # for offloaded activations that find no room in the arena
         self._more = Room(self._extra)  # the whole pages of it
         self._ring: list[Tensor] = []
-        self._step: Step | None = None  # whose stashes are laid out
-        self._homes: dict[Token, Tensor] = {}  # bytes, by stash, or by buffer on the way to storage
-        self._likes: dict[Token, list[Tensor]] = {}  # what is stashed, without its data
-        self._stashes: dict[tuple[Token, Token], list[Tensor]] = {}
+        self._step: Step | None = None  # whose offloaded activations have places
+        self._homes: dict[
+            Token, Tensor
+        ] = {}  # bytes, by offloaded activations, or by buffer on the way to storage
+        self._likes: dict[Token, list[Tensor]] = {}  # what is offloaded, without its data
+        self._offloaded: dict[tuple[Token, Token], list[Tensor]] = {}
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by kind."""
-        stashes = [h.nbytes for h in self._homes.values() if not self._more.holds(h)]
+        offloaded = [h.nbytes for h in self._homes.values() if not self._more.holds(h)]
         return {
             "gradients": sum(g.nbytes for g in self.gradients.values()),
             "ring": sum(r.nbytes for r in self._ring),
-            "stashes": sum(stashes) + self._extra.nbytes,
+            "offloaded": sum(offloaded) + self._extra.nbytes,
         } | self._device.host_bytes()
 
-    def prepare(self, step: Step, finish: Callable[[], None]) -> None:
-        """Make the ring as large as a step wants it and lay out its stashes, with nothing under way in a
-        buffer that is replaced."""
+    def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
+        """Make the ring as large as a step wants it and allocate its offloaded activations, with nothing
+        under way in a buffer that is replaced."""
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
-                finish()
+                synchronize()
                 self._ring[i : i + 1] = [self._grown(self._ring[i : i + 1], nbytes)]
         if step is not self._step:
-            finish()
+            synchronize()
             self._step = None
-            self._lay_out(step)
+            self._allocate_offloaded(step)
             self._step = step
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
@@ -73,19 +78,19 @@ class HostBuffers:
             known = self.gradients[group] = self._grown([] if known is None else [known], nbytes)
         return known[:nbytes].view(dtype)
 
-    def stash(self, home: Offloaded, tensors: Sequence[Tensor], slot: int | None = None) -> list[Tensor]:
-        """Host memory for what a block stashes: tensors of the same shapes, dtypes and, if dense, strides.
+    def offload(self, home: Offloaded, tensors: Sequence[Tensor], slot: int | None = None) -> list[Tensor]:
+        """Host memory for what a block offloads: tensors of the same shapes, dtypes and, if dense, strides.
 
         With ``slot`` in that buffer, from which it goes on to storage.
         """
         if home not in self._likes:
             self._likes[home] = [torch.empty_like(t, device="meta") for t in tensors]
-        return self.stashed(home, slot)
+        return self.offloaded(home, slot)
 
-    def stashed(self, home: Offloaded, slot: int | None = None) -> list[Tensor]:
-        """What was stashed, where it lies or in a buffer to which it came back."""
+    def offloaded(self, home: Offloaded, slot: int | None = None) -> list[Tensor]:
+        """What was offloaded, where it lies or in a buffer to which it came back."""
         place = home if slot is None else Spill(slot)
-        if (home, place) not in self._stashes:
+        if (home, place) not in self._offloaded:
             likes = self._likes[home]
             sizes = [like.untyped_storage().nbytes() for like in likes]
             if self._homes[place].nbytes < sum(sizes):  # views that share memory, each as a tensor
@@ -95,24 +100,25 @@ class HostBuffers:
                         "no room in a buffer for NVMe: raise host_budget, so that it waits in RAM."
                     )
                 self._homes[home] = self._grown([self._homes[home]], sum(sizes))
-            self._stashes[home, place] = _views(self._homes[place], likes, sizes)
-        return self._stashes[home, place]
+            self._offloaded[home, place] = _views(self._homes[place], likes, sizes)
+        return self._offloaded[home, place]
 
     def spilled(self, home: Offloaded, slot: int) -> tuple[str, Tensor]:
-        """Where on storage a stash waits, and the bytes of a buffer that it passes through."""
+        """Where on storage offloaded activations waits, and the bytes of a buffer that it passes through."""
         assert self._storage is not None
         region = _region(home)
         return region, self._homes[Spill(slot)][: self._storage.nbytes_of(region)]
 
-    def _lay_out(self, step: Step) -> None:
-        """Give each stash its bytes: in the arena, or in one buffer more that grows to what programs want."""
+    def _allocate_offloaded(self, step: Step) -> None:
+        """Give each offload its bytes: in the arena, or in one buffer more that grows to what programs
+        want."""
         self._give_back(self._homes.values())
         self._homes.clear()
         self._likes.clear()
-        self._stashes.clear()
-        needs: dict[Token, int] = stash_buffers(step)
+        self._offloaded.clear()
+        needs: dict[Token, int] = offload_buffers(step)
         if self._storage is not None:
-            written = stashes(step, "nvme_write").items()
+            written = offloads(step, "nvme_write").items()
             self._storage.lay_over({_region(home): nbytes for home, nbytes in written})
         left = {home: n for home, n in needs.items() if not self._place(home, self._arena, n)}
         want = sum(padded(nbytes) for nbytes in left.values())
@@ -163,4 +169,4 @@ def _views(flat: Tensor, likes: Sequence[Tensor], sizes: Sequence[int]) -> list[
 
 
 def _region(home: Offloaded) -> str:
-    return f"the stash of block {home.block}, micro-batch {home.micro}"
+    return f"the offloaded activations of block {home.block}, micro-batch {home.micro}"

@@ -1,4 +1,4 @@
-"""Progress: how far the updates of each step are, so that a fault tells whether the state is torn."""
+"""Progress: how far the updates of each step are, so that a fault tells whether the state is inconsistent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
     lost: bool = False  # whether storage failed
 
     @property
-    def torn(self) -> bool:
+    def inconsistent(self) -> bool:
         """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
         return self.lost or any(s.begun > 0 and s.done < s.planned for s in self.steps.values())
 

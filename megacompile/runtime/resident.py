@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import GroupLayout
 from megacompile.host.bucket import slot_view
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import GroupLayout
 from megacompile.runtime.device import Device
 from megacompile.step.operations import Step
 from megacompile.step.spec import PassingGrad, ResidentGrad, Token
@@ -31,7 +31,7 @@ class ResidentState:
         self._gradients: dict[int, Tensor] = {}
         self._passing = torch.empty(0, dtype=torch.uint8)
 
-    def settled(self, step: Step) -> bool:
+    def in_place(self, step: Step) -> bool:
         """Whether everything is where a step wants it; otherwise :meth:`move` must follow, at rest."""
         return set(self.weights) == set(step.resident)
 

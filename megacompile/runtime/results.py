@@ -60,7 +60,7 @@ class StepOutput:
     def loss(self) -> Tensor:
         """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
         losses = self._results.losses
-        self._session.settle()
+        self._session.await_losses()
         if not losses:
             raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):
@@ -71,7 +71,7 @@ class StepOutput:
     def grad_norm(self) -> Tensor | None:
         """The gradient's 2-norm before clipping; None where updates do not wait for it."""
         if self._results.grad_norm is None and self._results.takes_norm:
-            self._session.judge()
+            self._session.await_norm()
         return self._results.grad_norm
 
     def __repr__(self) -> str:

@@ -50,8 +50,8 @@ class Runtime:
     def run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
         """Run one emitted step; device values never outlive it."""
         held, offload = self._held, self.state.offload
-        if offload is not None and offload.unsettled:
-            self.finish()
+        if offload is not None and offload.needs_write_back:
+            self.synchronize()
             held.guarded(offload.begin)
         trace: Trace = []
         self.traces.append((program.step, trace))
@@ -73,17 +73,17 @@ class Runtime:
         """The most device bytes that any step so far held."""
         return self.device.peak_bytes
 
-    def settle(self) -> None:
+    def await_losses(self) -> None:
         """Return when the losses of all steps so far are there."""
-        self.device.settle()
+        self.device.await_reads()
 
-    def judge(self) -> None:
+    def await_norm(self) -> None:
         """Return when the norm of the last gradient that updates waited for is known."""
         self.device.wait([("clip_scale",)])
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all transfers and updates that are under way."""
-        self.device.drain()
+        self.device.synchronize()
 
     def close(self) -> None:
         """End the backend's threads."""
@@ -96,9 +96,9 @@ class Runtime:
         self.lost_gradients = False
 
     @property
-    def torn(self) -> bool:
+    def inconsistent(self) -> bool:
         """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
-        return self._held.progress.torn
+        return self._held.progress.inconsistent
 
     @property
     def landed(self) -> tuple[int, ...]:
@@ -117,14 +117,14 @@ class Runtime:
         self.resident.landed.clear()
 
     def _prepare(self, program: BoundStep, inputs: StepInputs) -> None:
-        if self.resident.settled(program.step):
+        if self.resident.in_place(program.step):
             self.resident.prepare(program.step)
         else:
-            self.finish()
+            self.synchronize()
             self._move(program)
         constants = self.device.prepare(program.step, program.constants)
         self._held.blocks.begin(program, inputs, constants)
-        self.buffers.prepare(program.step, self.finish)
+        self.buffers.prepare(program.step, self.synchronize)
 
     def _move(self, program: BoundStep) -> None:
         """At rest: state to where a step wants it, and with it the FP32 gradients that wait for an update."""
@@ -149,7 +149,7 @@ class Runtime:
         """
         whole = isinstance(error, (ProgramError, NonFiniteError)) and not pushed
         try:
-            self.device.drain()
+            self.device.synchronize()
         except BaseException:
             whole = False
             self.device.raise_failure()

@@ -2,9 +2,9 @@
 
 WSL2 and a low limit of locked memory refuse it. A copy then goes piece by piece: to the device, the issuing
 thread fills a buffer and issues its copy; from the device, copies are issued into the buffers, and what
-they brought moves on to its place when a buffer is wanted again, or in the copy's tail. Invariant: a buffer
-is filled again only when its last piece has left it, and memory that a download is still on its way to
-is read by no upload.
+they brought moves on to its place when a buffer is wanted again, or in the copy's completion callback.
+Invariant: a buffer is filled again only when its last piece has left it, and memory that a download is still
+on its way to is read by no upload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacompile.host.bucket import is_dense
 
-Tail = Callable[[], None]
+OnComplete = Callable[[], None]
 PIECE_BYTES, PIECES = 32 << 20, 4
 
 
@@ -64,7 +64,7 @@ class _Piece:
 
 
 class StagingRing:
-    """The buffers of one direction; used by the thread that issues its copies, and by their tails."""
+    """The buffers of one direction; used by the thread that issues its copies, and by their callbacks."""
 
     def __init__(self, link: Link, piece_bytes: int = PIECE_BYTES, pieces: int = PIECES) -> None:
         self._link = link
@@ -81,11 +81,11 @@ class StagingRing:
             buffer.copy_(part)
             self._issue(piece, place, buffer)
 
-    def download(self, target: Tensor, source: Tensor) -> Tail:
-        """Copy device bytes (uint8, flat) to the host; all are there when the tail is over."""
+    def download(self, target: Tensor, source: Tensor) -> OnComplete:
+        """Copy device bytes (uint8, flat) to the host; all are there when the callback is over."""
         issued: list[tuple[_Piece, Tensor]] = []
 
-        def tail() -> None:
+        def on_complete() -> None:
             for piece, place in issued:
                 piece.land(place)
 
@@ -97,9 +97,9 @@ class StagingRing:
                 piece.holds(place)
                 issued.append((piece, place))
         except BaseException:
-            tail()  # else a later download would, over what came there in between
+            on_complete()  # else a later download would, over what came there in between
             raise
-        return tail
+        return on_complete
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
         return flat.split(self._piece_bytes) if flat.numel() else ()  # type: ignore[no-untyped-call]
@@ -153,19 +153,19 @@ class Staging:
             coming.wait()
         self._rings[0].upload(_bytes(target), _bytes(source))
 
-    def download(self, target: Tensor, source: Tensor) -> Tail:
-        """Copy a device tensor to the host; its tail finishes it."""
+    def download(self, target: Tensor, source: Tensor) -> OnComplete:
+        """Copy a device tensor to the host; its completion callback finishes it."""
         assert self._rings is not None
-        tail = self._rings[1].download(_bytes(target), _bytes(source))
+        on_complete = self._rings[1].download(_bytes(target), _bytes(source))
         there = self._coming[target.data_ptr()] = threading.Event()
 
-        def finish() -> None:
+        def complete() -> None:
             try:
-                tail()
+                on_complete()
             finally:
                 there.set()
 
-        return finish
+        return complete
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -59,10 +59,10 @@ class StepRun(StepUpdates):
     def free(self, tokens: Sequence[Token], *, after: Sequence[Event] = ()) -> None:
         self._free(("free", *tokens[0][1:]), tokens, after)
 
-    def free_stash(
-        self, *, block: int, micro: int, stash: Sequence[Token], after: Sequence[Event] = ()
+    def free_offloaded(
+        self, *, block: int, micro: int, saved: Sequence[Token], after: Sequence[Event] = ()
     ) -> None:
-        self._free(("free_stash", block, micro), stash, after)
+        self._free(("free_offloaded", block, micro), saved, after)
 
     def _free(self, event: Event, tokens: Sequence[Token], after: Sequence[Event]) -> None:
         self._device.wait(after)
@@ -70,11 +70,11 @@ class StepRun(StepUpdates):
         self._device.reached(event)
 
     def _call(
-        self, part: Literal["forward", "recompute", "backward"], *, block: int, micro: int, keep: str,
+        self, part: Literal["forward", "recompute", "backward"], *, block: int, micro: int, checkpoint: str,
         after: Sequence[Event] = (), free: Any = (),
     ) -> None:  # fmt: skip
         with self._computing((part, block, micro), after, free):
-            self._blocks.call(part, block, micro, keep)
+            self._blocks.call(part, block, micro, checkpoint)
             if part == "forward" and self._bound.loss_block == block:
                 self._read_loss(micro)
 
@@ -83,34 +83,34 @@ class StepRun(StepUpdates):
     backward = partialmethod(_call, "backward")
 
     def offload(
-        self, *, block: int, micro: int, stash: Sequence[Token], slot: int | None = None,
+        self, *, block: int, micro: int, saved: Sequence[Token], slot: int | None = None,
         after: Sequence[Event] = (),
     ) -> None:  # fmt: skip
-        tensors = self._blocks.tensors(stash)
-        kept = self._held.buffers.stash(Offloaded(block, micro), tensors, slot)
+        tensors = self._blocks.tensors(saved)
+        kept = self._held.buffers.offload(Offloaded(block, micro), tensors, slot)
         device = self._device
         device.submit("d2h", ("offload", block, micro), after, lambda: device.copy(kept, tensors))
 
     def reload(
-        self, *, block: int, micro: int, stash: Sequence[Token], slot: int | None = None,
+        self, *, block: int, micro: int, saved: Sequence[Token], slot: int | None = None,
         after: Sequence[Event] = (),
     ) -> None:  # fmt: skip
-        kept = self._held.buffers.stashed(Offloaded(block, micro), slot)
+        kept = self._held.buffers.offloaded(Offloaded(block, micro), slot)
         device = self._device
         with device.counted():
             tensors = [torch.empty_like(t, device=device.torch_device) for t in kept]
         device.submit("h2d", ("reload", block, micro), after, lambda: device.copy(tensors, kept))
-        self._blocks.put_back([typed(token) for token in stash], tensors)
+        self._blocks.put_back([typed(token) for token in saved], tensors)
 
-    def write_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
+    def write_offloaded(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
         move = self._offload.storage.write
-        self._move_stash("nvme_write", ("write_stash", block, micro), slot, after, move)
+        self._move_offloaded("nvme_write", ("write_offloaded", block, micro), slot, after, move)
 
-    def read_stash(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
+    def read_offloaded(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
         move = self._offload.storage.read
-        self._move_stash("nvme_read", ("read_stash", block, micro), slot, after, move)
+        self._move_offloaded("nvme_read", ("read_offloaded", block, micro), slot, after, move)
 
-    def _move_stash(
+    def _move_offloaded(
         self, stream: Stream, event: Event, slot: int, after: Sequence[Event],
         move: Callable[[str, torch.Tensor], None],
     ) -> None:  # fmt: skip

@@ -19,7 +19,7 @@ from megacompile.host.offload import Offload
 from megacompile.host.rows import add_rows
 from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
-from megacompile.runtime.device import Device, Tail
+from megacompile.runtime.device import Device, OnComplete
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.progress import Progress
 from megacompile.runtime.resident import ResidentState
@@ -88,14 +88,14 @@ class StepUpdates:
         self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()
     ) -> None:
         parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
-        landing = typed(to)
-        home = self._held.buffers.gradient(self._bound, group, landing)
-        fresh = isinstance(landing, Ring) or group not in self._held.landed
+        bounce = typed(to)
+        home = self._held.buffers.gradient(self._bound, group, bounce)
+        fresh = isinstance(bounce, Ring) or group not in self._held.landed
         self._held.landed.add(group)
         self.pushed = True
         slots = self._bound.assembly.groups[group].slots
 
-        def push() -> Tail | None:
+        def push() -> OnComplete | None:
             return self._device.push(home, slots, parts, fresh)
 
         self._device.submit("d2h", ("push_grad", group, block, micro), after, push)
@@ -255,7 +255,7 @@ class StepUpdates:
         """Stop the step before anything is changed; where compute runs ahead, at its first update."""
         if not self._inputs.check_loss or self._loss_checked:
             return
-        self._device.settle()
+        self._device.await_reads()
         self._loss_checked = True
         for loss in self.results.losses:
             if not bool(torch.isfinite(loss)):

@@ -30,24 +30,27 @@ class ModelValues:
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
 
     def take_over(
-        self, state: HostState, homes: Mapping[str, Sequence[tuple[int, int]]], finish: Callable[[], None]
+        self,
+        state: HostState,
+        homes: Mapping[str, Sequence[tuple[int, int]]],
+        synchronize: Callable[[], None],
     ) -> None:
         """Move the values into a program's state; the model keeps none of those that have a home there.
 
-        ``finish`` returns when all updates of the state are over.
+        ``synchronize`` returns when all updates of the state are over.
         """
         state.take(self.model, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
-        self._finish = weakref.WeakMethod(finish)  # of what holds these values itself
+        self._synchronize = weakref.WeakMethod(synchronize)  # of what holds these values itself
         ownership.take(self.model, self._optimizer, homes, self.copied)
         self._owns = True
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
-        finish = self._finish()
-        if finish is not None:
-            finish()
+        synchronize = self._synchronize()
+        if synchronize is not None:
+            synchronize()
         parameter = self.model.get_parameter(name)
         return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
 

@@ -158,7 +158,7 @@ class Streams(Workers):
         """Put an operation of the caller's own stream, over now, into the step's trace."""
         self.trace.append((event, start, time.perf_counter()))
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait until every queued task is over, then raise what went wrong, if anything did."""
         if self._closed:
             self.raise_failure()
@@ -166,7 +166,7 @@ class Streams(Workers):
         marks = []
         for name in self._queues:
             mark = threading.Event()
-            self._queues[name].put((self.step, lambda: None, (), mark, ("drain",), []))
+            self._queues[name].put((self.step, lambda: None, (), mark, ("synchronize",), []))
             marks.append(mark)
         for mark in marks:
             mark.wait()

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from megacompile.assemble.text import block_text, folded, group_text
 from megacompile.errors import MegacompileError
-from megacompile.plan.text import block_text, folded, group_text
-from megacompile.schedule.explain import host_stash
+from megacompile.schedule.explain import most_offloaded
 from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
-    from megacompile.plan.plan import Plan
+    from megacompile.assemble.plan import Plan
     from megacompile.schedule.schedule import Schedule
 
 
@@ -78,7 +78,7 @@ def _effects(a: Schedule, b: Schedule) -> Iterator[str]:
     rows += [(f"{s} busy", a.timeline.busy[s], b.timeline.busy[s], "s") for s in STREAMS]
     rows += [
         ("device peak", a.peak_bytes, b.peak_bytes, "B"),
-        ("host stash", host_stash(a.step), host_stash(b.step), "B"),
+        ("offloaded", most_offloaded(a.step), most_offloaded(b.step), "B"),
         ("operations", len(a.step.ops), len(b.step.ops), ""),
     ]
     for name, old, new, unit in rows:

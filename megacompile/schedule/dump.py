@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacompile.assemble.codec import to_plain
+from megacompile.assemble.text import plan_table
 from megacompile.differentiate.codegen import function_source
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.kernel_calls import Calls, total
 from megacompile.passes import PASSES
-from megacompile.plan.codec import to_plain
-from megacompile.plan.text import plan_table
 from megacompile.schedule.trace import chrome_trace
 from megacompile.step.emit import statement
 from megacompile.step.operations import Step, memory_curve
@@ -32,7 +32,7 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
         "00_fuse.txt": _fusions(scheduled),
         "00_tile.txt": _tiles(scheduled),
         "01_partition.txt": _partition(scheduled),
-        "02_options.txt": _options(scheduled),
+        "02_policies.txt": _policies(scheduled),
         "03_blocks.py": "\n\n".join(_block_source(f) for t in compiled.templates for f in t.functions()),
         "04_plan.txt": plan_table(planned.plan, schedule.work) + "\n",
         "plan.json": planned.plan.to_json() + "\n",
@@ -93,15 +93,15 @@ def _block_source(function: BlockFunction) -> str:
     )
 
 
-def _options(scheduled: Scheduled) -> str:
+def _policies(scheduled: Scheduled) -> str:
     lines = []
     for template in scheduled.compiled.templates:
         uses = sum(b.template == template.index for b in scheduled.compiled.part.blocks)
         lines.append(f"template {template.index}: {template.name} (×{uses})")
-        for option in template.options.values():
+        for policy in template.policies.values():
             lines.append(
-                f"  keep {option.name}: {len(option.saved)} tensors, {format_bytes(option.saved_bytes)}"
-                + (", computed again before the backward" if option.recompute else "")
+                f"  policy {policy.name}: {len(policy.saved)} tensors, {format_bytes(policy.saved_bytes)}"
+                + (", computed again before the backward" if policy.recompute else "")
             )
         for function in template.functions():
             lines.append(
@@ -113,15 +113,15 @@ def _options(scheduled: Scheduled) -> str:
 
 
 def _kernel_calls(scheduled: Scheduled) -> Calls:
-    """Our operators' calls in one step: what each block's option runs, for every micro-batch."""
+    """Our operators' calls in one step: what each block's checkpoint policy runs, for every micro-batch."""
     compiled, mode, calls = scheduled.compiled, scheduled.mode, []
-    for block, choice in zip(compiled.part.blocks, scheduled.planned.plan.blocks, strict=True):
+    for block, decided in zip(compiled.part.blocks, scheduled.planned.plan.blocks, strict=True):
         template = compiled.templates[block.template]
         functions: list[BlockFunction | None] = [template.forward]
         if mode.kind != "evaluate":
-            name = compiled.assembly.work.blocks[block.index].choice(choice.choice).name
-            option = template.options[name]  # type: ignore[index]
-            functions = [option.forward, option.recompute, option.backward]
+            name = compiled.assembly.work.blocks[block.index].policy(decided.checkpoint).name
+            policy = template.policies[name]  # type: ignore[index]
+            functions = [policy.forward, policy.recompute, policy.backward]
         calls += [call for f in functions if f is not None for call in f.kernels]
     return total((call, count * mode.micro_batches) for call, count in calls)
 

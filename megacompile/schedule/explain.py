@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_type_hints
 
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Plan
+from megacompile.assemble.text import block_text, group_text
 from megacompile.errors import MegacompileError
 from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.plan import BlockPlan, GroupPlan, Plan
-from megacompile.plan.text import block_text, group_text
 from megacompile.step.operations import Step, peak_bytes, spilled_bytes
 from megacompile.step.spec import Offloaded
 from megacompile.units import format_bytes
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from megacompile.schedule.schedule import Schedule
 
 _T = TypeVar("_T")
-_HEAD = f"{'step':>23}{'device peak':>14}{'host stash':>13}"
+_HEAD = f"{'step':>23}{'device peak':>14}{'offloaded':>13}"
 _TIE = 1e-5  # of a step: below this, two plans take the same time
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One other choice: what it changes, and the step's time, device peak and host stash with it."""
+    """One other choice: what it changes, and the step's time, device peak and offloaded bytes with it."""
 
     change: str
     seconds: float
     peak_bytes: int
-    stash_bytes: int
+    offloaded_bytes: int
 
 
 def explain(schedule: Schedule, name: str) -> str:
     """The choice, the alternatives as a table, and in a sentence why none of them was taken."""
     blocks, groups = _find(schedule, name)
     chosen = Alternative(
-        "as planned", schedule.predicted_seconds, schedule.peak_bytes, host_stash(schedule.step)
+        "as planned", schedule.predicted_seconds, schedule.peak_bytes, most_offloaded(schedule.step)
     )
     found = sorted(_alternatives(schedule, blocks, groups), key=lambda a: (a.seconds, a.peak_bytes))
     width = max(len(a.change) for a in (chosen, *found))
     lines = [_title(schedule, blocks, groups), "", f"  {'':<{width}}{_HEAD}"]
     lines.append(
         f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>23}{format_bytes(chosen.peak_bytes):>14}"
-        f"{format_bytes(chosen.stash_bytes):>13}"
+        f"{format_bytes(chosen.offloaded_bytes):>13}"
     )
     lines += [_row(schedule, chosen, other, width) for other in found]
     return "\n".join([*lines, "", *_why(schedule, chosen, found)])
@@ -93,19 +93,21 @@ def _alternatives(schedule: Schedule, blocks: list[int], groups: list[int]) -> I
             continue  # another name for a step that was already looked at
         seen.add(step.ops)
         seconds = simulate(step, schedule.machine).step_seconds
-        yield Alternative(change, seconds, peak_bytes(step), host_stash(step))
+        yield Alternative(change, seconds, peak_bytes(step), most_offloaded(step))
 
 
 def _changes(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterator[tuple[str, Plan]]:
     plan, work = schedule.plan, schedule.work
     for b in blocks:
-        for choice in work.blocks[b].choices:
-            for stash in dict.fromkeys(("device", "host", plan.blocks[b].stash)):  # NVMe is a budget's matter
-                other = BlockPlan(choice.name, stash)
+        for policy in work.blocks[b].policies:
+            for saved_on in dict.fromkeys(
+                ("device", "host", plan.blocks[b].saved_on)
+            ):  # NVMe is a budget's matter
+                other = BlockPlan(policy.name, saved_on)
                 yield block_text(other), replace(plan, blocks=_with(plan.blocks, b, other))
     for g in groups:
         here = plan.groups[g]
-        others = [replace(here, lead=n) for n in range(5)]
+        others = [replace(here, prefetch_depth=n) for n in range(5)]
         for name, hint in get_type_hints(GroupPlan).items():
             if (
                 getattr(hint, "__origin__", None) is Literal and name != "state"
@@ -121,10 +123,10 @@ def _with(items: tuple[_T, ...], index: int, item: _T) -> tuple[_T, ...]:
 
 def _row(schedule: Schedule, chosen: Alternative, other: Alternative, width: int) -> str:
     seconds = _change(other.seconds - chosen.seconds, chosen.seconds)
-    peak, stash = other.peak_bytes - chosen.peak_bytes, other.stash_bytes - chosen.stash_bytes
+    peak, offloaded = other.peak_bytes - chosen.peak_bytes, other.offloaded_bytes - chosen.offloaded_bytes
     over = other.peak_bytes - schedule.budget_bytes
     note = f"  {format_bytes(over)} over the budget" if over > 0 else ""
-    return f"  {other.change:<{width}}{seconds:>23}{_signed(peak):>14}{_signed(stash):>13}{note}"
+    return f"  {other.change:<{width}}{seconds:>23}{_signed(peak):>14}{_signed(offloaded):>13}{note}"
 
 
 def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> list[str]:
@@ -145,9 +147,9 @@ def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> l
     if slower:
         cost = _change(slower[0].seconds - chosen.seconds, chosen.seconds)
         peak = _signed(slower[0].peak_bytes - chosen.peak_bytes)
-        stash = _signed(slower[0].stash_bytes - chosen.stash_bytes)
+        offloaded = _signed(slower[0].offloaded_bytes - chosen.offloaded_bytes)
         lines.append(
-            f"The next best is “{slower[0].change}”: {cost}; device peak {peak}, host stash {stash}."
+            f"The next best is “{slower[0].change}”: {cost}; device peak {peak}, offloaded {offloaded}."
         )
     if barred:
         gain = _change(barred[0].seconds - chosen.seconds, chosen.seconds)
@@ -156,7 +158,7 @@ def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> l
     return lines
 
 
-def host_stash(step: Step) -> int:
+def most_offloaded(step: Step) -> int:
     """Most bytes of saved tensors that wait in host memory at one time, in program order."""
     waiting = high = 0
     for op in step.ops:

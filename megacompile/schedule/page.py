@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from megacompile.assemble.text import block_text, group_text, plan_rows, whole_step
 from megacompile.machine.measured import compare
-from megacompile.plan.text import block_text, group_text, plan_rows, whole_step
 from megacompile.schedule.plots import kept_before
 from megacompile.schedule.trace import step_begin
 from megacompile.step.emit import line_of_each

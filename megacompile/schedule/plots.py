@@ -64,8 +64,9 @@ def loss_curve(
         axes.plot(steps, losses, color=_LINE, marker="o", markersize=5, linewidth=1.6,
                   label="held-out text", clip_on=False, zorder=3)  # fmt: skip
         for point, shift in ((held_out[0], (10, -4)), (held_out[-1], (-14, -18))):
-            axes.annotate(f"{point[1]:.2f}", point, shift, textcoords="offset points",
-                          color=_LINE, weight="bold")  # fmt: skip
+            axes.annotate(
+                f"{point[1]:.2f}", point, shift, textcoords="offset points", color=_LINE, weight="bold"
+            )
     axes.set_xlim(0, max(len(train), 1))
     axes.set_ylim(0, 1.06 * max((*train, *(loss for _, loss in held_out)), default=1.0))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)

@@ -17,21 +17,21 @@ from typing import Any
 
 from torch import fx
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.text import plan_table
+from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
 from megacompile.machine.measured import Measured, compare, comparison_table
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
-from megacompile.plan.codec import from_plain, parse_json, to_plain
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.text import plan_table
-from megacompile.plan.workload import Workload
+from megacompile.plan.bound import Bound, lower_bound
+from megacompile.plan.least import describe_peak
+from megacompile.plan.tiers import describe_traffic
 from megacompile.schedule.explain import explain
 from megacompile.schedule.page import render_page
 from megacompile.schedule.trace import chrome_trace
-from megacompile.search.bound import Bound, lower_bound
-from megacompile.search.least import describe_peak
-from megacompile.search.tiers import describe_traffic
 from megacompile.step.emit import emit_step, statement
 from megacompile.step.operations import Op, Step, peak_bytes
 from megacompile.step.spec import STREAMS

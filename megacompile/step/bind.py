@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.assemble.assembly import Assembly
 from megacompile.differentiate.functions import BlockFunction, Boxed
-from megacompile.differentiate.options import DifferentiatedTemplate
+from megacompile.differentiate.policies import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Partition
-from megacompile.plan.assemble import Assembly
 from megacompile.step.operations import Step, kept_gradients
 from megacompile.step.spec import COMPUTES
 
@@ -67,14 +67,14 @@ class BoundStep:
         }
         self._calls = {key: self._bind(*key, device) for key in sorted(keys)}
 
-    def call(self, block: int, keep: str, part: str) -> BoundCall:
+    def call(self, block: int, checkpoint: str, part: str) -> BoundCall:
         """The bound function for one operation."""
-        return self._calls[block, keep, part]
+        return self._calls[block, checkpoint, part]
 
-    def _bind(self, block: int, keep: str, part: str, device: torch.device) -> BoundCall:
+    def _bind(self, block: int, checkpoint: str, part: str, device: torch.device) -> BoundCall:
         bound = self.part.blocks[block]
-        option = self._templates[bound.template].options[keep]  # type: ignore[index]
-        function: BlockFunction | None = getattr(option, part)
+        policy = self._templates[bound.template].policies[checkpoint]  # type: ignore[index]
+        function: BlockFunction | None = getattr(policy, part)
         assert function is not None
         if function.source not in self._loaded:
             self._loaded[function.source] = function.load(device)

@@ -1,4 +1,5 @@
-"""What a step's buffers hold: gradients that are whole, updates that are written, stashes that come back.
+"""What a step's buffers hold: gradients that are whole, updates that are written, offloaded activations that
+come back.
 
 In program order, which stands for every order once :mod:`~megacompile.step.verify` has shown that all
 accesses are ordered.
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step, name
 from megacompile.step.spec import (
     Buffer,
@@ -105,7 +106,8 @@ def check_window(step: Step) -> None:
 
 
 def check_spills(step: Step) -> None:
-    """Buffers that stashes on NVMe pass through hold what is taken from them, and none is lost in one."""
+    """Buffers that offloaded activations on NVMe pass through hold what is taken from them, and none is lost
+    in one."""
     held: dict[Buffer, Op] = {}  # what a buffer was last filled by
     taken: set[Buffer] = set()  # buffers whose content is where it shall be
     for op in step.ops:
@@ -113,13 +115,13 @@ def check_spills(step: Step) -> None:
         if not isinstance(buffer, Spill):
             continue
         last = held.get(buffer)
-        if op.kind in ("offload", "read_stash"):
+        if op.kind in ("offload", "read_offloaded"):
             if last is not None and buffer not in taken:
                 raise ScheduleError(f"{name(op)} overwrites what {name(last)} left in {buffer}.")
             held[buffer] = op
             taken.discard(buffer)
             continue
-        wanted = ("offload" if op.kind == "write_stash" else "read_stash", op.block, op.micro)
+        wanted = ("offload" if op.kind == "write_offloaded" else "read_offloaded", op.block, op.micro)
         if last is None or (last.kind, last.block, last.micro) != wanted:
             found = name(last) if last is not None else "nothing"
             raise ScheduleError(f"{name(op)} finds in {buffer} what {found} left there.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megacompile.plan.workload import Workload
+from megacompile.assemble.workload import Workload
 from megacompile.step.loops import Statement, find_loops, loop_lines, loop_variable, read_statement
 from megacompile.step.operations import Event, Op, Step
 from megacompile.step.spec import SPECS, Buffer, Ring, Token
@@ -111,7 +111,9 @@ def _statements(step: Step) -> list[Statement]:
     statements = []
     prefetches = 0
     pushes: dict[int, int] = {}
-    fills: dict[tuple[str, int, int], int] = {}  # number of the latest that a group or block's stash had
+    fills: dict[
+        tuple[str, int, int], int
+    ] = {}  # number of the latest that a group or block's offloaded activations had
     counts = {"window": 0, "staged": 0, "spill": 0}
     for op in step.ops:
         if any(isinstance(t, Ring) for t in op.writes):

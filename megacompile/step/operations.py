@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from megacompile.plan.workload import Call, Choice
+from megacompile.assemble.workload import Call, CheckpointPolicy
 from megacompile.step.spec import (
     SPECS,
     Buffer,
@@ -44,8 +44,8 @@ class Op(NamedTuple):
     ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
-    :class:`~megacompile.plan.workload.Call`. ``offset`` is a slot's byte offset in the slab. ``seconds`` is
-    measured, 0 where it was not. ``policy`` says what a block keeps between forward and backward.
+    :class:`~megacompile.assemble.workload.Call`. ``offset`` is a slot's byte offset in the slab. ``seconds``
+    is measured, 0 where it was not. ``policy`` says what a block keeps between forward and backward.
     """
 
     kind: Kind
@@ -92,7 +92,7 @@ def compute_op(
     kind: Kind,
     b: int,
     m: int,
-    choice: Choice,
+    policy: CheckpointPolicy,
     call: Call,
     donates: tuple[Token, ...],
     writes: tuple[Token, ...],
@@ -101,7 +101,7 @@ def compute_op(
     given: list[Token] = [Value(v, m) for v in call.reads]
     given += [Weights(g) for g in call.groups]
     return Op(
-        kind, "compute", b, micro=m, policy=choice.name, reads=(*given, *donates), writes=writes,
+        kind, "compute", b, micro=m, policy=policy.name, reads=(*given, *donates), writes=writes,
         donates=donates, peak_bytes=call.peak_bytes, end_bytes=call.end_bytes, flops=call.flops,
         moved_bytes=call.moved_bytes, seconds=call.seconds,
     )  # fmt: skip
@@ -197,21 +197,21 @@ def peak_bytes(step: Step) -> int:
     return max((b for _, b in memory_curve(step)), default=step.slab_bytes + step.constant_bytes)
 
 
-def stashes(step: Step, stream: Stream = "d2h") -> dict[Offloaded, int]:
-    """Bytes of what blocks stash in host memory, or by way of "nvme_write" on NVMe."""
+def offloads(step: Step, stream: Stream = "d2h") -> dict[Offloaded, int]:
+    """Bytes of what blocks offload in host memory, or by way of "nvme_write" on NVMe."""
     return {home: op.nbytes for op in step.on(stream) for home in op.writes if isinstance(home, Offloaded)}
 
 
-def stash_buffers(step: Step) -> dict[Token, int]:
+def offload_buffers(step: Step) -> dict[Token, int]:
     """Bytes of each host buffer for what blocks offload: its own, or one of a few on the way to NVMe."""
     largest = spilled_bytes(step)
     spills = {Spill(slot): largest for slot in range(step.window) if largest}
-    return dict[Token, int](stashes(step)) | spills
+    return dict[Token, int](offloads(step)) | spills
 
 
 def spilled_bytes(step: Step) -> int:
-    """The most bytes of a stash that waits on NVMe; 0 where none does."""
-    return max(stashes(step, "nvme_write").values(), default=0)
+    """The most bytes of offloaded activations that waits on NVMe; 0 where none does."""
+    return max(offloads(step, "nvme_write").values(), default=0)
 
 
 def name(op: Op) -> str:

@@ -86,7 +86,7 @@ class Saved(OfBlock, tag="saved", on_device=True):
     """What a block's forward or recompute keeps for its backward."""
 
 
-class Offloaded(OfBlock, tag="stash"):
+class Offloaded(OfBlock, tag="offloaded"):
     """A block's saved activations where they wait: in host memory, or in a region on NVMe."""
 
 
@@ -158,8 +158,8 @@ class Spill(Buffer, tag="spill"):
 
 
 Kind = Literal[
-    "load", "gather", "prefetch", "evict", "forward", "recompute", "backward", "free", "free_stash",
-    "offload", "reload", "write_stash", "read_stash", "push_grad", "push_rows", "accumulate", "norm",
+    "load", "gather", "prefetch", "evict", "forward", "recompute", "backward", "free", "free_offloaded",
+    "offload", "reload", "write_offloaded", "read_offloaded", "push_grad", "push_rows", "accumulate", "norm",
     "clip_scale", "adam", "read_weights", "read_state", "write",
 ]  # fmt: skip
 
@@ -204,24 +204,24 @@ SPECS: dict[Kind, Spec] = {
     "evict": Spec("the end of a weight group's stay in its slot",
                   "compute", "group", "group", "nothing", (), Weights),
     "forward": Spec("a block's forward, with what it keeps for the backward",
-                    "compute", "block micro", "block micro keep=policy", "call",
+                    "compute", "block micro", "block micro checkpoint=policy", "call",
                     _GIVEN, Value | Saved | ValueGrad),
     "recompute": Spec("a block's forward again, for what its backward reads alone",
-                      "compute", "block micro", "block micro keep=policy", "call", _GIVEN, Saved),
+                      "compute", "block micro", "block micro checkpoint=policy", "call", _GIVEN, Saved),
     "backward": Spec("a block's backward: gradients of its inputs and weights",
-                     "compute", "block micro", "block micro keep=policy", "call",
+                     "compute", "block micro", "block micro checkpoint=policy", "call",
                      _GIVEN | Saved | ValueGrad, ValueGrad | WeightGrad),
     "free": Spec("the end of a gradient that another stream has read",
                  "compute", "group block micro", "frees", "nothing", (), ()),
-    "free_stash": Spec("the end of activations on the device that were offloaded",
-                       "compute", "block micro", "block micro stash=frees", "nothing", (), ()),
+    "free_offloaded": Spec("the end of activations on the device that were offloaded",
+                       "compute", "block micro", "block micro saved=frees", "nothing", (), ()),
     "offload": Spec("a block's saved activations from the device to the host",
-                    "d2h", "block micro", "block micro stash=reads", "download", _KEPT, Offloaded | Spill),
+                    "d2h", "block micro", "block micro saved=reads", "download", _KEPT, Offloaded | Spill),
     "reload": Spec("and back",
-                   "h2d", "block micro", "block micro stash=writes", "upload", Offloaded | Spill, _KEPT),
-    "write_stash": Spec("offloaded activations from a buffer of the host window to NVMe",
+                   "h2d", "block micro", "block micro saved=writes", "upload", Offloaded | Spill, _KEPT),
+    "write_offloaded": Spec("offloaded activations from a buffer of the host window to NVMe",
                         "nvme_write", "block micro", "block micro", "nvme_write", Spill, Offloaded),
-    "read_stash": Spec("and back",
+    "read_offloaded": Spec("and back",
                        "nvme_read", "block micro", "block micro", "nvme_read", Offloaded, Spill),
     "push_grad": Spec("a block's contribution to a group's gradient from the device to the host",
                       "d2h", "group block micro", "group block micro to=write", "download",

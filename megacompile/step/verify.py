@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
-from megacompile.plan.workload import Workload
 from megacompile.step.contents import check_gradients, check_spills, check_weights, check_window
 from megacompile.step.operations import Event, Op, Step, memory_curve, name, peak_bytes
 from megacompile.step.spec import SPECS, STREAMS, Token, ValueGrad, Weights

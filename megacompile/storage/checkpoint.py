@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.state import HostState
-from megacompile.plan.codec import from_plain, parse_json, to_plain
 from megacompile.storage.durable import recover, replacing, save_shard
 from megacompile.storage.layout import SavedLayout, copied_range, layout_of, read_layout
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
 from megacompile.host.state import HostState
 from megacompile.host.views import shapes_of
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
 
 
 @dataclass(frozen=True)

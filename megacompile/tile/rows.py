@@ -42,9 +42,12 @@ def gather_rows(graph: TileGraph, node: fx.Node) -> None:
     assert nodes is not None
     source, find = _function(nodes, ids, graph.captured)
     rows = Rows(
-        tuple(graph.name_of(p) for p in pieces), tuple(p.stop for p in pieces),
-        rest[0] if rest and rest[0] >= 0 else -1, source, find,
-    )  # fmt: skip
+        tuple(graph.name_of(p) for p in pieces),
+        tuple(p.stop for p in pieces),
+        rest[0] if rest and rest[0] >= 0 else -1,
+        source,
+        find,
+    )
     given = graph.add_rows(table, value(node), rows)
     emit = graph.site(node)
     with emit.tile("[ids]"):

@@ -62,7 +62,7 @@ def pair(make: type[nn.Module], **options: Any) -> tuple[megacompile.Program, Ea
     return program, trainer
 
 
-ON_HOST = {"policy": "zero3-like"}  # as a model has it whose state does not fit the device
+ON_HOST = {"planner": "zero3-like"}  # as a model has it whose state does not fit the device
 
 
 def nap(program: megacompile.Program, seconds: float = 0.3) -> None:
@@ -113,7 +113,7 @@ def test_the_step_after_a_skipped_update_counts_right_at_once() -> None:
         for batch in (FAULTY, GOOD):
             program.train_step(batch)
             if wait:
-                program.wait()
+                program.synchronize()
         states.append(program.state_dict())
         program.close()
     for name, value in states[0].items():
@@ -132,14 +132,14 @@ def test_what_a_failed_step_left_in_queues_never_runs(monkeypatch: pytest.Monkey
         patch.setattr(runtime.device, "push", planted)
         with pytest.raises(OSError, match="planted"):
             program.train_step(BOTH)
-            program.wait()
-    program.wait()
+            program.synchronize()
+    program.synchronize()
     assert runtime.state.steps == steps
     after = program.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert not runtime.torn
+    assert not runtime.inconsistent
     program.train_step(BOTH)
-    program.wait()
+    program.synchronize()
     assert runtime.state.steps == [n + 1 for n in steps]
     program.close()
 

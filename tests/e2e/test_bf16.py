@@ -42,7 +42,7 @@ def check_gradients(name: str, dtype: torch.dtype, tolerance: float, **options: 
     optimizer = torch.optim.AdamW(model.parameters())
     program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=dtype, **options)
     program.forward_backward(batch_for(name))
-    program.wait()
+    program.synchronize()
     runtime = program._session.runtime
     assert runtime is not None
     for layout in runtime.state.groups:

@@ -120,7 +120,8 @@ def test_calls_of_several_threads_come_one_after_the_other() -> None:
 
 
 def test_ctrl_c_between_two_updates_leaves_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates follow their gradients at once here, so a step that stopped in the middle would be torn."""
+    """Updates follow their gradients at once here, so a step that stopped in the middle would leave it
+    inconsistent."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     program, trainer = made(budget="50KB")
     batch = batch_for("plain")
@@ -138,9 +139,10 @@ def test_ctrl_c_between_two_updates_leaves_a_whole_step(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(HostState, "update", interrupting)
             program.train_step(batch)
-            program.wait()  # where the first update was begun late
+            program.synchronize()  # where the first update was begun late
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        program.wait()  # else an update that is left presses in the next round, before its step has begun
+        # else an update that is left presses in the next round, before its step has begun
+        program.synchronize()
     for _ in range(6):
         trainer.train_step([batch])
     assert_equal(program, trainer)
@@ -158,10 +160,10 @@ def test_an_interrupt_while_waiting_changes_nothing(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "finish", interrupted)
-        patch.setattr(type(runtime), "torn", True)  # as long as its updates are under way
+        patch.setattr(runtime, "synchronize", interrupted)
+        patch.setattr(type(runtime), "inconsistent", True)  # as long as its updates are under way
         with pytest.raises(KeyboardInterrupt):
-            program.wait()
+            program.synchronize()
     program.train_step(batch_for("plain"))
     program.close()
 

@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
 WRITER = """
 import sys, itertools, torch
 from pathlib import Path
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
 from megacompile.storage.checkpoint import Progress, save_checkpoint
 from megacompile.host.state import HostState
 from megacompile.storage import checkpoint
@@ -331,8 +331,8 @@ for count in itertools.count(1):
 
 
 def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> None:
+    from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
     from megacompile.host.state import HostState
-    from megacompile.plan.assemble import GroupLayout, Parameter, Slot
 
     n = 1 << 18
     slot = Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0)
@@ -463,7 +463,7 @@ MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
 from megacompile.host.arena import resident_bytes
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.host.state import HostState
 from megacompile.storage import checkpoint

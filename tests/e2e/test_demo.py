@@ -85,7 +85,7 @@ class FakeProgram:
     def evaluate(self, batch: object) -> torch.Tensor:
         return torch.tensor(2.5)
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 def test_text_is_split_by_file_in_a_fixed_order(demo: ModuleType, tmp_path: Path) -> None:

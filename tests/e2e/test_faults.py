@@ -97,17 +97,17 @@ def test_a_failing_micro_batch_keeps_the_gradients_gathered_before() -> None:
 
 
 def test_gradients_that_are_lost_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = compiled(build("plain"), policy="full-recompute")  # gradients wait on the host
+    program = compiled(build("plain"), planner="full-recompute")  # gradients wait on the host
     batch = batch_for("plain")
     program.forward_backward(batch)
-    program.wait()
+    program.synchronize()
     runtime = program._session.runtime
     assert runtime is not None
     with monkeypatch.context() as patch:
         patch.setattr(runtime.device, "push", _broken)
         with pytest.raises(OSError, match="planted"):
             program.forward_backward(batch)
-            program.wait()
+            program.synchronize()
             program.forward_backward(batch)
     with pytest.raises(megacompile.ProgramError, match="repeat those micro-batches"):
         program.optimizer_step()
@@ -233,14 +233,14 @@ except megacompile.BudgetError as error:
 
 
 @pytest.mark.parametrize("form", ["fp32", "int8"])
-def test_weights_loaded_after_a_torn_step_start_without_its_moments(
+def test_weights_loaded_after_an_inconsistent_step_start_without_its_moments(
     monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
     """The run that goes on is, bit for bit, one that starts from these weights."""
     start, batch = build("plain").state_dict(), batch_for("plain")
     program, fresh = (compiled(build("plain"), optimizer_state=form) for _ in range(2))
     program.train_step(batch)
-    program.wait()
+    program.synchronize()
     state = program._session.runtime.state  # type: ignore[union-attr]
     update, done = type(state).update, []
 
@@ -253,7 +253,7 @@ def test_weights_loaded_after_a_torn_step_start_without_its_moments(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="planted"):
         patch.setattr(type(state), "update", once)
         program.train_step(batch)
-        program.wait()
+        program.synchronize()
     with pytest.raises(megacompile.ProgramError, match="moments to zero"):
         program.train_step(batch)
     program.load_state_dict(start)

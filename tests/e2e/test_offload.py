@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.assemble.plan import Plan
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
-from megacompile.plan.plan import Plan
 from megacompile.program import Program
 
 WIDTH, LAYERS = 128, 4
@@ -117,12 +117,12 @@ def test_accumulated_gradients_and_loaded_state(tmp_path: Path) -> None:
 def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: Path) -> None:
     program = compiled("4MB", tmp_path)
     program.train_step(batch())
-    program.wait()
+    program.synchronize()
     offload = program._session.runtime.state.offload  # type: ignore[union-attr]
     assert offload is not None
     taken = offload.storage.written_bytes
     program.train_step(batch())
-    program.wait()
+    program.synchronize()
     written = sum(op.nbytes for op in program.schedule.step.on("nvme_write"))
     padded = offload.storage.written_bytes - taken  # arrays end at whole pages
     assert 0 < written <= padded < 1.01 * written
@@ -131,23 +131,23 @@ def test_what_a_step_writes_is_said_with_what_it_means_for_the_drive(tmp_path: P
     program.close()
 
 
-def stashing(plan: Plan, window: int) -> Plan:
+def offloading(plan: Plan, window: int) -> Plan:
     """The plan with everything saved, on NVMe, and all state on the device."""
-    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    blocks = tuple(replace(block, checkpoint="all", saved_on="nvme") for block in plan.blocks)
     groups = tuple(replace(group, state="device") for group in plan.groups)
     return replace(plan, blocks=blocks, groups=groups, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
+def test_offloads_to_storage_change_no_bit(window: int, tmp_path: Path) -> None:
     program = compiled("100MB")
     program.train_step(batch(0))
     plan = program.plan
     expected, state = trained(program)
-    program = compiled("100MB", tmp_path, plan=stashing(plan, window))
+    program = compiled("100MB", tmp_path, plan=offloading(plan, window))
     program.train_step(batch(0))
     moved = [op.nbytes for op in program.schedule.step.on("nvme_write")]
-    assert program.memory.host_bytes["stashes"] == window * max(moved)
+    assert program.memory.host_bytes["offloaded"] == window * max(moved)
     assert program.memory.storage_bytes == sum(moved)
     losses, got = trained(program)
     assert losses == expected
@@ -155,7 +155,7 @@ def test_stashes_on_storage_change_no_bit(window: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("host", "gone"), [("5MB", 4), ("4MB", 5)])
-def test_stashes_leave_for_storage_where_ram_is_too_small_for_them(
+def test_offloads_leave_for_storage_where_ram_is_too_small_for_them(
     host: str, gone: int, tmp_path: Path
 ) -> None:
     """8 blocks with inputs of 1 MB, of which the device has room for one, and RAM for one or two."""
@@ -175,17 +175,17 @@ def test_stashes_leave_for_storage_where_ram_is_too_small_for_them(
         )
         losses[budget] = [float(program.train_step(rows.bfloat16()).loss) for _ in range(3)]
         program.close()
-    assert [block.stash for block in program.plan.blocks].count("nvme") == gone
+    assert [block.saved_on for block in program.plan.blocks].count("nvme") == gone
     assert sum(program.memory.host_bytes.values()) <= program.memory.host_budget_bytes
     assert losses["1GB"] == losses[host]
 
 
-def test_a_stash_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offload_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled("100MB")
     program.train_step(batch(0))
     plan = program.plan
     program.close()
-    program = compiled("100MB", tmp_path, plan=stashing(plan, 2), max_grad_norm=1.0)
+    program = compiled("100MB", tmp_path, plan=offloading(plan, 2), max_grad_norm=1.0)
     program.train_step(batch(0))
     before = program.state_dict()
 
@@ -197,7 +197,8 @@ def test_a_stash_that_is_lost_on_storage_is_named(tmp_path: Path, monkeypatch: p
     read = os.preadv
     monkeypatch.setattr(os, "preadv", garbled)
     with pytest.raises(
-        StorageError, match=r"of the stash of block 2, micro-batch 0 .* is not what was written"
+        StorageError,
+        match=r"of the offloaded activations of block 2, micro-batch 0 .* is not what was written",
     ):
         program.train_step(batch(1))
     monkeypatch.undo()
@@ -235,11 +236,11 @@ def test_a_second_program_in_one_directory_is_refused_and_changes_nothing(tmp_pa
     first.close()
 
 
-def fails_with_a_torn_program(program: Program, words: str) -> None:
+def fails_with_an_inconsistent_program(program: Program, words: str) -> None:
     """A step or the wait after it raises, the program refuses to go on, and a loaded state heals it."""
     with pytest.raises(StorageError, match=words):
         program.train_step(batch(1))
-        program.wait()
+        program.synchronize()
     with pytest.raises(ProgramError, match="load a checkpoint"):
         program.train_step(batch(1))
 
@@ -253,7 +254,7 @@ def test_a_flipped_bit_is_never_trained_on(tmp_path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(0)
         file.write(bytes([byte ^ 1]))
-    fails_with_a_torn_program(program, rf"Block 0 of the state of .* \(byte 0 of {path}\)")
+    fails_with_an_inconsistent_program(program, rf"Block 0 of the state of .* \(byte 0 of {path}\)")
     with pytest.warns(
         UserWarning, match="was lost on storage: what of it is not loaded now starts from zero"
     ):
@@ -279,7 +280,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_step(
 
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", full)
-    fails_with_a_torn_program(program, "cannot write: No space left")
+    fails_with_an_inconsistent_program(program, "cannot write: No space left")
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="was lost on storage"):
         program.load_state_dict(saved)
@@ -292,7 +293,7 @@ def test_an_update_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
     program.train_step(batch())
     before = program.state_dict()
     program.train_step(batch() * float("inf"))
-    program.wait()
+    program.synchronize()
     assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
     program.close()
 
@@ -330,7 +331,7 @@ def trained(layers, **options):
         weights=lambda name: torch.full((WIDTH, WIDTH), 0.01), **options)
     for _ in range(2):
         program.train_step(torch.ones(4, WIDTH).bfloat16())
-    program.wait()
+    program.synchronize()
     return program
 
 trained(2).close()  # what a process needs besides any model

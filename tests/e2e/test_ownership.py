@@ -235,9 +235,12 @@ def test_a_program_gives_back_what_is_its_own() -> None:
     first, model, _ = owned()
     first.sync_to(model)
     second = megacompile.compile(
-        model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), example_batch=batch_for("plain"),
+        model,
+        "1GB",
+        optimizer=torch.optim.AdamW(model.parameters()),
+        example_batch=batch_for("plain"),
         compute_dtype=torch.float32,
-    )  # fmt: skip
+    )
     with pytest.raises(megacompile.MegacompileError, match="belongs to another program"):
         first.sync_to(model)
     with pytest.raises(ProgramError, match="holds no values"):

@@ -20,9 +20,12 @@ def train_beside_eager(model: nn.Module, batches: list[Any], budget: str = "1GB"
     eager = copy.deepcopy(model)
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2))
     program = megacompile.compile(
-        model, budget, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        compute_dtype=torch.float32, **options,
-    )  # fmt: skip
+        model,
+        budget,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        compute_dtype=torch.float32,
+        **options,
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Compiling another program")
         check_beside_eager(program, trainer, batches)
@@ -59,9 +62,12 @@ def test_checkpoints_inside_checkpoints(norm: float | None) -> None:
     eager = copy.deepcopy(model)
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2), max_grad_norm=norm)
     program = megacompile.compile(
-        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        compute_dtype=torch.float32, max_grad_norm=norm,
-    )  # fmt: skip
+        model,
+        "1GB",
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        compute_dtype=torch.float32,
+        max_grad_norm=norm,
+    )
     for x in torch.randn(3, 4, 8):
         assert float(program.train_step(x).loss) == trainer.train_step([x])
     program.close()

@@ -243,7 +243,7 @@ def test_nonfinite_gradient_leaves_the_state_whole(policy: str) -> None:
     program.train_step({**batch, "y": torch.full((2, 3), math.inf)})
     if policy == "raise":
         with pytest.raises(megacompile.NonFiniteError, match="not applied"):
-            program.wait()
+            program.synchronize()
     assert all(torch.equal(v, before[n]) for n, v in program.state_dict().items())
     assert math.isfinite(program.train_step(batch).loss)
     program.close()
@@ -255,7 +255,7 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
     program = compiled(build("plain"), max_grad_norm=1.0)
     batch = batch_for("plain")
     program.train_step(batch)
-    program.wait()
+    program.synchronize()
 
     def broken(*args: Any, **options: Any) -> None:
         raise OSError("planted fault")

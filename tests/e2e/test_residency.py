@@ -12,15 +12,15 @@ from torch import nn
 
 import megacompile
 from benchmarks.instances import load_workload, shortened
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import Workload
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import nominal_cpu
 from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import with_state_at
-from megacompile.search.planner import search
-from megacompile.search.residency import reside, trained_groups
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.planner import search
+from megacompile.plan.residency import reside, trained_groups
 from megacompile.step.operations import peak_bytes
 from megacompile.step.verify import verify
 from tests.support.fake_cuda import FakeCuda

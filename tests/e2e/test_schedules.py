@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
 from tests.support.reference import Habits, train_eager
 
 WIDTH, ROWS, STEPS = 8, 12, 2
@@ -158,7 +158,7 @@ def any_plan(seed: int) -> Callable[[Workload, Mode, Machine, int], Plan]:
             GroupPlan(
                 rng.choice(("stream", "micro", "step")),
                 rng.randint(0, 5),
-                update=rng.choice(("early", "late")),
+                update=rng.choice(("immediate", "deferred")),
             )
             for _ in work.groups
         ]
@@ -175,12 +175,12 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @settings(FEW, max_examples=5)
 @given(SETUPS, st.integers(0, 1 << 30), st.sampled_from((0.0, 0.2, 1.0)))
 def test_budgets_and_plans_change_no_bit(setup: Setup, seed: int, share: float) -> None:
-    reference = start(setup, policy=any_plan(seed))
+    reference = start(setup, planner=any_plan(seed))
     losses, weights = run(setup, reference)
     lowest, highest = least(setup), reference.memory.predicted_peak_bytes
     others = [
         start(setup, f"{max(lowest, int(lowest + share * (highest - lowest)))}B"),
-        *(start(setup, policy=any_plan(seed + i)) for i in (1, 2, 3)),
+        *(start(setup, planner=any_plan(seed + i)) for i in (1, 2, 3)),
     ]
     for program in others:
         found = run(setup, program)
@@ -202,9 +202,9 @@ def test_cuts_change_rounding_at_most(setup: Setup, places: set[int], seed: int)
     first = {"layers.0.up.weight": layer}
     if setup.kinds[0] != "gated":
         first["layers.0.up.bias"] = layer
-    whole, weights = run(setup, start(setup, policy=any_plan(seed)))
+    whole, weights = run(setup, start(setup, planner=any_plan(seed)))
     for cuts, bitwise in (({"embed.weight": table}, not (setup.tied or setup.clip)), (first, False)):
-        program = start(setup, policy=any_plan(seed + 1))
+        program = start(setup, planner=any_plan(seed + 1))
         program._session.compiler.cuts = cuts
         losses, found = run(setup, program)
         pieces = {p for p in program._session.compiler.pieces if "[" in p}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megacompile
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.compiler import Compiler
 from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, group_runs, state_bytes
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot, padded_elements
 from tests.support.models import Plain
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "int8", "int4")
@@ -58,9 +58,11 @@ def test_runs_cover_the_bucket_and_fill_the_arrays(parts: list[tuple[int, int]],
 def test_blocks_begin_anew_at_every_parameter(sizes: list[int], form: StateFormat) -> None:
     group = layout(sizes, [0] * len(sizes))
     begins = {slot.offset for slot in group.slots if slot.parameter.numel > SMALL}
-    edges = set(itertools.chain.from_iterable(
-        range(r.start, r.stop, CODINGS[form].block) for r in group_runs(group, form) if r.place.coded
-    ))  # fmt: skip
+    edges = set(
+        itertools.chain.from_iterable(
+            range(r.start, r.stop, CODINGS[form].block) for r in group_runs(group, form) if r.place.coded
+        )
+    )
     assert begins <= edges
 
 

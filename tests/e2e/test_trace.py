@@ -28,7 +28,7 @@ def program() -> Any:
 def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Program) -> None:
     for _ in range(3):
         program.train_step(batch_for("llama", size=4, length=64))
-    program.wait()
+    program.synchronize()
     runtime = program._session.runtime
     assert runtime is not None
     (earlier, before), (step, trace) = runtime.traces
@@ -37,7 +37,7 @@ def test_every_operation_is_recorded_once_and_in_order(program: megacompile.Prog
         "load",
         "evict",
         "free",
-        "free_stash",
+        "free_offloaded",
     )  # they take no time: names are dropped, tensors handed over
     expected = Counter(op.event for op in step.ops if op.kind not in untimed)
     assert trace.pop(0)[0] == ("run",)

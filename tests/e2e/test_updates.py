@@ -65,7 +65,7 @@ def test_rates_are_those_of_the_call_whatever_happens_while_updates_fly(
         for group in program.optimizer.param_groups:
             group.update(lr=1e3, weight_decay=1e3, betas=(0.0, 0.0), eps=1.0)
         changed.set()
-        program.wait()
+        program.synchronize()
         for group, settings in zip(program.optimizer.param_groups, kept, strict=True):
             group.update(settings)
         trainer.train_step([batch(index)])

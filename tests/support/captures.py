@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.captured import Captured
 from megacompile.capture.graph import capture
-from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.frontend import Frontend
 
 _KNOWN = ("torch.", "transformers.", "peft.", "tests.support.")
@@ -52,7 +52,7 @@ class Captures:
         return self._captured[key]
 
     def differentiate(self, template: Any, mode: Any, inductor: Any) -> DifferentiatedTemplate:
-        """As :func:`megacompile.differentiate.options.differentiate`."""
+        """As :func:`megacompile.differentiate.policies.differentiate`."""
         key = (template.digest, template.name, mode, inductor)
         if key not in self._templates:
             self._templates[key] = differentiate(template, mode, inductor)

@@ -173,7 +173,7 @@ class _Judge:
             program.forward_backward(micro[0], weight=weights[0])
         for batch, weight in zip(micro[1:], weights[1:], strict=True):
             program.forward_backward(batch, weight=weight)
-        program.wait()
+        program.synchronize()
         found, fusions = program_gradients(program), program.fusions
         program.optimizer_step()
         state = program.state_dict()

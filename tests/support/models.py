@@ -62,10 +62,11 @@ class Plain(nn.Module):
         super().__init__()
         self.first = nn.Linear(16, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(),
-                          nn.Linear(2 * width, width))
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            )
             for _ in range(depth)
-        )  # fmt: skip
+        )
         self.last = nn.Linear(width, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Deep(nn.Module):
-    """Blocks of few weights, that stash much where a batch of rows is long."""
+    """Blocks of few weights, that save much where a batch of rows is long."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.machine.rates import Machine
 from megacompile.passes import lower
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 from megacompile.step.operations import Op, Step
 
 LOSS_BYTES = 4
@@ -36,25 +36,28 @@ def chain(blocks: int, *, tied: bool = False, frozen: frozenset[int] = frozenset
         keep = Call((b,), (g,), out + 350, out + 300, 1000, 1000)
         plain = Call((b,), (g,), out + 50, out, 1000, 1000)
         again = Call((b,), (g,), 350, 300, 1000, 1000)
-        choices = (Choice("all", keep, None, back, 300), Choice("none", plain, again, back, 300))
-        works.append(BlockWork(f"layers.{b}", 0, (b + 1,), tangents, grads, grad_groups, choices))
+        policies = (
+            CheckpointPolicy("all", keep, None, back, 300),
+            CheckpointPolicy("none", plain, again, back, 300),
+        )
+        works.append(BlockWork(f"layers.{b}", 0, (b + 1,), tangents, grads, grad_groups, policies))
     return Workload(tuple(works), tuple(values), tuple(groups), loss=blocks)
 
 
 def uniform(
     work: Workload,
-    choice: str = "none",
+    checkpoint: str = "none",
     *,
-    stash: str = "device",
-    keep: str = "stream",
-    lead: int = 2,
+    saved_on: str = "device",
+    residency: str = "stream",
+    prefetch_depth: int = 2,
     state: str = "host",
     **whole: object,
 ) -> Plan:
     """The same decision for every block and every weight group."""
     return Plan(
-        blocks=tuple(BlockPlan(choice, stash) for _ in work.blocks),  # type: ignore[arg-type]
-        groups=tuple(GroupPlan(keep, lead, state) for _ in work.groups),  # type: ignore[arg-type]
+        blocks=tuple(BlockPlan(checkpoint, saved_on) for _ in work.blocks),  # type: ignore[arg-type]
+        groups=tuple(GroupPlan(residency, prefetch_depth, state) for _ in work.groups),  # type: ignore[arg-type]
         **whole,  # type: ignore[arg-type]
     )
 
@@ -144,12 +147,12 @@ def _block(
         tangents=tangents,
         grad_values=grads if trained else (),
         grad_groups=tuple(weights.items()),
-        choices=shape.choices(trained),
+        policies=shape.policies(trained),
     )
 
 
 class _Shape:
-    """What all choices of one random block have in common."""
+    """What all policies of one random block have in common."""
 
     def __init__(
         self,
@@ -167,12 +170,12 @@ class _Shape:
         self.back_reads, self.back_uses = back_reads, back_uses
         self.out, self.gained, self.given = out, gained, given
 
-    def choices(self, trained: bool) -> tuple[Choice, ...]:
+    def policies(self, trained: bool) -> tuple[CheckpointPolicy, ...]:
         """Keeping less never saves work: a recompute comes on top, and "some" derives the rest."""
         forward, extra = self.draw(costs), 0
         plain = self.call(self.reads, self.uses, self.out, forward)
         if not trained:
-            return tuple(Choice(n, plain, None, None, 0) for n in ("all", "some", "none", "least"))
+            return tuple(CheckpointPolicy(n, plain, None, None, 0) for n in ("all", "some", "none", "least"))
         backward = self.draw(costs)
         found = []
         for keep, again in (("all", "none"), ("some", "least")):
@@ -184,10 +187,10 @@ class _Shape:
             end = self.gained - self.given - saved
             back = self.call(self.back_reads, self.back_uses, end, backward + extra)
             full = self.call(self.reads, self.uses, self.out + saved, forward)
-            found.append(Choice(keep, full, None, back, saved))
+            found.append(CheckpointPolicy(keep, full, None, back, saved))
             free = saved == 0 and self.draw(st.booleans())
             recompute = None if free else self.call(self.reads, self.uses, saved, self.draw(costs))
-            found.append(Choice(again, plain, recompute, back, saved))
+            found.append(CheckpointPolicy(again, plain, recompute, back, saved))
         return tuple(found)
 
     def call(self, reads: tuple[int, ...], uses: tuple[int, ...], end: int, work: int) -> Call:
@@ -199,15 +202,15 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
     """Any plan for a workload, sensible or not."""
     block = st.builds(
         BlockPlan,
-        choice=st.sampled_from(["all", "some", "none", "least"]),
-        stash=st.sampled_from(["device", "host", "nvme"]),
+        checkpoint=st.sampled_from(["all", "some", "none", "least"]),
+        saved_on=st.sampled_from(["device", "host", "nvme"]),
     )
     group = st.builds(
         GroupPlan,
-        keep=st.sampled_from(["stream", "micro", "step"]),
-        lead=st.integers(0, 4),
+        residency=st.sampled_from(["stream", "micro", "step"]),
+        prefetch_depth=st.integers(0, 4),
         state=st.sampled_from(["host", "host", "nvme", "nvme-all", "device"]),
-        update=st.sampled_from(["early", "late"]),
+        update=st.sampled_from(["immediate", "deferred"]),
     )
     return Plan(
         blocks=tuple(draw(block) for _ in work.blocks),

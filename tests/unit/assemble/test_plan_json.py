@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
 from megacompile.errors import MegacompileError
-from megacompile.plan.plan import PLAN_VERSION, BlockPlan, GroupPlan, Plan
 from tests.support.problems import plans, workloads
 
 PLAN = Plan(
@@ -28,8 +28,10 @@ def test_round_trip_is_exact(plan: Plan) -> None:
 def test_files_are_plain_json_with_a_version() -> None:
     fields = json.loads(PLAN.to_json())
     assert fields["version"] == PLAN_VERSION
-    assert fields["blocks"][1] == {"choice": "all", "stash": "host"}
-    assert fields["groups"] == [{"keep": "micro", "lead": 3, "state": "nvme", "update": "early"}]
+    assert fields["blocks"][1] == {"checkpoint": "all", "saved_on": "host"}
+    assert fields["groups"] == [
+        {"residency": "micro", "prefetch_depth": 3, "state": "nvme", "update": "immediate"}
+    ]
     whole = (fields["order"], fields["grad_lag"], fields["ring"], fields["window"])
     assert whole == ("breadth", 0, 4, 3)
 
@@ -71,12 +73,12 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
         ("", "grad_lag", "1"),
         ("", "order", "width"),
         ("", "order", None),
-        ("groups[0].", "lead", -1),
-        ("groups[0].", "lead", [2]),
-        ("groups[0].", "keep", "forever"),
+        ("groups[0].", "prefetch_depth", -1),
+        ("groups[0].", "prefetch_depth", [2]),
+        ("groups[0].", "residency", "forever"),
         ("groups[0].", "state", "tape"),
-        ("blocks[1].", "stash", "disk"),
-        ("blocks[1].", "choice", 3),
+        ("blocks[1].", "saved_on", "disk"),
+        ("blocks[1].", "checkpoint", 3),
     ],
 )
 def test_a_wrong_value_is_named(where: str, name: str, value: Any) -> None:
@@ -94,7 +96,7 @@ def test_fields_must_be_exactly_those_of_a_plan(where: str, change: str) -> None
     fields = json.loads(PLAN.to_json())
     target = {"plan": fields, "block": fields["blocks"][0], "group": fields["groups"][0]}[where]
     if change == "missing":
-        del target[{"plan": "order", "block": "stash", "group": "lead"}[where]]
+        del target[{"plan": "order", "block": "saved_on", "group": "prefetch_depth"}[where]]
     else:
         target["colour"] = "blue"
     with pytest.raises(MegacompileError, match="lacks" if change == "missing" else "has a field 'colour'"):

@@ -129,10 +129,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_gives_shapes_and_calls(plan: Path) -> None:
-    choices = [b["choice"] for b in json.loads(plan.read_text())["blocks"]]
+    checkpoints = [b["checkpoint"] for b in json.loads(plan.read_text())["blocks"]]
     made, unknown = targets(read_calls(plan))
     found = {(t.operation, t.shape): (t.forward, t.backward) for t in made}
-    assert set(choices) == {"all"}, "the counts below are those of a plan that keeps everything"
+    assert set(checkpoints) == {"all"}, "the counts below are those of a plan that keeps everything"
     assert found == {
         ("rms_norm", (48, 32)): (5, 5), ("add_rms_norm", (48, 32)): (4, 4), ("glu", (48, 64)): (4, 4),
         ("rope", (2, 4, 24, 8)): (4, 4), ("rope", (2, 2, 24, 8)): (4, 4),

@@ -14,8 +14,8 @@ from benchmarks.gpu import record
 from benchmarks.gpu.bound import beside_bound
 from benchmarks.gpu.cases import PARTS, cases
 from benchmarks.gpu.record import Case, markdown, rates, run_case
+from megacompile.assemble.plan import Mode
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode
 from megacompile.schedule.schedule import Schedule
 from tests.support.problems import chain, uniform
 
@@ -101,8 +101,11 @@ def test_a_case_apart_ends_in_time_and_tells_why(monkeypatch: pytest.MonkeyPatch
 
 def test_tables_say_what_was_not_measured(tmp_path: Path) -> None:
     (tmp_path / "hardware.json").write_text(json.dumps({"device": "NVIDIA H200"}))
-    rows = {"a": {"step_seconds": 1.25, "right": True}, "b": {"not measured": "deepspeed is not installed"},
-            "c": {"failed": "exit status 1: out of memory", "log": "…"}}  # fmt: skip
+    rows = {
+        "a": {"step_seconds": 1.25, "right": True},
+        "b": {"not measured": "deepspeed is not installed"},
+        "c": {"failed": "exit status 1: out of memory", "log": "…"},
+    }
     (tmp_path / "peers.json").write_text(json.dumps(rows))
     page = markdown(tmp_path, PARTS)
     assert "# Measured on NVIDIA H200" in page

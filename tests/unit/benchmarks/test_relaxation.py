@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.instances import load_instances, shortened
 from benchmarks.relaxation import relaxed_seconds
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.planner import search
+from megacompile.plan.planner import search
 from megacompile.step.operations import peak_bytes
 
 INSTANCES = load_instances()
@@ -28,24 +28,31 @@ def some_machine(draw: random.Random, machine: Machine) -> Machine:
 
     slow = draw.choice((1, 0.05))
     return replace(
-        machine, flops=rate(machine.flops), h2d_bandwidth=slow * rate(machine.h2d_bandwidth),
-        d2h_bandwidth=rate(machine.d2h_bandwidth), host_bandwidth=rate(machine.host_bandwidth),
+        machine,
+        flops=rate(machine.flops),
+        h2d_bandwidth=slow * rate(machine.h2d_bandwidth),
+        d2h_bandwidth=rate(machine.d2h_bandwidth),
+        host_bandwidth=rate(machine.host_bandwidth),
         shared_memory=draw.random() < 0.7,
-    )  # fmt: skip
+    )
 
 
 def some_plan(draw: random.Random, work: Workload, mode: Mode) -> Plan:
     """Any decision anywhere; often the same one everywhere."""
-    choices, stashes, keeps = ("all", "some", "none", "least"), ("device", "host"), ("stream", "step")
+    checkpoints, places, residencies = (
+        ("all", "some", "none", "least"),
+        ("device", "host"),
+        ("stream", "step"),
+    )
     spread = draw.random()
-    block, keep = BlockPlan(draw.choice(choices), draw.choice(stashes)), draw.choice(keeps)  # type: ignore[arg-type]
+    block, residency = BlockPlan(draw.choice(checkpoints), draw.choice(places)), draw.choice(residencies)  # type: ignore[arg-type]
 
     def any_block() -> BlockPlan:
-        return BlockPlan(draw.choice(choices), draw.choice(stashes))  # type: ignore[arg-type]
+        return BlockPlan(draw.choice(checkpoints), draw.choice(places))  # type: ignore[arg-type]
 
     def any_group() -> GroupPlan:
-        kept = draw.choice(keeps) if draw.random() < spread else keep
-        return GroupPlan(kept, draw.choice((0, 1, 2, 8)), update=draw.choice(("early", "late")))  # type: ignore[arg-type]
+        kept = draw.choice(residencies) if draw.random() < spread else residency
+        return GroupPlan(kept, draw.choice((0, 1, 2, 8)), update=draw.choice(("immediate", "deferred")))  # type: ignore[arg-type]
 
     blocks = tuple(any_block() if draw.random() < spread else block for _ in work.blocks)
     order = draw.choice(("depth", "breadth")) if mode.micro_batches > 1 else "depth"

@@ -37,7 +37,7 @@ class Given(nn.Module):
 def compiled(model: nn.Module) -> megacompile.Program:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     return megacompile.compile(
-        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, policy="full-recompute"
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, planner="full-recompute"
     )
 
 

@@ -41,7 +41,7 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacom
         "1GB",
         optimizer=optimizer,
         compute_dtype=torch.float32,
-        policy="full-recompute",
+        planner="full-recompute",
         loss_fn=loss_fn,
     )
 

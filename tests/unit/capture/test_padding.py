@@ -50,7 +50,7 @@ def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) ->
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     program = megacompile.compile(
-        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, policy="full-recompute"
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, planner="full-recompute"
     )
     with warnings.catch_warnings(record=True) as compiled:
         warnings.simplefilter("always")
@@ -193,9 +193,12 @@ def test_models_that_mix_positions_themselves_are_not_padded(mix: Any, padded: b
     model = Own(mix)
     eager = copy.deepcopy(model)
     program = megacompile.compile(
-        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), compute_dtype=torch.float32,
-        policy="full-recompute",
-    )  # fmt: skip
+        model,
+        "1GB",
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.0),
+        compute_dtype=torch.float32,
+        planner="full-recompute",
+    )
     with warnings.catch_warnings(record=True) as compiled:
         warnings.simplefilter("always")
         for length in (8, 11, 13):

@@ -41,7 +41,7 @@ def start() -> tuple[megacompile.Program, Scaled]:
     model = Scaled()
     optimizer = torch.optim.AdamW(model.layers[0].parameters(), lr=1e-2)
     program = megacompile.compile(
-        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, policy="full-recompute"
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, planner="full-recompute"
     )
     return program, model
 
@@ -146,9 +146,12 @@ def test_what_modules_hold_is_followed(change: Callable[[Held], Any]) -> None:
     model = Held()
     eager = copy.deepcopy(model)
     program = megacompile.compile(
-        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), compute_dtype=torch.float32,
-        policy="full-recompute",
-    )  # fmt: skip
+        model,
+        "1GB",
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        compute_dtype=torch.float32,
+        planner="full-recompute",
+    )
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-2))
     assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
     before = trainer.loss(BATCH)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.cli import run as cli_run
 from megacompile.cli.main import main
 from megacompile.estimate import models
@@ -24,11 +26,9 @@ from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Question, Study, complete_flops
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
+from megacompile.plan.bound import lower_bound
+from megacompile.plan.planner import search
 from megacompile.schedule.schedule import Schedule
-from megacompile.search.bound import lower_bound
-from megacompile.search.planner import search
 from megacompile.units import parse_bytes
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -109,7 +109,7 @@ def test_host_bytes_are_twelve_per_parameter_and_two_or_four_for_kept_gradients(
     there = sum(answer.work.groups[g].elements for g in clipped.planned.step.resident)
     assert clipped.host.gradients == 2 * (parameters - there)
     assert answer.hosts()["accumulated"].gradients == 4 * parameters
-    assert streamed.host.gradients < clipped.host.gradients  # of late updates alone
+    assert streamed.host.gradients < clipped.host.gradients  # of deferred updates alone
     assert streamed.host.buffers > 0
 
 
@@ -129,15 +129,15 @@ def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> 
 def test_the_graph_counts_the_model_flops(study: Study) -> None:
     work = study.captured(2, 128).assembly.work
     assert complete_flops(work, study.model.step_flops(2, 128)) == (work, 0.0)
-    forward = sum(b.choice("none").forward.flops for b in work.blocks)
+    forward = sum(b.policy("none").forward.flops for b in work.blocks)
     norms = 6 * 2 * 128 * 64 * (2 * 4 + 1)  # norm weights, counted in 6·P·T, are in no product
     assert 3 * forward == pytest.approx(study.model.step_flops(2, 128) - norms)
 
 
 def _work(flops: int = 100) -> Workload:
     call = Call((), (0,), 10, 0, flops, 0)
-    choice = Choice("none", call, None, replace(call, flops=2 * flops), 0)
-    block = BlockWork("b", 0, (0,), (0,), (), ((0, 2000),), (choice,))
+    policy = CheckpointPolicy("none", call, None, replace(call, flops=2 * flops), 0)
+    block = BlockWork("b", 0, (0,), (0,), (), ((0, 2000),), (policy,))
     return Workload((block,), (ValueWork(4, True),), (GroupWork("g", 2000, 1000),), 0)
 
 
@@ -161,9 +161,9 @@ def test_the_bound_by_hand() -> None:
 def test_flops_that_the_graph_misses_are_added() -> None:
     work, missed = complete_flops(_work(100), 3 * 400)
     assert missed == pytest.approx(0.75)
-    assert work.blocks[0].choices[0].forward.flops == 400
-    assert work.blocks[0].choices[0].backward is not None
-    assert work.blocks[0].choices[0].backward.flops == 800
+    assert work.blocks[0].policies[0].forward.flops == 400
+    assert work.blocks[0].policies[0].backward is not None
+    assert work.blocks[0].policies[0].backward.flops == 800
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7, 63, 64])

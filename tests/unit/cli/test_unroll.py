@@ -14,11 +14,14 @@ from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Frontend
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
-_RUNGS = 3  # whole, and cut down to the layers
+_TILINGS = 3  # whole, and cut down to the layers
 _SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 6},
     "qwen3": {"num_hidden_layers": 5, "head_dim": 8, "tie_word_embeddings": True},
@@ -45,11 +48,11 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
     whole = Frontend(model.module, torch.bfloat16)
     monkeypatch.setattr("megacompile.tile.cuts.LEAST_PIECE", 2048)
-    monkeypatch.setattr("megacompile.search.tile_choice.LEAST_PIECE", 2048)
-    found_rungs = islice(Repeated(model, batch, torch.bfloat16).rungs(), _RUNGS)
-    expected_rungs = islice(whole.rungs(batch, evaluate=False), _RUNGS)
+    monkeypatch.setattr("megacompile.plan.tiling.LEAST_PIECE", 2048)
+    found_tilings = islice(Repeated(model, batch, torch.bfloat16).tilings(), _TILINGS)
+    expected_tilings = islice(whole.tilings(batch, evaluate=False), _TILINGS)
     cut = 0
-    for found, expected in zip(found_rungs, expected_rungs, strict=True):
+    for found, expected in zip(found_tilings, expected_tilings, strict=True):
         assert len(found.captured.graph.nodes) < len(expected.captured.graph.nodes)
         assert found.tiled.cuts == expected.tiled.cuts
         assert found.assembly == expected.assembly
@@ -62,5 +65,5 @@ def test_a_model_of_few_layers_is_captured_whole() -> None:
     model = build("llama", config)
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
-    found = next(Repeated(model, batch, torch.bfloat16).rungs())
+    found = next(Repeated(model, batch, torch.bfloat16).tilings())
     assert len(found.assembly.work.blocks) >= 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.runtime.cuda import _LANDING, CudaDevice, _Landing
+from megacompile.runtime.cuda import _BOUNCE_BUFFERS, CudaDevice, _BounceBuffer
 from tests.support.cuda_programs import program, within
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.support.models import Deep, batch_for, build
@@ -43,11 +43,11 @@ def test_an_error_of_the_device_that_a_worker_meets_reaches_the_caller(
     gpu: FakeCuda, thread: str, kind: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = program(build("plain"), "cuda", "1GB", max_grad_norm=1.0)
-    batches = [batch_for("plain", 0), batch_for("plain", 1)]  # sums on the host: pushes have tails
+    batches = [batch_for("plain", 0), batch_for("plain", 1)]  # sums on the host: pushes have callbacks
 
     def step() -> None:
         trained.train_step(batches)
-        trained.wait()
+        trained.synchronize()
 
     step()
     with monkeypatch.context() as patch:
@@ -64,10 +64,10 @@ def test_a_copy_that_fails_in_a_push_gives_its_buffer_back(
     trained = program(build("plain"), "cuda", "1GB", max_grad_norm=1.0)
     batches = [batch_for("plain", 0), batch_for("plain", 1)]
     trained.train_step(batches)
-    trained.wait()
-    copy, take, taken = CudaDevice.copy, _Landing.take, [0]
+    trained.synchronize()
+    copy, take, taken = CudaDevice.copy, _BounceBuffer.take, [0]
 
-    def counted(self: _Landing) -> None:
+    def counted(self: _BounceBuffer) -> None:
         take(self)
         taken[0] += 1
 
@@ -79,12 +79,12 @@ def test_a_copy_that_fails_in_a_push_gives_its_buffer_back(
 
     def step() -> None:
         trained.train_step(batches)
-        trained.wait()
+        trained.synchronize()
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Landing, "take", counted)
+        patch.setattr(_BounceBuffer, "take", counted)
         patch.setattr(CudaDevice, "copy", broken)
-        for _ in range(2 * _LANDING):
+        for _ in range(2 * _BOUNCE_BUFFERS):
             assert isinstance(within(SECONDS, step), OSError)
     assert within(SECONDS, step) is None
     trained.close()
@@ -109,16 +109,16 @@ def test_page_locked_memory_is_unlocked_before_it_goes(
     monkeypatch.setattr(FakeCuda, "register", register)
     monkeypatch.setattr(FakeCuda, "unregister", unregister)
     monkeypatch.setattr(FakeCuda, "release", lambda self: locked.clear())
-    trained = program(Deep(), "cuda", "1GB", policy="zero3-like")
+    trained = program(Deep(), "cuda", "1GB", planner="zero3-like")
     taken = []
     for rows in (256, 512, 256, 512, 1024, 1024, 512):
         trained.train_step(torch.ones(rows, 64))
         trained.train_step([(torch.ones(rows, 64),)] * 2)  # sums on the host
-        trained.wait()
+        trained.synchronize()
         taken.append(len(locked))
     assert not gone
     assert taken[3] == taken[1], "a length that was there before takes nothing new"
-    assert trained.memory.host_bytes["stashes"] > 0
+    assert trained.memory.host_bytes["offloaded"] > 0
     del trained
     gc.collect()
     for thread in threading.enumerate():

@@ -76,7 +76,7 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_stashes_go_to_nvme_when_they_have_landed(
+def test_offloads_go_to_nvme_when_they_have_landed(
     gpu: FakeCuda, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = [batch_for("gpt2", i, size=4) for i in range(3)]
@@ -85,7 +85,7 @@ def test_stashes_go_to_nvme_when_they_have_landed(
     planner.train_step(batches[0])
     plan = planner.plan
     planner.close()
-    blocks = tuple(replace(block, choice="all", stash="nvme") for block in plan.blocks)
+    blocks = tuple(replace(block, checkpoint="all", saved_on="nvme") for block in plan.blocks)
     monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = refuses
     plan = replace(plan, blocks=blocks, window=1, workload="")
@@ -182,7 +182,7 @@ def test_the_proof_finds_a_move_that_waits_for_nothing(
     monkeypatch.setattr(cuda_module, "add_gradients", late)
     monkeypatch.setattr(CudaDevice, "prepare", after_the_move)
     monkeypatch.setattr(Runtime, "_prepare", before_its_pushes)
-    monkeypatch.setattr(Runtime, "finish", lambda self: None)
+    monkeypatch.setattr(Runtime, "synchronize", lambda self: None)
     fits, moves, _ = moving(gpu)
     assert fits != moves
 
@@ -191,11 +191,13 @@ def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
     trained = program(build("plain"), "cuda", max_grad_norm=1.0)
     for _ in range(3):
         trained.train_step(batch_for("plain"))
-    trained.wait()
+    trained.synchronize()
     runtime = trained._session.runtime
     assert runtime is not None
     _, (step, trace) = runtime.traces
-    expected = Counter(op.event for op in step.ops if op.kind not in ("load", "evict", "free", "free_stash"))
+    expected = Counter(
+        op.event for op in step.ops if op.kind not in ("load", "evict", "free", "free_offloaded")
+    )
     assert Counter(event for event, _, _ in trace) == expected
     streams = {op.event: op.stream for op in step.ops}
     for stream in ("compute", "h2d", "d2h", "host"):
@@ -212,7 +214,7 @@ def test_a_fault_on_a_stream_reaches_the_caller(
     trained = program(build("plain"), "cuda", budget="1GB", max_grad_norm=1.0)
     batch = batch_for("plain")
     trained.train_step(batch)
-    trained.wait()
+    trained.synchronize()
 
     def broken(*args: Any, **options: Any) -> None:
         raise OSError("planted fault")

@@ -43,15 +43,15 @@ def test_bytes_arrive_whatever_their_number(count: int) -> None:
     assert fake.through == 2 * -(-count // 64)
 
 
-def test_downloads_overtake_no_one_and_wait_for_no_tail() -> None:
-    """More pieces are under way than there are buffers, and no tail has run: nothing hangs or is lost."""
+def test_downloads_overtake_no_one_and_wait_for_the_callback() -> None:
+    """More pieces are under way than there are buffers, and no callback has run: nothing hangs or is lost."""
     fake = link(1)
     ring = StagingRing(fake, piece_bytes=64, pieces=3)
     sources = [numbers(200, seed) for seed in range(5)]
     places = [torch.zeros_like(s) for s in sources]
-    tails = [ring.download(p, s) for p, s in zip(places, sources, strict=True)]
-    for tail in reversed(tails):
-        tail()
+    callbacks = [ring.download(p, s) for p, s in zip(places, sources, strict=True)]
+    for on_complete in reversed(callbacks):
+        on_complete()
     assert all(torch.equal(p, s) for p, s in zip(places, sources, strict=True))
 
 
@@ -63,8 +63,8 @@ def test_an_upload_waits_for_what_is_on_its_way_to_its_source() -> None:
     assert rings.holds(host) and not rings.holds(torch.zeros(3)) and rings.nbytes == 2 * 4 * 64
     assert not rings.holds(host[:, ::2]), "what has gaps is left to the driver"
     source, target = torch.randn(10, 30), torch.zeros(10, 30)
-    tail = rings.download(host, source)
-    late = threading.Timer(0.05, tail)
+    on_complete = rings.download(host, source)
+    late = threading.Timer(0.05, on_complete)
     late.start()
     rings.upload(target, host)
     late.join()
@@ -92,9 +92,9 @@ def test_what_a_failed_copy_left_in_a_buffer_is_not_landed_later(monkeypatch: py
     with pytest.raises(OSError, match="planted fault"):
         device.copy([first, second], [torch.ones(32), torch.ones(32)])
     for place in (second[:16], first[:16], second[16:], first[16:]):  # over every buffer
-        tail = device.copy([place], [torch.full((16,), 2.0)])
-        assert tail is not None
-        tail()
+        on_complete = device.copy([place], [torch.full((16,), 2.0)])
+        assert on_complete is not None
+        on_complete()
         place.fill_(3.0)
     device.copy([torch.zeros(32)], [first])  # waits for nothing that will not come
     assert first.eq(3.0).all() and second.eq(3.0).all()
@@ -178,12 +178,12 @@ def unordered(pieces: int) -> list[tuple[int, int]]:
     api.use(api.stream("d2h"))
     made = Link(api)
     up, down = (StagingRing(made, piece_bytes=64, pieces=pieces) for _ in range(2))  # type: ignore[arg-type]
-    tails: list[Any] = []
+    callbacks: list[Any] = []
     for count in (200, 64, 500):
         up.upload(Place(count), Place(count))  # type: ignore[arg-type]
-        tails.append(down.download(Place(count), Place(count)))  # type: ignore[arg-type]
-    for tail in tails:
-        tail()
+        callbacks.append(down.download(Place(count), Place(count)))  # type: ignore[arg-type]
+    for on_complete in callbacks:
+        on_complete()
     reached = log.reached_from()
     pairs = spread(made.uses)
     assert pairs

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.runtime import cuda_streams as streams_cuda
 from megacompile.runtime.cuda_streams import CudaStreams
 from megacompile.step.operations import Op, Step
@@ -25,7 +25,7 @@ Problem = tuple[Workload, Plan, Mode, Step]
 
 
 def record(step: Step, seed: int) -> Recording:
-    """Issue a repeated step as a runtime does; pushes that add leave a tail, others may."""
+    """Issue a repeated step as a runtime does; pushes that add leave a callback, others may."""
     log = Recording(seed)
     RecordedFlag.log = log
     before, streams_cuda.Flag = streams_cuda.Flag, RecordedFlag  # type: ignore[misc]
@@ -40,29 +40,33 @@ def record(step: Step, seed: int) -> Recording:
             streams.begin([], waited)
             for index, op in enumerate(step.ops):
                 adds = op.kind == "push_grad" and op.writes[0] in landed
-                issue(streams, api, op, (repeat, index), tailed=adds or chance.random() < 0.5)
+                issue(streams, api, op, (repeat, index), with_callback=adds or chance.random() < 0.5)
                 landed |= set(op.writes) if op.kind == "push_grad" else set()
                 landed -= set(op.reads) if op.kind == "adam" else set()
-        streams.drain()
+        streams.synchronize()
         streams.close()
     finally:
         streams_cuda.Flag = before  # type: ignore[misc]
     return log
 
 
-def issue(streams: CudaStreams, api: RecordedApi, op: Op, name: tuple[int, int], *, tailed: bool) -> None:
+def issue(
+    streams: CudaStreams, api: RecordedApi, op: Op, name: tuple[int, int], *, with_callback: bool
+) -> None:
     if op.stream == "compute":
         streams.wait(op.waits)
         api.launch(name)
         streams.reached(op.event)
         return
 
-    def run() -> streams_cuda.Tail | None:
+    def run() -> streams_cuda.OnComplete | None:
         if op.stream in ("host", "nvme_read", "nvme_write"):
             api.work(name)
             return None
         api.launch(name)
-        return (lambda: api.work(("tail", *name))) if tailed and op.kind == "push_grad" else None
+        return (
+            (lambda: api.work(("on_complete", *name))) if with_callback and op.kind == "push_grad" else None
+        )
 
     streams.submit(op.stream, op.event, op.waits, run)
 
@@ -75,7 +79,9 @@ def unordered(step: Step, log: Recording) -> list[tuple[int, int]]:
     for op, touch, name in zip(ops, touches(ops), names, strict=True):
         for token in touch.reads | touch.changes:
             lands = op.kind == "push_grad" and token in op.writes
-            point = log.points[("tail", *name) if lands and ("tail", *name) in log.points else name]
+            point = log.points[
+                ("on_complete", *name) if lands and ("on_complete", *name) in log.points else name
+            ]
             uses[token].append((point, token in touch.changes))
     pairs = spread(uses)
     for i, j in _pairs(ops):  # bytes of the slab, and memory taken outside the compute stream
@@ -94,7 +100,7 @@ def test_streams_waits_and_records_imply_every_edge_of_the_step(problem: Problem
 
 def offloaded() -> Step:
     work = chain(5)
-    return lower(work, uniform(work, "all", stash="host"), Mode("train"))
+    return lower(work, uniform(work, "all", saved_on="host"), Mode("train"))
 
 
 def test_the_proof_finds_a_wait_that_the_step_lacks() -> None:
@@ -117,7 +123,9 @@ def test_the_proof_finds_a_wait_for_what_was_not_issued_yet(monkeypatch: pytest.
     assert unordered(step, record(step, 0))
 
 
-def test_the_proof_finds_an_update_that_does_not_wait_for_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaStreams, "_await_tails", lambda self, pushed: None)
+def test_the_proof_finds_an_update_that_does_not_wait_for_the_callback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaStreams, "_await_callbacks", lambda self, pushed: None)
     step = lower(chain(4), uniform(chain(4)), Mode("train", deferred=True))
     assert unordered(step, record(step, 1))

@@ -13,7 +13,7 @@ import megacompile
 from megacompile.differentiate import inductor
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.meter import StorageMeter
-from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.partition.blocks import Template
 from megacompile.program import Program
 from tests.e2e.test_bf16 import check_gradients
@@ -68,26 +68,26 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 1e-2)])
 def test_a_model_trains_as_well_as_in_eager(dtype: torch.dtype, tolerance: float) -> None:
     """Contract 2's rule for fused kernels; and what is recomputed is what was computed, bit for bit."""
-    program = check_gradients("llama", dtype, tolerance, inductor=True, policy="full-recompute")
+    program = check_gradients("llama", dtype, tolerance, inductor=True, planner="full-recompute")
     assert torch.isfinite(program.train_step(batch_for("llama", 1)).loss)
     assert peaks_agree(program)
     layer = next(pair for pair in templates(program) if "layers" in pair[1].name)
     assert all(f.fused for f in layer[1].functions())
-    for option, source in (("none", "all"), ("least", "some")):
-        computed, again = recomputed(layer, option, source)
+    for policy, source in (("none", "all"), ("least", "some")):
+        computed, again = recomputed(layer, policy, source)
         assert len(computed) > 2
         assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))
     program.close()
 
 
 def recomputed(
-    layer: tuple[Template, DifferentiatedTemplate], option: Any, source: Any
+    layer: tuple[Template, DifferentiatedTemplate], policy: Any, source: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The saved tensors of a layer, from its forward and from its recompute."""
     template, found = layer
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(e.shape, generator=generator).to(e.dtype) for e in template.examples]
-    forward, again = found.options[source].forward, found.options[option].recompute
+    forward, again = found.policies[source].forward, found.policies[policy].recompute
     assert again is not None
     results = dict(zip(forward.outputs, run(forward, values), strict=True))
     computed = [results[ref] for ref in again.outputs]
@@ -135,7 +135,7 @@ def test_the_dump_shows_what_runs(program: Program) -> None:
     assert folder is not None
     source = (folder / "train" / "03_blocks.py").read_text()
     assert "_forward, by Inductor: call(args)" in source and "empty_strided_cpu(" in source
-    assert "by Inductor" in (folder / "train" / "02_options.txt").read_text()
+    assert "by Inductor" in (folder / "train" / "02_policies.txt").read_text()
 
 
 @pytest.mark.parametrize("reason", ["chance", "layout"])

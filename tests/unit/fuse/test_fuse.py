@@ -19,7 +19,7 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
-from megacompile.differentiate.options import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.errors import BudgetError
 from megacompile.fuse import check as fuse_check
 from megacompile.fuse.placement import PATTERNS, fuse, read_switches
@@ -173,10 +173,10 @@ def test_blocks_save_less_and_hold_no_logits() -> None:
     before, after = _templates(plain), _templates(ours)
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):
-        for option in ("all", "some"):
-            if option in old.options and option in new.options:
-                assert new.options[option].saved_bytes <= old.options[option].saved_bytes
-    layer = [max(t.options["all"].saved_bytes for t in side) for side in (before, after)]
+        for policy in ("all", "some"):
+            if policy in old.policies and policy in new.policies:
+                assert new.policies[policy].saved_bytes <= old.policies[policy].saved_bytes
+    layer = [max(t.policies["all"].saved_bytes for t in side) for side in (before, after)]
     assert layer[1] < 0.7 * layer[0]
     sources = "".join(f.source for t in after for f in t.functions())
     assert "[128, 128]" not in sources and "[2, 64, 128]" not in sources  # tokens by vocabulary

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration, simulate
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import STREAMS
 from tests.support.problems import chain, machines, scheduled, uniform
@@ -78,8 +78,11 @@ def before(step: Step, index: int, op: Op) -> list[int]:
     """Earlier operations of this step that an operation waits for, and the one before it on its stream."""
     earlier = step.ops[:index]
     found = [j for j, other in enumerate(earlier) if other.stream == op.stream][-1:]
-    return found + [max(j for j, o in enumerate(earlier) if o.event == e) for e in op.waits
-                    if any(o.event == e for o in earlier)]  # fmt: skip
+    return found + [
+        max(j for j, o in enumerate(earlier) if o.event == e)
+        for e in op.waits
+        if any(o.event == e for o in earlier)
+    ]
 
 
 def test_two_copies_and_an_update_share_host_memory() -> None:
@@ -128,7 +131,7 @@ def test_a_machine_without_cost_takes_no_time(problem: Problem) -> None:
 def test_a_chain_that_computes_all_the_time() -> None:
     """With weights that stay and links that keep up, the step is its compute and nothing else."""
     work = chain(4)
-    step = lower(work, uniform(work, "all", keep="step"), Mode("train"))
+    step = lower(work, uniform(work, "all", residency="step"), Mode("train"))
     line = simulate(step, replace(UNIT, h2d_bandwidth=math.inf, d2h_bandwidth=math.inf))
     assert line.busy["compute"] == 4 * 1.0 + 4 * 2.0
     assert line.busy["host"] == 4 * 1.0
@@ -138,7 +141,7 @@ def test_a_chain_that_computes_all_the_time() -> None:
 def test_a_link_that_is_the_roof() -> None:
     """Every block fetched twice over a link ten times slower: the step is the time on the link."""
     work = chain(6)
-    step = lower(work, uniform(work, lead=1), Mode("train"))
+    step = lower(work, uniform(work, prefetch_depth=1), Mode("train"))
     line = simulate(step, replace(UNIT, h2d_bandwidth=100.0, host_bandwidth=math.inf))
     fetches = sum(op.kind == "prefetch" for op in step.ops)
     assert line.busy["h2d"] == fetches * 10.0

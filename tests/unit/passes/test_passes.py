@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from megacompile import passes
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import GroupWork, Workload
 from megacompile.passes import PASSES, lower
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import GroupWork, Workload
 from megacompile.step.emit import statement
 from megacompile.step.operations import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
 from megacompile.step.spec import Disk, Saved, Spill, Value, ValueGrad, WeightGrad, Weights
@@ -34,7 +34,7 @@ def run(names: str, work: Workload, plan: Plan, mode: Mode = TRAIN) -> Step:
 def shown(step: Step) -> list[str]:
     """Statements of a step, without ``rt.``, micro-batch 0, and what the blocks keep."""
     text = [statement(op).removeprefix("rt.") for op in step.ops]
-    for noise in (", micro=0", ', keep="all"', ', keep="none"', ", offset=OFFSETS[0]"):
+    for noise in (", micro=0", ', checkpoint="all"', ', checkpoint="none"', ", offset=OFFSETS[0]"):
         text = [line.replace(noise, "") for line in text]
     return text
 
@@ -120,8 +120,8 @@ def test_insert_recompute_only_where_a_block_keeps_nothing() -> None:
 
 def test_saved_tensors_of_no_bytes_stay_until_their_backward() -> None:
     block = CHAIN.blocks[1]
-    empty = tuple(replace(c, saved_bytes=0) for c in block.choices)
-    blocks = (CHAIN.blocks[0], replace(block, choices=empty), CHAIN.blocks[2])
+    empty = tuple(replace(c, saved_bytes=0) for c in block.policies)
+    blocks = (CHAIN.blocks[0], replace(block, policies=empty), CHAIN.blocks[2])
     step = lower(replace(CHAIN, blocks=blocks), uniform(CHAIN), TRAIN)
     assert step.ops[find(step, "recompute", block=1)].frees == ()
     assert ("saved", 1, 0) in step.ops[find(step, "backward", block=1)].donates
@@ -132,22 +132,22 @@ def test_saved_tensors_of_no_bytes_stay_until_their_backward() -> None:
 
 def test_insert_offload_goes_with_the_next_block_and_returns_one_ahead() -> None:
     work = chain(4)
-    step = run("compute_order insert_recompute insert_offload", work, uniform(work, "all", stash="host"))
+    step = run("compute_order insert_recompute insert_offload", work, uniform(work, "all", saved_on="host"))
     first, second = '[("saved", 0, 0)]', '[("x", 1, 0), ("saved", 1, 0)]'  # the batch itself stays
     assert shown(step) == [
         "load(value=0)",
         "forward(block=0)",
-        f"offload(block=0, stash={first})",
+        f"offload(block=0, saved={first})",
         "forward(block=1)",
-        f"free_stash(block=0, stash={first})",
-        f"offload(block=1, stash={second})",
+        f"free_offloaded(block=0, saved={first})",
+        f"offload(block=1, saved={second})",
         "forward(block=2)",
-        f"free_stash(block=1, stash={second})",
+        f"free_offloaded(block=1, saved={second})",
         "forward(block=3)",
         "backward(block=3)",
-        f"reload(block=1, stash={second})",
+        f"reload(block=1, saved={second})",
         "backward(block=2)",
-        f"reload(block=0, stash={first})",
+        f"reload(block=0, saved={first})",
         "backward(block=1)",
         "backward(block=0)",
     ]
@@ -156,21 +156,21 @@ def test_insert_offload_goes_with_the_next_block_and_returns_one_ahead() -> None
 def test_insert_offload_leaves_what_other_blocks_read_again() -> None:
     """Block 3 reads value 1 too: it is no longer block 1's own."""
     work = chain(5)
-    calls = work.blocks[3].choices[0]
+    calls = work.blocks[3].policies[0]
     reading = replace(
         calls,
         forward=replace(calls.forward, reads=(3, 1)),
         backward=calls.backward and replace(calls.backward, reads=(3, 1)),
     )
-    block = replace(work.blocks[3], choices=(reading, work.blocks[3].choices[1]))
+    block = replace(work.blocks[3], policies=(reading, work.blocks[3].policies[1]))
     work = replace(work, blocks=(*work.blocks[:3], block, work.blocks[4]))
-    step = run("compute_order insert_offload", work, uniform(work, "all", stash="host"))
+    step = run("compute_order insert_offload", work, uniform(work, "all", saved_on="host"))
     assert step.ops[find(step, "offload", block=1)].reads == (Saved(1, 0),)
     assert step.ops[find(step, "offload", block=0)].reads == (Saved(0, 0),)
 
 
 def test_insert_offload_follows_each_blocks_plan() -> None:
-    plan = uniform(chain(4), "all", stash="host")
+    plan = uniform(chain(4), "all", saved_on="host")
     plan = replace(plan, blocks=(plan.blocks[0], *(BlockPlan("all"),) * 3))
     step = run("compute_order insert_offload", chain(4), plan)
     assert [op.block for op in step.ops if op.kind == "offload"] == [0]
@@ -180,7 +180,7 @@ def test_insert_offload_follows_each_blocks_plan() -> None:
 
 
 def test_insert_prefetch_one_ahead() -> None:
-    step = run("compute_order insert_recompute insert_prefetch", CHAIN, uniform(CHAIN, lead=1))
+    step = run("compute_order insert_recompute insert_prefetch", CHAIN, uniform(CHAIN, prefetch_depth=1))
     assert shown(step) == [
         "load(value=0)",
         "prefetch(group=0)",
@@ -206,7 +206,9 @@ def test_insert_prefetch_one_ahead() -> None:
 
 
 def test_insert_prefetch_for_the_whole_step() -> None:
-    step = run("compute_order insert_prefetch", CHAIN, uniform(CHAIN, "all", keep="step", lead=0))
+    step = run(
+        "compute_order insert_prefetch", CHAIN, uniform(CHAIN, "all", residency="step", prefetch_depth=0)
+    )
     assert shown(step) == [
         "load(value=0)",
         "prefetch(group=0)",
@@ -228,7 +230,7 @@ def test_insert_prefetch_from_a_micro_batchs_forward_to_its_backward() -> None:
     """Depth first a group comes once per micro-batch, breadth first once for all of them."""
     counts = {}
     for order in ("depth", "breadth"):
-        plan = uniform(CHAIN, "all", keep="micro", lead=0, order=order)
+        plan = uniform(CHAIN, "all", residency="micro", prefetch_depth=0, order=order)
         step = run("compute_order insert_prefetch", CHAIN, plan, Mode("train", 3))
         counts[order] = [op.group for op in step.ops if op.kind == "prefetch"]
     assert counts["depth"] == [0, 1, 2, 1, 2, 1, 2]  # group 0 is needed again at once
@@ -355,7 +357,9 @@ def test_gradients_may_take_longer_to_leave() -> None:
 
 def test_a_slot_is_filled_again_while_the_gradient_leaves() -> None:
     step = run(
-        "compute_order insert_prefetch insert_gradients", CHAIN, uniform(CHAIN, "all", lead=0, grad_lag=0)
+        "compute_order insert_prefetch insert_gradients",
+        CHAIN,
+        uniform(CHAIN, "all", prefetch_depth=0, grad_lag=0),
     )
     lines = shown(step)
     free = lines.index('free([("wg", 2, 2, 0)])')
@@ -372,30 +376,30 @@ def buffer_of(op: Op) -> int:
     return op.buffer.slot
 
 
-# ---- insert_stash_io ----------------------------------------------------------------------------
+# ---- insert_offloaded_io ----------------------------------------------------------------------------
 
 
-def test_insert_stash_io_passes_stashes_through_two_buffers() -> None:
+def test_insert_offloaded_io_passes_them_through_two_buffers() -> None:
     """A read starts when its buffer has done its duty; what a drive moves is whole pages."""
     work = chain(5)
-    plan = uniform(work, "all", stash="nvme", window=2)
-    step = run("compute_order insert_recompute insert_offload insert_stash_io", work, plan)
-    moves = [op for op in step.ops if op.kind in ("offload", "write_stash", "read_stash", "reload")]
+    plan = uniform(work, "all", saved_on="nvme", window=2)
+    step = run("compute_order insert_recompute insert_offload insert_offloaded_io", work, plan)
+    moves = [op for op in step.ops if op.kind in ("offload", "write_offloaded", "read_offloaded", "reload")]
     assert [(op.kind, op.block, buffer_of(op)) for op in moves] == [
         ("offload", 0, 0),
-        ("write_stash", 0, 0),
+        ("write_offloaded", 0, 0),
         ("offload", 1, 1),
-        ("write_stash", 1, 1),
+        ("write_offloaded", 1, 1),
         ("offload", 2, 0),
-        ("write_stash", 2, 0),
-        ("read_stash", 2, 1),
-        ("read_stash", 1, 0),
+        ("write_offloaded", 2, 0),
+        ("read_offloaded", 2, 1),
+        ("read_offloaded", 1, 0),
         ("reload", 2, 1),
-        ("read_stash", 0, 1),
+        ("read_offloaded", 0, 1),
         ("reload", 1, 0),
         ("reload", 0, 1),
     ]
-    assert {op.nbytes for op in step.ops if op.kind in ("read_stash", "write_stash")} == {4096}
+    assert {op.nbytes for op in step.ops if op.kind in ("read_offloaded", "write_offloaded")} == {4096}
 
 
 # ---- insert_state_io ----------------------------------------------------------------------------
@@ -403,7 +407,7 @@ def test_insert_stash_io_passes_stashes_through_two_buffers() -> None:
 
 def test_insert_state_io_passes_state_through_two_buffers() -> None:
     """A read starts when the buffer that it fills has been written back."""
-    plan = uniform(CHAIN, "all", state="nvme", lead=0)
+    plan = uniform(CHAIN, "all", state="nvme", prefetch_depth=0)
     step = run("compute_order insert_prefetch insert_gradients insert_state_io", CHAIN, plan)
     start = shown(step).index("backward(block=2)")
     assert [line for line in shown(step)[start - 2 :] if line.startswith(("read", "adam", "write"))] == [
@@ -421,7 +425,7 @@ def test_insert_state_io_passes_state_through_two_buffers() -> None:
 
 
 def test_insert_state_io_stages_weights_and_does_not_read_twice_what_is_still_there() -> None:
-    plan = uniform(CHAIN, "all", state="nvme-all", lead=0)
+    plan = uniform(CHAIN, "all", state="nvme-all", prefetch_depth=0)
     step = run("compute_order insert_prefetch insert_state_io", CHAIN, plan)
     assert [line for line in shown(step) if line.startswith(("read", "prefetch"))] == [
         "read_weights(group=0, slot=0)",
@@ -474,17 +478,17 @@ def slots(work: Workload, plan: Plan) -> tuple[list[int], int]:
 
 def test_assign_slots_uses_as_many_slots_as_stays_overlap() -> None:
     work = chain(5)
-    assert slots(work, uniform(work, "all", lead=0)) == ([0] * 9, 1024)
-    assert slots(work, uniform(work, "all", lead=1))[1] == 2 * 1024
-    assert slots(work, uniform(work, "all", lead=2))[1] == 3 * 1024
-    assert slots(work, uniform(work, "all", keep="step"))[1] == 5 * 1024
+    assert slots(work, uniform(work, "all", prefetch_depth=0)) == ([0] * 9, 1024)
+    assert slots(work, uniform(work, "all", prefetch_depth=1))[1] == 2 * 1024
+    assert slots(work, uniform(work, "all", prefetch_depth=2))[1] == 3 * 1024
+    assert slots(work, uniform(work, "all", residency="step"))[1] == 5 * 1024
 
 
 def test_assign_slots_fits_small_stays_into_the_gaps_that_large_ones_leave() -> None:
     work = chain(4)
     sizes = [512, 2048, 512, 2048]
     groups = tuple(GroupWork(f"g{i}", n, 1) for i, n in enumerate(sizes))
-    offsets, slab = slots(replace(work, groups=groups), uniform(work, "all", lead=1))
+    offsets, slab = slots(replace(work, groups=groups), uniform(work, "all", prefetch_depth=1))
     assert slab == 2048 + 512
     assert set(offsets) == {0, 2048}
 
@@ -500,7 +504,7 @@ def test_assign_slots_sizes_the_ring_for_the_largest_gradient_that_passes() -> N
 
 def test_synchronize_waits_for_what_is_needed_and_no_more() -> None:
     work = chain(2)
-    step = lower(work, uniform(work, "all", lead=0, grad_lag=0, ring=1), TRAIN)
+    step = lower(work, uniform(work, "all", prefetch_depth=0, grad_lag=0, ring=1), TRAIN)
     assert [(op.event, op.waits) for op in step.ops if op.waits] == [
         (("prefetch", 0), (("adam", 0), ("evict", 0))),  # both of the step before
         (("forward", 0, 0), (("prefetch", 0),)),
@@ -534,9 +538,9 @@ def test_synchronize_is_the_same_in_every_process() -> None:
 def all_waits() -> list[tuple[Event, ...]]:
     """Of many schedules, in which several waits often reach equally far."""
     steps = [
-        lower(work, uniform(work, "all", stash=stash, ring=1, grad_lag=lag), TRAIN)
+        lower(work, uniform(work, "all", saved_on=saved_on, ring=1, grad_lag=lag), TRAIN)
         for work in (chain(3), chain(6, tied=True))
-        for stash in ("device", "host")
+        for saved_on in ("device", "host")
         for lag in (1, 2)
     ]
     return [op.waits for step in steps for op in step.ops]
@@ -569,7 +573,7 @@ def test_a_pass_that_comes_too_late_is_noticed(late: str, monkeypatch: pytest.Mo
 def test_memory_curve_of_a_chain() -> None:
     """Slab 1024 and, forward by forward, what is kept; backward, what is given back."""
     work = chain(2)
-    step = lower(work, uniform(work, "all", lead=0, grad_lag=0), TRAIN)
+    step = lower(work, uniform(work, "all", prefetch_depth=0, grad_lag=0), TRAIN)
     points = [(step.ops[i].kind, b - 1024) for i, b in memory_curve(step) if step.ops[i].nbytes == 0]
     batch, saved, x = 64, 300, 100
     before = batch + x + saved + saved  # the loss is freed at once

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megacompile.assemble.plan import Mode
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode
-from megacompile.search import cache, planner
-from megacompile.search.candidates import Planned
-from megacompile.search.planner import search
+from megacompile.plan import cache, planner
+from megacompile.plan.candidates import Planned
+from megacompile.plan.planner import search
 from tests.support.problems import chain
 
 MACHINE = Machine("made up", 1000.0, 1000.0, 500.0, 500.0, 2000.0)

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.host.arena import padded
 from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search import cache, candidates
-from megacompile.search.arrange import _rounded
-from megacompile.search.candidates import Planned
-from megacompile.search.planner import search
+from megacompile.plan import cache, candidates
+from megacompile.plan.arrange import _rounded
+from megacompile.plan.candidates import Planned
+from megacompile.plan.planner import search
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.verify import verify
 from tests.support.problems import MODES, chain, machines, modes, uniform, workloads
@@ -53,8 +53,16 @@ def uniform_plans(work: Workload, mode: Mode) -> list[Plan]:
     """One decision for all blocks and one for all groups, in every combination."""
     orders = ["depth", "breadth"] if mode.micro_batches > 1 else ["depth"]
     return [
-        uniform(work, choice, stash=stash, keep=keep, lead=lead, order=order, grad_lag=lag)
-        for choice, stash, keep, (lead, lag), order in product(
+        uniform(
+            work,
+            checkpoint,
+            saved_on=saved_on,
+            residency=residency,
+            prefetch_depth=prefetch_depth,
+            order=order,
+            grad_lag=lag,
+        )
+        for checkpoint, saved_on, residency, (prefetch_depth, lag), order in product(
             ["all", "some", "none", "least"],
             ["device", "host"],
             ["step", "micro", "stream"],
@@ -180,7 +188,8 @@ def test_a_sweep_that_hands_on_its_winners_never_gets_slower(
 
 
 def test_a_host_budget_is_kept_where_a_plan_can() -> None:
-    """Stashes and late updates cost host bytes; with room for the ring alone there are none."""
+    """Offloaded activations and deferred updates cost host bytes; with room for the ring alone there are
+    none."""
     work = chain(6)
     low, _ = budgets(work, TRAIN)
     slow = replace(MACHINE, host_bandwidth=100.0)
@@ -217,15 +226,15 @@ def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatc
         search(work, TRAIN, MACHINE, PLENTY)
 
 
-def test_late_updates_help_where_the_host_is_the_roof() -> None:
+def test_deferred_updates_help_where_the_host_is_the_roof() -> None:
     """In the order of the backward the first layer's update comes last, and the next step waits for it."""
     work, slow = chain(8), replace(MACHINE, host_bandwidth=1000.0)
     found = search(work, TRAIN, slow, PLENTY)
-    late = {g.update for g in found.plan.groups}
+    deferred = {g.update for g in found.plan.groups}
     early = replace(
-        found.plan, workload="", groups=tuple(replace(g, update="early") for g in found.plan.groups)
+        found.plan, workload="", groups=tuple(replace(g, update="immediate") for g in found.plan.groups)
     )
-    assert "late" in late
+    assert "deferred" in deferred
     assert found.seconds < 0.9 * takes(lower(work, early, TRAIN), slow)
 
 
@@ -240,10 +249,17 @@ def test_a_workload_file_is_exact_and_its_digest_tells_workloads_apart(work: Wor
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"version": 1, "work": 3}', '{"version": 1, "work": [[], [], [], NaN]}',
-     '{"version": 1, "work": [[], [], [], true, 0]}', '{"version": 1, "work": [[[1]], [], [], 0]}',
-     "[" * 100000],
-)  # fmt: skip
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 1, "work": 3}',
+        '{"version": 1, "work": [[], [], [], NaN]}',
+        '{"version": 1, "work": [[], [], [], true, 0]}',
+        '{"version": 1, "work": [[[1]], [], [], 0]}',
+        "[" * 100000,
+    ],
+)
 def test_a_wrong_workload_file_is_refused(text: str) -> None:
     with pytest.raises(MegacompileError, match="workload file"):
         Workload.from_json(text)

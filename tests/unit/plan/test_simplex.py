@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from megacompile.search.simplex import minimise
+from megacompile.plan.simplex import minimise
 
 
 @pytest.mark.parametrize("seed", range(60))

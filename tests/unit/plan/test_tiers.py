@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import load_workload, shortened
 from benchmarks.instances.make import budget_range
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.host.arena import padded
 from megacompile.host.needs import step_bytes
 from megacompile.host.offload import host_state_bytes, place_groups
 from megacompile.machine.catalog import load_machine
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.candidates import Planned
-from megacompile.search.planner import follow, search
-from megacompile.search.tiers import Drive, Tiers
+from megacompile.plan.candidates import Planned
+from megacompile.plan.planner import follow, search
+from megacompile.plan.tiers import Drive, Tiers
 from megacompile.step.verify import verify
 from tests.support.problems import chain, uniform
 
@@ -82,7 +82,7 @@ def test_a_placement_leaves_what_is_taken_and_stores_no_less_for_more(
 def test_the_search_gives_up_host_bytes_for_less_on_the_drive(
     problem: tuple[Workload, list[GroupLayout], int, int], mode: Mode, part: float, gain: float
 ) -> None:
-    """The fastest step of a small device stashes on the host and defers updates; each byte of that is one of
+    """The fastest step of a small device offloads to the host and defers updates; each byte of that is one of
     state to be read and written.
     """
     work, groups, budget, whole = problem
@@ -111,7 +111,7 @@ def test_no_placement_takes_more_of_the_drive_than_its_budget(
     def found(drive: Drive) -> tuple[int, Planned]:
         planned = search(work, TRAIN, MACHINE, budget, drive=drive)
         places = place_groups(groups, "fp32", states(planned.plan))
-        spilled = sum(op.nbytes for op in planned.step.ops if op.kind == "write_stash")
+        spilled = sum(op.nbytes for op in planned.step.ops if op.kind == "write_offloaded")
         return sum(p.storage_bytes for p in places) + spilled, planned
 
     plenty, _ = found(Drive.of(groups, tiers))
@@ -125,7 +125,7 @@ def test_no_placement_takes_more_of_the_drive_than_its_budget(
 def test_nothing_wears_the_drive_where_a_plan_does_without(
     problem: tuple[Workload, list[GroupLayout], int, int],
 ) -> None:
-    """Stashes on the host would be faster, over a drive that costs no time."""
+    """Offloaded activations on the host would be faster, over a drive that costs no time."""
     work, groups, budget, whole = problem
     free = replace(MACHINE, nvme_read_bandwidth=1e15, nvme_write_bandwidth=1e15)
     host = whole + 2 * padded(max(g.nbytes for g in groups))

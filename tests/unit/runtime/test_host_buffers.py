@@ -1,4 +1,4 @@
-"""Host buffers: one room for all programs' stashes, within the host budget."""
+"""Host buffers: one room for all programs' offloaded activations, within the host budget."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ def test_what_the_search_takes_to_fit_the_host_is_laid_out(
         loss_fn=lambda out, batch: out.square().mean(), compute_dtype=torch.float32,
     )  # fmt: skip
     program.train_step([(torch.ones(512, 33),)] * 2)
-    program.wait()
+    program.synchronize()
     assert sum(program.memory.host_bytes.values()) <= host
-    assert not taken and program.memory.host_bytes["stashes"]
+    assert not taken and program.memory.host_bytes["offloaded"]
     program.close()
 
 
 def trainer(**options: Any) -> megacompile.Program:
     model = Deep(10)
     optimizer = torch.optim.AdamW(model.parameters())
-    options |= {"optimizer": optimizer, "compute_dtype": torch.float32, "policy": "zero3-like"}
+    options |= {"optimizer": optimizer, "compute_dtype": torch.float32, "planner": "zero3-like"}
     return megacompile.compile(model, "1GB", **options)
 
 
 def step(program: megacompile.Program, rows: int) -> float:
     loss = float(program.train_step(torch.ones(rows, 64)).loss)
-    program.wait()
+    program.synchronize()
     return loss
 
 
@@ -95,11 +95,11 @@ def test_lengths_that_alternate_use_the_same_bytes(monkeypatch: pytest.MonkeyPat
     few = program.memory.host_bytes
     step(program, 1024)
     calls, many = len(taken), program.memory.host_bytes
-    assert calls <= 2, "one buffer more for stashes; the ring may grow"
+    assert calls <= 2, "one buffer more for offloaded activations; the ring may grow"
     for rows in (64, 1024, 512, 64, 1024):
         step(program, rows)
     assert len(taken) == calls
-    assert many["stashes"] > 8 * few["stashes"] > 0
+    assert many["offloaded"] > 8 * few["offloaded"] > 0
     assert program.memory.host_bytes == many
     program.close()
 

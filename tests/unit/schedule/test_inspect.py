@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
+from megacompile.assemble.plan import BlockPlan, Plan
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
 from megacompile.machine.measured import align, compare
 from megacompile.machine.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.codec import from_plain, parse_json, to_plain
-from megacompile.plan.plan import BlockPlan, Plan
-from megacompile.schedule.explain import host_stash
+from megacompile.schedule.explain import most_offloaded
 from megacompile.schedule.schedule import Schedule
 from megacompile.schedule.trace import chrome_trace
 from megacompile.step.operations import peak_bytes
@@ -53,8 +53,8 @@ def test_a_measured_schedule_survives_json_exactly() -> None:
         (lambda f: f.update(budget_bytes=1.5), "budget_bytes"),
         (lambda f: f.update(budget_bytes=True), "budget_bytes"),
         (lambda f: f["plan"]["blocks"].pop(), "hang together|changed"),
-        (lambda f: f["plan"]["blocks"][0].update(stash="moon"), "stash"),
-        (lambda f: f["plan"]["groups"][0].update(lead="2"), "lead"),
+        (lambda f: f["plan"]["blocks"][0].update(saved_on="moon"), "saved_on"),
+        (lambda f: f["plan"]["groups"][0].update(prefetch_depth="2"), "prefetch_depth"),
         (lambda f: f["work"]["blocks"][0].update(name='a"""\nimport os\n"""'), "name that no model has"),
         (lambda f: f["work"]["blocks"][1].update(outputs=[99]), "hang together|changed"),
         (lambda f: f["machine"].update(flops=None), "flops"),
@@ -217,18 +217,18 @@ def test_an_explanation_gives_the_cost_of_each_other_choice() -> None:
     schedule = schedule_of(6, 1)
     schedule = replace(schedule, machine=replace(schedule.machine, flops=1e12))  # compute binds
     text = schedule.explain("layers.4")
-    assert "model.layers.4: keep everything, stash on device" in text
-    other = replace(schedule.plan.blocks[4], choice="none")
+    assert "model.layers.4: keep everything, saved on device" in text
+    other = replace(schedule.plan.blocks[4], checkpoint="none")
     plan = replace(schedule.plan, blocks=(*schedule.plan.blocks[:4], other, *schedule.plan.blocks[5:]))
     step = lower(schedule.work, plan, schedule.mode)
     seconds = simulate(step, schedule.machine).step_seconds - schedule.predicted_seconds
-    (line,) = [t for t in text.splitlines() if t.strip().startswith("recompute everything, stash on device")]
-    shown = line.split("stash on device")[1].split()
+    (line,) = [t for t in text.splitlines() if t.strip().startswith("recompute everything, saved on device")]
+    shown = line.split("saved on device")[1].split()
     unit = 1e3 if abs(seconds) < 1 else 1
     assert float(shown[0].replace("−", "-")) == pytest.approx(seconds * unit, rel=5e-3)
     assert seconds > 0.5, "a forward that is computed again"
     freed = schedule.peak_bytes - peak_bytes(step)
-    assert freed >= 0 and host_stash(step) == host_stash(schedule.step)
+    assert freed >= 0 and most_offloaded(step) == most_offloaded(schedule.step)
     assert "simulated" in text or "would be better" in text
 
 
@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_said_to_be_barred_by_the_budget() -> None:
     tight = replace(schedule, plan=plan, machine=machine)
     tight = replace(tight, budget_bytes=tight.peak_bytes)
     text = tight.explain("layers.0")
-    assert "over the budget" in text and "“keep everything, stash on device” would be −" in text
+    assert "over the budget" in text and "“keep everything, saved on device” would be −" in text
     assert "exceeds the budget" not in replace(tight, budget_bytes=10**12).explain("layers.0")
 
 
@@ -258,7 +258,7 @@ def test_a_difference_is_folded_over_layers(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / name / "plan.json").write_text(schedule.plan.to_json())
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     out = capsys.readouterr().out
-    assert "layers 4–5 (×2)  keep everything, stash on device → recompute everything, stash on device" in out
+    assert "layers 4–5 (×2)  keep everything, saved on device → recompute everything, saved on device" in out
     assert "layers 6" not in out, "what did not change is not told"
     assert "grad_lag  1 → 2" in out and "budget  80 GB → 40 GB" in out and "device peak" in out
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0

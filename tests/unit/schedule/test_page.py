@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.errors import MegacompileError
 from megacompile.machine.catalog import PROFILES
 from megacompile.machine.measured import align
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.page import page_data, render_page
 from megacompile.schedule.schedule import Schedule
 from tests.support.browser import Browser, find_browser, texts
@@ -31,7 +31,7 @@ def schedule_of(layers: int, micro_batches: int, *, title: str = "A chain.") -> 
     """A chain with the sizes of a large model, planned by hand so that every kind of operation occurs."""
     work = chain(layers)
     blocks = tuple(
-        replace(b, name=f"model.layers.{i}", choices=tuple(_enlarged(c) for c in b.choices))
+        replace(b, name=f"model.layers.{i}", policies=tuple(_enlarged(c) for c in b.policies))
         for i, b in enumerate(work.blocks)
     )
     groups = tuple(
@@ -51,15 +51,15 @@ def schedule_of(layers: int, micro_batches: int, *, title: str = "A chain.") -> 
     return Schedule(title, work, plan, mode, PROFILES["h100-pcie"].machine, 80 * 10**9, tokens=8192)
 
 
-def _enlarged(choice: Any) -> Any:
+def _enlarged(policy: Any) -> Any:
     def call(given: Any) -> Any:
         return given and replace(
             given, peak_bytes=given.peak_bytes * MEGA, end_bytes=given.end_bytes * MEGA, flops=10**12
         )
 
     return replace(
-        choice, forward=call(choice.forward), recompute=call(choice.recompute),
-        backward=call(choice.backward), saved_bytes=choice.saved_bytes * MEGA,
+        policy, forward=call(policy.forward), recompute=call(policy.recompute),
+        backward=call(policy.backward), saved_bytes=policy.saved_bytes * MEGA,
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.emit import emit_step, fold
 from megacompile.step.operations import Op, Step
 from tests.support.problems import chain, scheduled, uniform
@@ -50,17 +50,17 @@ def meant(op: Op) -> Called:
         arguments = {"group": op.group, "offset": op.offset}
     elif kind == "free":
         arguments = {"tokens": list(op.frees)}
-    elif kind == "free_stash":
-        arguments = {"block": op.block, "micro": op.micro, "stash": list(op.frees)}
-    elif kind in ("read_stash", "write_stash"):
+    elif kind == "free_offloaded":
+        arguments = {"block": op.block, "micro": op.micro, "offloaded": list(op.frees)}
+    elif kind in ("read_offloaded", "write_offloaded"):
         arguments = {"block": op.block, "micro": op.micro}
     elif kind in ("evict", "norm", "read_weights", "read_state", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
-        arguments = {"block": op.block, "micro": op.micro, "keep": op.policy}
+        arguments = {"block": op.block, "micro": op.micro, "checkpoint": op.policy}
     elif kind in ("offload", "reload"):
-        stash = op.reads if kind == "offload" else op.writes
-        arguments = {"block": op.block, "micro": op.micro, "stash": list(stash)}
+        saved = op.reads if kind == "offload" else op.writes
+        arguments = {"block": op.block, "micro": op.micro, "saved": list(saved)}
     elif kind == "push_rows":
         arguments = {"group": op.group, "block": op.block, "micro": op.micro, "to": list(op.writes)}
     elif kind in ("push_grad", "accumulate"):
@@ -122,8 +122,8 @@ def test_loops_are_exact(parts: list[tuple[list[Op], int, int]]) -> None:
     ("mode", "fields"),
     [
         (Mode("train"), {}),
-        (Mode("train"), {"choice": "all", "stash": "host"}),
-        (Mode("train"), {"choice": "all", "keep": "step"}),
+        (Mode("train"), {"checkpoint": "all", "saved_on": "host"}),
+        (Mode("train"), {"checkpoint": "all", "residency": "step"}),
         (Mode("train", deferred=True), {}),
         (Mode("train", micro_batches=2), {}),
         (Mode("train", micro_batches=4), {"order": "breadth"}),
@@ -141,7 +141,7 @@ def test_a_hundred_blocks_fit_on_a_few_pages(mode: Mode, fields: dict[str, Any])
 
 def test_source_is_the_same_every_time() -> None:
     work = chain(12, tied=True)
-    plan = uniform(work, "all", stash="host")
+    plan = uniform(work, "all", saved_on="host")
     sources = {emit_step(lower(work, plan, Mode("train")), work, title="T.") for _ in range(3)}
     assert len(sources) == 1
 
@@ -152,7 +152,7 @@ def test_an_empty_step_is_a_function_that_does_nothing() -> None:
 
 def test_source_of_six_blocks() -> None:
     work = chain(6)
-    step = lower(work, uniform(work, "all", lead=0, grad_lag=0), Mode("train", deferred=True))
+    step = lower(work, uniform(work, "all", prefetch_depth=0, grad_lag=0), Mode("train", deferred=True))
     source = emit_step(step, work, title="Six blocks.")
     assert source.splitlines()[-len(SIX_BLOCKS) :] == SIX_BLOCKS
     assert "OFFSETS = (*(0,) * 11,)" in source
@@ -163,18 +163,18 @@ def step(rt):
     rt.load(value=0, micro=0)
     rt.prefetch(group=0, offset=OFFSETS[0], after=[("adam", 0), ("evict", 0)])
     for i in range(0, 5):
-        rt.forward(block=i, micro=0, keep="all", after=[("prefetch", i)])
+        rt.forward(block=i, micro=0, checkpoint="all", after=[("prefetch", i)])
         rt.evict(group=i)
         rt.prefetch(group=i + 1, offset=OFFSETS[i + 1], after=[("evict", i), ("adam", i + 1)])
-    rt.forward(block=5, micro=0, keep="all", after=[("prefetch", 5)], free=[("x", 6, 0)])
-    rt.backward(block=5, micro=0, keep="all", free=[("x", 5, 0)])
+    rt.forward(block=5, micro=0, checkpoint="all", after=[("prefetch", 5)], free=[("x", 6, 0)])
+    rt.backward(block=5, micro=0, checkpoint="all", free=[("x", 5, 0)])
     rt.push_grad(group=5, block=5, micro=0, to=("hgrad", 5), after=[("backward", 5, 0)])
     rt.norm(group=5, after=[("push_grad", 5, 5, 0)])
     rt.evict(group=5)
     for i in range(4, -1, -1):
         rt.prefetch(group=i, offset=OFFSETS[10 - i], after=[("evict", i + 1)])
         rt.free([("wg", i + 1, i + 1, 0)], after=[("push_grad", i + 1, i + 1, 0)])
-        rt.backward(block=i, micro=0, keep="all", after=[("prefetch", i)], free=[("x", i, 0)])
+        rt.backward(block=i, micro=0, checkpoint="all", after=[("prefetch", i)], free=[("x", i, 0)])
         rt.push_grad(group=i, block=i, micro=0, to=("hgrad", i), after=[("backward", i, 0)])
         rt.norm(group=i, after=[("push_grad", i, i, 0)])
         rt.evict(group=i)

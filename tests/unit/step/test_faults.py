@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megacompile.assemble.plan import Mode
+from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.errors import ScheduleError
 from megacompile.passes import lower
 from megacompile.passes.synchronize import synchronize
-from megacompile.plan.plan import Mode
-from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 from megacompile.step.operations import Event, Op, Step, peak_bytes
 from megacompile.step.spec import HostGrad, Master, Ring, Spill, Staged, Value, WeightGrad
 from megacompile.step.verify import verify
@@ -19,7 +19,7 @@ from tests.support.problems import chain, find, uniform, with_op
 WORK = chain(5)
 IMMEDIATE = lower(WORK, uniform(WORK), Mode("train"))
 DEFERRED = lower(WORK, uniform(WORK), Mode("train", deferred=True))
-OFFLOADED = lower(WORK, uniform(WORK, "all", stash="host"), Mode("train"))
+OFFLOADED = lower(WORK, uniform(WORK, "all", saved_on="host"), Mode("train"))
 TIED_WORK = chain(4, tied=True)
 TIED = lower(TIED_WORK, uniform(TIED_WORK), Mode("train"))
 
@@ -96,15 +96,15 @@ def test_free_while_the_gradient_still_leaves() -> None:
     refuse(bad, WORK, "free of group 3 of block 3 (compute)", "while push_grad of group 3 of block 3")
 
 
-def test_free_while_the_stash_still_leaves() -> None:
-    index = find(OFFLOADED, "free_stash", block=0)
+def test_free_while_the_offload_still_leaves() -> None:
+    index = find(OFFLOADED, "free_offloaded", block=0)
     bad = without_wait(OFFLOADED, index, ("offload", 0, 0))
-    refuse(bad, WORK, "free_stash of block 0", "while offload of block 0")
+    refuse(bad, WORK, "free_offloaded of block 0", "while offload of block 0")
 
 
 def test_reload_that_takes_memory_early() -> None:
     """Its data is there and its slot is free, but the bytes it takes are not yet given back."""
-    step = lower(WORK, uniform(WORK, "all", stash="host", keep="step"), Mode("train"))
+    step = lower(WORK, uniform(WORK, "all", saved_on="host", residency="step"), Mode("train"))
     bad = without_wait(step, find(step, "reload", block=1), ("free", 4, 4, 0))
     refuse(bad, WORK, "reload of block 1", "may take device memory before free")
 
@@ -178,7 +178,7 @@ def test_use_after_evict() -> None:
 def test_use_after_free() -> None:
     index = find(OFFLOADED, "reload", block=2)
     bad = waiting_again(with_op(OFFLOADED, index))
-    refuse(bad, WORK, "backward of block 2", "after free_stash of block 2")
+    refuse(bad, WORK, "backward of block 2", "after free_offloaded of block 2")
 
 
 def test_use_of_what_was_never_brought() -> None:
@@ -187,7 +187,7 @@ def test_use_of_what_was_never_brought() -> None:
 
 
 def test_missing_evict() -> None:
-    keep = lower(WORK, uniform(WORK, keep="step"), Mode("train"))
+    keep = lower(WORK, uniform(WORK, residency="step"), Mode("train"))
     bad = waiting_again(with_op(keep, find(keep, "evict", group=4)))
     refuse(bad, WORK, "prefetch of group 4", "was not evicted")
 
@@ -204,7 +204,7 @@ def test_missing_free_of_an_activation() -> None:
 
 
 def test_missing_free_after_an_offload() -> None:
-    bad = with_op(OFFLOADED, find(OFFLOADED, "free_stash", block=0))
+    bad = with_op(OFFLOADED, find(OFFLOADED, "free_offloaded", block=0))
     refuse(bad, WORK, "reload of block 0", "a missing evict")
 
 
@@ -261,7 +261,7 @@ def test_missing_adam() -> None:
 def test_update_of_weights_that_the_step_fetches_again() -> None:
     """Block 0 uses the group without a gradient; its backward must see the old weights."""
     work = detached_use()
-    step = lower(work, uniform(work, lead=0), Mode("train"))
+    step = lower(work, uniform(work, prefetch_depth=0), Mode("train"))
     verify(step, work)
     adam = find(step, "adam", group=0)
     assert adam > find(step, "prefetch", group=0, nth=-1)
@@ -275,11 +275,13 @@ def detached_use() -> Workload:
 
     def block(b: int, uses: tuple[int, ...], given: tuple[int, ...]) -> BlockWork:
         old = plain.blocks[b]
-        choices = tuple(
-            Choice(c.name, *(_uses(call, uses) for call in (c.forward, c.recompute, c.backward)), 300)
-            for c in old.choices
+        policies = tuple(
+            CheckpointPolicy(
+                c.name, *(_uses(call, uses) for call in (c.forward, c.recompute, c.backward)), 300
+            )
+            for c in old.policies
         )
-        return replace(old, grad_groups=tuple((g, 1000) for g in given), choices=choices)
+        return replace(old, grad_groups=tuple((g, 1000) for g in given), policies=policies)
 
     return replace(
         plain,
@@ -295,7 +297,7 @@ def _uses(call: Call | None, groups: tuple[int, ...]) -> Call | None:
 
 # ---- the window ---------------------------------------------------------------------------------
 
-STORED = lower(WORK, uniform(WORK, state="nvme-all", lead=0), Mode("train"))
+STORED = lower(WORK, uniform(WORK, state="nvme-all", prefetch_depth=0), Mode("train"))
 
 
 def test_the_schedule_over_nvme_is_good() -> None:
@@ -348,52 +350,53 @@ def test_weights_read_after_their_update() -> None:
     refuse(bad, WORK, "read_weights of group 0", "this step has updated already")
 
 
-# ---- stashes on NVMe ----------------------------------------------------------------------------
+# ---- offloaded activations on NVMe
+# ----------------------------------------------------------------------------
 
-SPILLED = lower(WORK, uniform(WORK, "all", stash="nvme", window=2), Mode("train"))
+SPILLED = lower(WORK, uniform(WORK, "all", saved_on="nvme", window=2), Mode("train"))
 
 
-def test_the_schedule_that_stashes_on_nvme_is_good() -> None:
+def test_the_schedule_that_offloads_to_nvme_is_good() -> None:
     assert (
-        [op.kind for op in SPILLED.ops].count("write_stash")
+        [op.kind for op in SPILLED.ops].count("write_offloaded")
         == [op.kind for op in SPILLED.ops].count("reload")
         == 3
     )
     assert verify(SPILLED, WORK).operations == len(SPILLED.ops)
 
 
-def test_stash_that_overwrites_one_on_its_way_to_the_drive() -> None:
-    bad = without_wait(SPILLED, find(SPILLED, "offload", block=2), ("write_stash", 0, 0))
-    refuse(bad, WORK, "offload of block 2", "('spill', 0) while write_stash of block 0")
+def test_offload_that_overwrites_one_on_its_way_to_the_drive() -> None:
+    bad = without_wait(SPILLED, find(SPILLED, "offload", block=2), ("write_offloaded", 0, 0))
+    refuse(bad, WORK, "offload of block 2", "('spill', 0) while write_offloaded of block 0")
 
 
-def test_stash_read_before_it_was_written() -> None:
-    index = find(SPILLED, "read_stash", block=2)
-    bad = without_wait(SPILLED, index, ("write_stash", 2, 0))
-    refuse(bad, WORK, "read_stash of block 2", "before write_stash of block 2")
+def test_offload_read_before_it_was_written() -> None:
+    index = find(SPILLED, "read_offloaded", block=2)
+    bad = without_wait(SPILLED, index, ("write_offloaded", 2, 0))
+    refuse(bad, WORK, "read_offloaded of block 2", "before write_offloaded of block 2")
 
 
-def test_reload_out_of_a_buffer_that_holds_another_stash() -> None:
+def test_reload_out_of_a_buffer_that_holds_another_offload() -> None:
     index = find(SPILLED, "reload", block=1)
     op = SPILLED.ops[index]
     other = Spill(1 - op.reads[0][1])
     bad = waiting_again(with_op(SPILLED, index, op.with_(reads=(other,))))
-    refuse(bad, WORK, "reload of block 1", "finds in", "what read_stash of block")
+    refuse(bad, WORK, "reload of block 1", "finds in", "what read_offloaded of block")
 
 
-def test_stash_that_is_never_written() -> None:
-    bad = waiting_again(with_op(SPILLED, find(SPILLED, "write_stash", block=0)))
-    refuse(bad, WORK, "read_stash of block 0", "('stash', 0, 0), which nothing has written")
+def test_offload_that_is_never_written() -> None:
+    bad = waiting_again(with_op(SPILLED, find(SPILLED, "write_offloaded", block=0)))
+    refuse(bad, WORK, "read_offloaded of block 0", "('offloaded', 0, 0), which nothing has written")
 
 
-def test_stash_that_is_overwritten_in_its_buffer() -> None:
-    write, read = find(SPILLED, "write_stash", block=0), find(SPILLED, "read_stash", block=0)
-    bad = moved(SPILLED, write, find(SPILLED, "write_stash", block=2))
+def test_offload_that_is_overwritten_in_its_buffer() -> None:
+    write, read = find(SPILLED, "write_offloaded", block=0), find(SPILLED, "read_offloaded", block=0)
+    bad = moved(SPILLED, write, find(SPILLED, "write_offloaded", block=2))
     assert write < read
     refuse(waiting_again(bad), WORK, "offload of block 2", "overwrites what offload of block 0")
 
 
-def test_stash_that_is_read_and_not_taken() -> None:
+def test_offload_that_is_read_and_not_taken() -> None:
     bad = waiting_again(with_op(SPILLED, find(SPILLED, "reload", block=0)))
     with pytest.raises(ScheduleError):
         verify(bad, WORK)
@@ -432,24 +435,24 @@ def looked_up() -> Workload:
     values = (ValueWork(64, True, True, rows=(0, 3)), *chained.values[1:])
     first, *rest = chained.blocks
     back = Call((), (), 64 - 100 + 50, 64 - 100, 0, 10)
-    copies = Choice("all", Call((0,), (), 150, 100, 0, 10), None, back, 0)
+    copies = CheckpointPolicy("all", Call((0,), (), 150, 100, 0, 10), None, back, 0)
     first = replace(
-        first, tangents=(1,), grad_groups=((0, 64),), choices=(copies, replace(copies, name="none"))
+        first, tangents=(1,), grad_groups=((0, 64),), policies=(copies, replace(copies, name="none"))
     )
 
     def reads_both(call: Call) -> Call:
         return replace(call, groups=(0, 3))
 
     last = rest[-1]
-    choices = tuple(
+    policies = tuple(
         replace(
             c, forward=reads_both(c.forward), recompute=c.recompute and reads_both(c.recompute),
             backward=c.backward and reads_both(c.backward),
         )
-        for c in last.choices
+        for c in last.policies
     )  # fmt: skip
     given = ((0, 500), (3, 500))
-    blocks = (first, *rest[:-1], replace(last, grad_groups=given, choices=choices))
+    blocks = (first, *rest[:-1], replace(last, grad_groups=given, policies=policies))
     return replace(chained, blocks=blocks, values=values)
 
 

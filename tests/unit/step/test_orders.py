@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
 from megacompile.passes import lower
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.verify import verify
 from tests.support.oracle import execute, sees_garbage, unordered
@@ -121,7 +121,7 @@ def test_names_of_events_are_unique_but_for_the_stays_of_a_group(problem: Proble
 def test_the_judges_themselves_find_a_missing_wait(kind: str) -> None:
     """Some of many random orders goes wrong where a copy waits for nothing."""
     work = chain(5)
-    step = lower(work, uniform(work, "all", stash="host"), Mode("train"))
+    step = lower(work, uniform(work, "all", saved_on="host"), Mode("train"))
     index = next(i for i, op in enumerate(step.ops) if op.kind == kind and op.waits)
     step = with_op(step, index, step.ops[index].with_(waits=()))
     assert unordered(step)
@@ -138,6 +138,6 @@ def _goes_wrong(step: Step, seed: int) -> bool:
 def test_a_late_reload_never_adds_to_the_peak() -> None:
     """What a reload takes counts from its place in program order, whenever it really comes."""
     work = chain(6)
-    step = lower(work, uniform(work, "all", stash="host"), Mode("train"))
+    step = lower(work, uniform(work, "all", saved_on="host"), Mode("train"))
     assert find(step, "reload") > 0
     assert {execute(step, seed) for seed in range(30)} == {peak_bytes(step)}

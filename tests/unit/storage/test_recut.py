@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import megacompile
+from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from tests.unit.tile.test_tile import start, tokens, vocabulary
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import megacompile
+from megacompile.assemble.assembly import Parameter, cut_parameters
 from megacompile.capture.batch import read_batch
 from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
-from megacompile.plan.assemble import Parameter, cut_parameters
+from megacompile.plan.tiling import tiling_candidates
 from megacompile.program import Program
-from megacompile.search.tile_choice import ladder
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts, families
 from megacompile.tile.rewrite import Tiled, tile
 from tests.support.judge import program_gradients
@@ -223,10 +223,10 @@ def test_operators_of_tiles_keep_torchs_rules() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 1 << 14)), min_size=1, max_size=4),
 )
-def test_the_ladder_of_cuts(sizes: list[tuple[int, int]]) -> None:
+def test_the_tilings(sizes: list[tuple[int, int]]) -> None:
     made = [Family((f"w{i}",), rows, rows * width) for i, (rows, width) in enumerate(sizes)]
     found = tuple(sorted(made, key=lambda f: -f.nbytes))
-    cuts = list(ladder(found))
+    cuts = list(tiling_candidates(found))
     counts = [[len(c.get(f.names[0], (0, 1))) for f in found] for c in cuts]
     assert all(
         a <= b for coarse, fine in itertools.pairwise(counts) for a, b in zip(coarse, fine, strict=True)
@@ -290,7 +290,7 @@ def check_gradients(program: Program, model: nn.Module, batch: Any, *, bitwise: 
     loss = EagerTrainer(model, torch.optim.AdamW(model.parameters())).backward([batch], [1.0])
     out = program.forward_backward(batch)
     assert float(out.loss) == pytest.approx(float(loss), rel=0 if bitwise else 1e-5)
-    program.wait()
+    program.synchronize()
     found = program_gradients(program)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -350,7 +350,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     program = start(model, f"{least_budget(model, batch, torch.bfloat16)}B", batch, torch.bfloat16)
     assert program._session.compiler.cuts
     program.forward_backward(batch)
-    program.wait()
+    program.synchronize()
     for name, grad in program_gradients(program).items():
         want = exact.get_parameter(name).grad
         assert want is not None
@@ -361,7 +361,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
 
 def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the head gives to the layers below is a sum over its pieces, which bf16 would round at each."""
-    for module in ("tile.cuts", "search.tile_choice"):
+    for module in ("tile.cuts", "plan.tiling"):
         monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 14)
     model, batch = vocabulary(8192, 32, tied=False), tokens(8192)
     exact = copy.deepcopy(model)
@@ -370,7 +370,7 @@ def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytes
     for budget in ("1GB", f"{least}B"):
         program = start(copy.deepcopy(model), budget, batch, torch.bfloat16)
         program.forward_backward(batch)
-        program.wait()
+        program.synchronize()
         found = program_gradients(program)
         whole = [(found[n] - p.grad).norm() / p.grad.norm()
                  for n, p in exact.named_parameters() if ".layers." in n and p.grad is not None]  # fmt: skip
@@ -424,7 +424,7 @@ def test_sums_in_fp32_are_within_the_predicted_peak(widths: tuple[int, int]) -> 
     assert [v.sum_bytes for v in work.values if v.sum_bytes] == [4 * 64 * 64 * widths[0]]
     for _ in range(2):
         program.train_step(batch)
-    program.wait()
+    program.synchronize()
     predicted = program.memory.predicted_peak_bytes
     assert 0.97 * predicted <= program.memory.device_peak_bytes <= predicted
     program.close()
@@ -500,7 +500,7 @@ def test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole() -> None:
     program = start(model, f"{2 * model.transformer.h[0].mlp.c_fc.weight.numel()}B", batch, torch.bfloat16)
     assert program._session.compiler.cuts
     program.forward_backward(batch)
-    program.wait()
+    program.synchronize()
     for name, grad in program_gradients(program).items():
         want, near = exact.get_parameter(name).grad, low.get_parameter(name).grad
         assert want is not None and near is not None

@@ -2,7 +2,7 @@
 
 In:  group layouts, a state format, a host budget. Out: :class:`Drive`, which gives any plan a ``state`` per
 group: of the placements that leave the step its host bytes, the one that moves the fewest over the drive.
-Where none leaves enough, stashes go there too.
+Where none leaves enough, offloaded activations go there too.
 
 Last groups go first: in a step they are updated first and wanted again last.
 """
@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megacompile.assemble.assembly import GroupLayout
+from megacompile.assemble.plan import Plan
 from megacompile.host.arena import padded
 from megacompile.host.formats import StateFormat
 from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
-from megacompile.plan.assemble import GroupLayout
-from megacompile.plan.plan import Plan
-from megacompile.step.operations import Step, spilled_bytes, stashes
+from megacompile.step.operations import Step, offloads, spilled_bytes
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
@@ -32,7 +32,7 @@ RATED_BYTES = 1200 * 10**12  # what a usual 2 TB consumer drive is warranted for
 @dataclass(frozen=True)
 class Tiers:
     """What the choice depends on beside the plan; ``stored`` says whether there is an offload_dir, and
-    ``nvme_budget_bytes`` bounds what lies there, stashes included.
+    ``nvme_budget_bytes`` bounds what lies there, offloaded activations included.
     """
 
     form: StateFormat
@@ -41,7 +41,7 @@ class Tiers:
     nvme_budget_bytes: int = sys.maxsize
 
 
-class _Row(NamedTuple):
+class _Placement(NamedTuple):
     """A placement: host bytes that it leaves to a step, the states, and the bytes on the drive."""
 
     left: int
@@ -52,64 +52,68 @@ class _Row(NamedTuple):
 class Drive:
     """Placements to choose from. ``room`` is the most host bytes that any leaves to a step, ``spare`` what
     the one that moves least leaves: state that a step takes the place of beyond it moves to the drive.
-    ``stashes`` says whether stashes may go there.
+    ``takes_activations`` says whether offloaded activations may go there.
     """
 
     def __init__(
         self,
-        rows: dict[int, list[_Row]],
+        placements: dict[int, list[_Placement]],
         *,
         nvme_budget_bytes: int = sys.maxsize,
         decided: bool = False,
-        stashes: bool = True,
+        takes_activations: bool = True,
     ) -> None:
-        self._rows = rows  # per number of buffers, by rising bytes moved
+        self._placements = placements  # per number of buffers, by rising bytes moved
         self._nvme_budget_bytes = nvme_budget_bytes
-        self.decided, self.stashes = decided, stashes
-        self.room = max(found[-1].left for found in rows.values())
-        self.spare = min(rows.items())[1][0].left
+        self.decided, self.takes_activations = decided, takes_activations
+        self.room = max(found[-1].left for found in placements.values())
+        self.spare = min(placements.items())[1][0].left
 
     @staticmethod
     def of(layouts: Sequence[GroupLayout], tiers: Tiers) -> Drive:
         """All that can be done with this state within the budgets."""
         limit = tiers.nvme_budget_bytes
-        ways = sorted(way for way in _ways(layouts, tiers.form) if way.stored <= limit)
-        rows = {window: _worth(ways, layouts, tiers, window) for window in WINDOWS}
-        return Drive(rows, nvme_budget_bytes=limit)
+        candidates = sorted(
+            candidate for candidate in _placement_candidates(layouts, tiers.form) if candidate.stored <= limit
+        )
+        placements = {window: _worth(candidates, layouts, tiers, window) for window in WINDOWS}
+        return Drive(placements, nvme_budget_bytes=limit)
 
     @staticmethod
     def fixed(layouts: Sequence[GroupLayout], tiers: Tiers, states: tuple[str, ...], window: int) -> Drive:
-        """State that has been laid out stays where it is."""
+        """State that has been allocated stays where it is."""
         left = tiers.host_budget_bytes - host_state_bytes(place_groups(layouts, tiers.form, states), window)
-        return Drive({max(1, window): [_Row(left, states)]}, decided=window > 0, stashes=window > 0)
+        return Drive(
+            {max(1, window): [_Placement(left, states)]}, decided=window > 0, takes_activations=window > 0
+        )
 
     @property
     def digest(self) -> str:
         """Equal for drives that place all plans equally."""
-        key = repr((self._rows, self._nvme_budget_bytes, self.decided, self.stashes))
+        key = repr((self._placements, self._nvme_budget_bytes, self.decided, self.takes_activations))
         return hashlib.sha256(key.encode()).hexdigest()
 
     def place(self, plan: Plan, taken_bytes: int) -> Plan:
         """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as
         many buffers as it asks for, or nearly; over the one that leaves most where none leaves so much.
         """
-        for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
-            rows = self._rows[window]
-            found = bisect_left(rows, taken_bytes, key=lambda row: row.left)
-            if found < len(rows):
-                return _with_states(plan, rows[found].states, window)
-        window, rows = min(self._rows.items())
-        return _with_states(plan, rows[-1].states, window)
+        for window in sorted(self._placements, key=lambda w: abs(w - plan.window)):
+            placements = self._placements[window]
+            found = bisect_left(placements, taken_bytes, key=lambda placement: placement.left)
+            if found < len(placements):
+                return _with_states(plan, placements[found].states, window)
+        window, placements = min(self._placements.items())
+        return _with_states(plan, placements[-1].states, window)
 
     def spill(self, plan: Plan, step: Step, taken_bytes: int) -> Plan | None:
-        """The plan over the placement that leaves most, with as many stashes on the drive as it then takes;
-        None where all are too few. Those of the first blocks go first, which wait longest.
+        """The plan over the placement that leaves most, with as many offloaded activations on the drive as it
+        then takes; None where all are too few. Those of the first blocks go first, which wait longest.
 
         ``step`` is the plan's, ``taken_bytes`` its host bytes.
         """
-        waiting = stashes(step)
-        for window in sorted(self._rows, key=lambda w: abs(w - plan.window)):
-            left, states, stored = self._rows[window][-1]
+        waiting = offloads(step)
+        for window in sorted(self._placements, key=lambda w: abs(w - plan.window)):
+            left, states, stored = self._placements[window][-1]
             largest = padded(spilled_bytes(step))
             taken = taken_bytes - step.window * largest
             blocks = list(plan.blocks)
@@ -117,7 +121,7 @@ class Drive:
                 moved = [padded(nbytes) for home, nbytes in waiting.items() if home.block == block]
                 taken, largest = taken - sum(moved), max(largest, *moved)
                 stored += sum(moved)
-                blocks[block] = replace(blocks[block], stash="nvme")
+                blocks[block] = replace(blocks[block], saved_on="nvme")
                 if stored > self._nvme_budget_bytes:
                     break
                 if taken + window * largest <= left:
@@ -135,7 +139,7 @@ def _with_states(plan: Plan, states: Sequence[str], window: int) -> Plan:
     return replace(plan, groups=groups, window=window)
 
 
-class _Way(NamedTuple):
+class _PlacementCandidate(NamedTuple):
     """A placement: groups of at most ``limit`` bytes at ``first``, the ``last`` of them at ``then``."""
 
     moved: int
@@ -148,11 +152,11 @@ class _Way(NamedTuple):
     last: int
 
 
-def _ways(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_Way]:
+def _placement_candidates(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_PlacementCandidate]:
     """All in RAM; then masters' low halves and moments leave, group by group; then streamed weights too."""
     places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _STATES}
     sizes = [p.storage_bytes for p in places["nvme-all"]]
-    yield _Way(0, 0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
+    yield _PlacementCandidate(0, 0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
     for limit in sorted(set(sizes)):
         small = [i for i, nbytes in enumerate(sizes) if nbytes <= limit]
         for first, then in (("host", "nvme"), ("nvme", "nvme-all")):
@@ -169,23 +173,25 @@ def _ways(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_Way]:
                 ram += after.ram_bytes - before.ram_bytes
                 ours = buffer_bytes([after])
                 state, weights = max(state, ours[0]), max(weights, ours[1])
-                yield _Way(moved, stored, ram, state + weights, limit, first, then, last)
+                yield _PlacementCandidate(moved, stored, ram, state + weights, limit, first, then, last)
 
 
-def _worth(ways: Sequence[_Way], layouts: Sequence[GroupLayout], tiers: Tiers, window: int) -> list[_Row]:
-    """Each way that leaves more than all that move less."""
+def _worth(
+    candidates: Sequence[_PlacementCandidate], layouts: Sequence[GroupLayout], tiers: Tiers, window: int
+) -> list[_Placement]:
+    """Each candidate that leaves more than all that move less."""
     sizes = [place_group(g, tiers.form, "nvme-all").storage_bytes for g in layouts]
-    found: list[_Row] = []
-    for way in ways:
-        left = tiers.host_budget_bytes - way.ram - window * way.buffers
+    found: list[_Placement] = []
+    for candidate in candidates:
+        left = tiers.host_budget_bytes - candidate.ram - window * candidate.buffers
         if not found or left > found[-1].left:
-            small = [i for i, nbytes in enumerate(sizes) if nbytes <= way.limit]
-            gone = set(small[len(small) - way.last :])
+            small = [i for i, nbytes in enumerate(sizes) if nbytes <= candidate.limit]
+            gone = set(small[len(small) - candidate.last :])
             states = tuple(
-                way.then if i in gone else way.first if size <= way.limit else "host"
+                candidate.then if i in gone else candidate.first if size <= candidate.limit else "host"
                 for i, size in enumerate(sizes)
             )
-            found.append(_Row(left, states, way.stored))
+            found.append(_Placement(left, states, candidate.stored))
     return found
 
 

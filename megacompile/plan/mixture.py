@@ -15,12 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megacompile.assemble.plan import Mode, norm_bytes
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import duration
-from megacompile.plan.plan import Mode, norm_bytes
-from megacompile.plan.workload import Workload
-from megacompile.search.simplex import Array, minimise
-from megacompile.search.takes import Kind, Order, Takes, Treatments
+from megacompile.plan.simplex import Array, minimise
+from megacompile.plan.takes import Kind, Order, Takes, Treatments
 from megacompile.step.operations import Op
 
 _TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the one that works less
@@ -28,13 +28,13 @@ _TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the on
 
 @dataclass(frozen=True)
 class Mixture:
-    """Per kind and treatment a count, not yet whole; ``late`` is the share of updates that the backward
+    """Per kind and treatment a count, not yet whole; ``deferred`` is the share of updates that the backward
     has no time for, ``seconds`` what the program expects of a step.
     """
 
     blocks: tuple[tuple[Kind, tuple[float, ...]], ...]
     groups: tuple[tuple[Kind, tuple[float, ...]], ...]
-    late: float
+    deferred: float
     seconds: float
 
 
@@ -58,7 +58,7 @@ class Mixer:
         self.blocks, self.groups = found.blocks, found.groups
 
     def solve(self, device_bytes: float, host_bytes: float | None) -> Mixture | None:
-        """The fastest mixture whose stashes and held groups take at most these bytes."""
+        """The fastest mixture whose offloaded activations and held groups take at most these bytes."""
         kinds = self.blocks + self.groups
         columns = [(k, t) for k, kind in enumerate(kinds) for t in range(len(kind.treatments))]
         takes = Takes(*np.array([kinds[k].takes[t] for k, t in columns]).T)
@@ -102,7 +102,7 @@ class Mixer:
             found.append(([*work, *-phase], -fixed))
 
         if self.drive_after is not None:
-            # a byte of stashes is a byte of state that is read and written for its update
+            # a byte of offloaded activations is a byte of state that is read and written for its update
             rate = min(self.machine.nvme_read_bandwidth, self.machine.nvme_write_bandwidth)
             updating = first if self.mode.keeps_gradients else whole
             no_longer(takes.host / rate, (self._kept - self.drive_after) / rate, updating)
@@ -141,9 +141,9 @@ class Mixer:
         adam = self._fixed[0] + sum(
             n * takes.adam for kind, given in counts for n, takes in zip(given, kind.takes, strict=True)
         )
-        late = 1 - float(x[-2]) * unit / adam if adam > 1e-12 and not self.machine.shared_cores else 0.0
+        deferred = 1 - float(x[-2]) * unit / adam if adam > 1e-12 and not self.machine.shared_cores else 0.0
         return Mixture(
-            tuple(counts[:blocks]), tuple(counts[blocks:]), min(1.0, max(0.0, late)), float(x[-1]) * unit
+            tuple(counts[:blocks]), tuple(counts[blocks:]), min(1.0, max(0.0, deferred)), float(x[-1]) * unit
         )
 
     @property

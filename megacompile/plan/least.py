@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import Shape, shapes, uniform
+from megacompile.plan.arrange import Shape, shapes, uniform
 from megacompile.step.operations import Step, memory_curve, peak_bytes
 from megacompile.step.spec import Token
 from megacompile.units import format_bytes
 
-_KEEPS = ("none", "some", "least")
+_LEAN_POLICIES = ("none", "some", "least")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 _SHALLOW = 24  # blocks up to which all prefixes are tried
 _PREFIXES = 4  # tried per family of deeper models
@@ -47,18 +47,18 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     """
     found: list[tuple[Least, Shape, str]] = []
     for shape in shapes(mode):
-        for choice in _KEEPS if shape.lead == 0 else ():
-            for stash in ("device", "host"):
-                small = _lowered(work, uniform(work, shape, choice, stash, "stream"), mode)
-                found.append((small, shape, stash))
+        for checkpoint in _LEAN_POLICIES if shape.prefetch_depth == 0 else ():
+            for saved_on in ("device", "host"):
+                small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
+                found.append((small, shape, saved_on))
                 yield small
-    _, shape, stash = min(found, key=lambda f: f[0].nbytes)
+    _, shape, saved_on = min(found, key=lambda f: f[0].nbytes)
     count = len(work.blocks)
     stride = 1 if count <= _SHALLOW else -(-count // _PREFIXES)
     for first, rest in _FAMILIES:
         for n in sorted({*range(1, count, stride), count - 1} - {0}):
             names = (first,) * n + (rest,) * (count - n)
-            yield _lowered(work, uniform(work, shape, "", stash, "stream", choices=names), mode)
+            yield _lowered(work, uniform(work, shape, "", saved_on, "stream", checkpoints=names), mode)
 
 
 def _lowered(work: Workload, plan: Plan, mode: Mode) -> Least:
@@ -78,7 +78,8 @@ def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
 
 
 def describe_peak(step: Step, work: Workload) -> str:
-    """What is alive at the highest point, in one clause: the operation, slots, stashes, workspace."""
+    """What is alive at the highest point, in one clause: the operation, slots, saved activations,
+    workspace."""
     curve = memory_curve(step)
     if not curve:
         return "nothing runs on the device"
@@ -86,11 +87,11 @@ def describe_peak(step: Step, work: Workload) -> str:
     op = step.ops[index]
     where = f"{op.kind} of {work.blocks[op.block].name}" if op.block >= 0 else op.kind
     alive = alive_before(step, index)
-    stashes = sum(step.token_bytes[t] for t in alive)
-    workspace = peak - stashes - step.slab_bytes - step.constant_bytes
+    offloaded = sum(step.token_bytes[t] for t in alive)
+    workspace = peak - offloaded - step.slab_bytes - step.constant_bytes
     return (
         f"at its highest point, {where}, it holds {format_bytes(step.slab_bytes)} of weight slots, "
-        f"{format_bytes(stashes)} of activations and gradients, and {format_bytes(workspace)} of "
+        f"{format_bytes(offloaded)} of activations and gradients, and {format_bytes(workspace)} of "
         "that block's own tensors"
     )
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from megacompile.assemble.assembly import Assembly
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.host.formats import StateFormat, group_arrays
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import with_state_at
-from megacompile.search.candidates import Planned
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.candidates import Planned
 from megacompile.step.operations import peak_bytes
 
 
@@ -67,10 +67,10 @@ def reside(
     if candidates is None:
         candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
     candidates = not_gathered(work, candidates)
-    again = {g for block in work.blocks for c in block.choices
+    again = {g for block in work.blocks for c in block.policies
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
     frozen = [g for g in candidates if g not in work.contributions and not work.groups[g].state_bytes]
-    held = {g for g in again if best.plan.groups[g].keep == "step"}
+    held = {g for g in again if best.plan.groups[g].residency == "step"}
     frozen.sort(key=lambda g: g not in held)  # theirs are slots that no other group uses
     trained = [g for g in candidates if g not in frozen]
     for groups, factor in ((frozen, 1 + 1e-9), (trained, 1 - 1e-9)):

@@ -1,7 +1,7 @@
 """Assemble: bind blocks to weight groups and reduce everything to the numbers that planning needs.
 
 In: a partition and its differentiated templates. Out: :class:`Assembly`, which holds the layout of
-each weight group's flat bucket and the :class:`~megacompile.plan.workload.Workload`. Parameters belong to
+each weight group's flat bucket and the :class:`~megacompile.assemble.workload.Workload`. Parameters belong to
 one group exactly if they are used by the same blocks, get gradients from the same blocks, compute in
 one dtype, and are all trained or all frozen; inside a group, those of one optimizer param group are
 adjacent.
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.differentiate.functions import BlockFunction
-from megacompile.differentiate.options import DifferentiatedTemplate
+from megacompile.differentiate.policies import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Input, Partition, Value
-from megacompile.plan.workload import BlockWork, Call, Choice, GroupWork, ValueWork, Workload
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
@@ -161,7 +161,7 @@ def _group(
         for item in block.inputs:
             for weight in _weights(item, part):
                 users[weight].append(block.index)
-        backward = templates[block.template].options["none"].backward
+        backward = templates[block.template].policies["none"].backward
         for kind, i in backward.outputs if backward else ():
             for weight in _weights(block.inputs[i], part) if kind == "grad" else ():
                 givers[weight].append(block.index)
@@ -204,7 +204,7 @@ def padded_elements(elements: int) -> int:
 def _block_work(
     block: Block, template: DifferentiatedTemplate, part: Partition, owner: dict[str, int]
 ) -> BlockWork:
-    backward = template.options["none"].backward
+    backward = template.policies["none"].backward
     grad_values: list[int] = []
     grad_groups: dict[int, int] = defaultdict(int)
     for (kind, i), nbytes in zip(
@@ -216,15 +216,15 @@ def _block_work(
         else:
             grad_values.append(block.inputs[i].value)
     tangents = [block.outputs[k] for kind, k in (backward.inputs if backward else ()) if kind == "grad"]
-    choices = [
-        Choice(
-            name=option.name,
-            forward=_call(block, option.forward, owner),
-            recompute=_call(block, option.recompute, owner) if option.recompute else None,
-            backward=_call(block, option.backward, owner) if option.backward else None,
-            saved_bytes=option.saved_bytes,
+    policies = [
+        CheckpointPolicy(
+            name=policy.name,
+            forward=_call(block, policy.forward, owner),
+            recompute=_call(block, policy.recompute, owner) if policy.recompute else None,
+            backward=_call(block, policy.backward, owner) if policy.backward else None,
+            saved_bytes=policy.saved_bytes,
         )
-        for option in template.options.values()
+        for policy in template.policies.values()
     ]
     return BlockWork(
         name=block.name,
@@ -233,7 +233,7 @@ def _block_work(
         tangents=tuple(tangents),
         grad_values=tuple(grad_values),
         grad_groups=tuple(grad_groups.items()),
-        choices=tuple(choices),
+        policies=tuple(policies),
     )
 
 

@@ -9,15 +9,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import with_state_at
-from megacompile.search.floor import Floor
-from megacompile.search.tiers import Drive
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.floor import Floor
+from megacompile.plan.tiers import Drive
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.spec import STREAMS
 

@@ -2,7 +2,7 @@
 
 Minimises ``c · x`` under ``A x <= b`` and ``x >= 0`` (a row with a negative ``b`` is one with >=). Bland's
 rule takes over from the steepest column after a while, so it ends always. Meant for the tens of variables
-of :mod:`megacompile.search.mixture`; the solution is a vertex, so few variables are fractional.
+of :mod:`megacompile.plan.mixture`; the solution is a vertex, so few variables are fractional.
 
 Why not ``scipy``'s HiGHS: over the 98 programs of three searches (26 x 51 and smaller) it took 2.0 ms a solve
 and this 0.85 ms, to the same values within 3e-13; and scipy would add 113 MB to an installation.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megacompile.assemble.plan import Mode, Plan, norm_bytes
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode, Plan, norm_bytes
-from megacompile.plan.workload import Workload
 
 _BACKWARD = 2 / 3  # of a step's model FLOPs
 
@@ -88,7 +88,7 @@ def least_flops(work: Workload) -> float:
     return sum(
         min(
             c.forward.flops + sum(call.flops for call in (c.recompute, c.backward) if call is not None)
-            for c in block.choices
+            for c in block.policies
         )
         for block in work.blocks
     )

@@ -1,4 +1,4 @@
-"""The plan: every choice that shapes a step, frozen, and its exact JSON form."""
+"""The plan: every decision that shapes a step, frozen, and its exact JSON form."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
+from megacompile.assemble.text import plan_lines
+from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
-from megacompile.plan.codec import from_plain, parse_json, to_plain
-from megacompile.plan.text import plan_lines
-from megacompile.plan.workload import Workload
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """``choice``: what the block keeps ("all", "some", "none"); ``stash``: where that waits, "nvme" by way
-    of a few host buffers."""
+    """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "none", "least");
+    ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers."""
 
-    choice: str
-    stash: Literal["device", "host", "nvme"] = "device"
+    checkpoint: str
+    saved_on: Literal["device", "host", "nvme"] = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """How long a weight group stays on the device, how early it is fetched, and where its state lives.
 
-    ``keep``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
-    backward, "step" holds it for the whole step. ``lead`` counts compute operations between the
+    ``residency``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
+    backward, "step" holds it for the whole step. ``prefetch_depth`` counts compute operations between the
     start of a prefetch and the first use. ``state``: "host" holds masters and moments in RAM; "nvme"
     leaves only the streamed weights there; "nvme-all" leaves nothing there;
     "device" keeps all of it on the device, where it is updated. ``update``: where updates
-    need not wait for the end of the backward, "early" updates when the gradient has landed, "late" after
-    the backward, in the order of the next forward, with the gradient kept on the host until then. A
-    forward waits for its own groups alone, so late updates of some groups let it start sooner.
+    need not wait for the end of the backward, "immediate" updates when the gradient has landed, "deferred"
+    after the backward, in the order of the next forward, with the gradient kept on the host until then. A
+    forward waits for its own groups alone, so deferred updates of some groups let it start sooner.
     """
 
-    keep: Literal["stream", "micro", "step"] = "stream"
-    lead: int = 2
+    residency: Literal["stream", "micro", "step"] = "stream"
+    prefetch_depth: int = 2
     state: Literal["host", "nvme", "nvme-all", "device"] = "host"
-    update: Literal["early", "late"] = "early"
+    update: Literal["immediate", "deferred"] = "immediate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Plan:
     ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
     micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
     take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
-    those through which state from NVMe passes, as many for weights, and as many for stashes.
+    those through which state from NVMe passes, as many for weights, and as many for offloaded activations.
     ``workload`` is the digest of what the plan was made for; an empty one goes with any that has as many
     blocks and groups.
     """
@@ -93,7 +93,9 @@ class Plan:
 
 def _check_counts(plan: Plan) -> None:
     """Refuse counts of operations below 0, of buffers below 1."""
-    counts = {f"groups[{i}].lead": g.lead for i, g in enumerate(plan.groups)} | {"grad_lag": plan.grad_lag}
+    counts = {f"groups[{i}].prefetch_depth": g.prefetch_depth for i, g in enumerate(plan.groups)} | {
+        "grad_lag": plan.grad_lag
+    }
     buffers = {"ring": plan.ring, "window": plan.window}
     for name, value in (counts | buffers).items():
         if value < (name in buffers):

@@ -1,4 +1,5 @@
-"""Let stashes that wait on NVMe pass through a few host buffers: written as they leave, read ahead of use.
+"""Let offloaded activations that wait on NVMe pass through a few host buffers: written as they leave, read
+ahead of use.
 
 The buffers are filled in turn, by what leaves the device and by what returns from the drive. A read
 starts as soon as the buffer that comes next has done its duty.
@@ -8,22 +9,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.passes.weave import weave
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op, Step
 from megacompile.step.spec import Kind, Spill, Stream, Token
 
 _PAGE = 4096  # a drive moves whole pages
 
 
-def insert_stash_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert write after each offload, and read before each reload, of blocks that stash on NVMe."""
+def insert_offloaded_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Insert write after each offload, and read before each reload, of blocks that offload to NVMe."""
     ops = list(step.ops)
     fills = [
         i
         for i, op in enumerate(ops)
-        if op.kind in ("offload", "reload") and plan.blocks[op.block].stash == "nvme"
+        if op.kind in ("offload", "reload") and plan.blocks[op.block].saved_on == "nvme"
     ]
     if not fills:
         return step
@@ -34,17 +35,17 @@ def insert_stash_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
         if op.kind == "offload":
             home = op.writes
             ops[index] = op.with_(writes=(buffer,))
-            after[index].append(_move("write_stash", op, reads=(buffer,), writes=home))
+            after[index].append(_move("write_offloaded", op, reads=(buffer,), writes=home))
             begin = index
         else:
             if number >= plan.window:  # what the buffer held is on its way to the drive or to the device
                 begin = max(begin, fills[number - plan.window])
-            after[begin].append(_move("read_stash", op, reads=op.reads, writes=(buffer,)))
+            after[begin].append(_move("read_offloaded", op, reads=op.reads, writes=(buffer,)))
             ops[index] = op.with_(reads=(buffer,))
     return step.with_(ops=weave(tuple(ops), {}, after), window=plan.window)
 
 
 def _move(kind: Kind, op: Op, *, reads: tuple[Token, ...], writes: tuple[Token, ...]) -> Op:
-    stream: Stream = "nvme_read" if kind == "read_stash" else "nvme_write"
+    stream: Stream = "nvme_read" if kind == "read_offloaded" else "nvme_write"
     nbytes = -(-op.nbytes // _PAGE) * _PAGE
     return Op(kind, stream, op.block, micro=op.micro, reads=reads, writes=writes, nbytes=nbytes)

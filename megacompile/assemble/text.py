@@ -1,4 +1,4 @@
-"""A plan in words, equal layers folded: ``layers 2–77 (×76)  recompute …, stash to host``.
+"""A plan in words, equal layers folded: ``layers 2–77 (×76)  recompute …, saved_on to host``.
 
 In: a plan and the names of blocks and weight groups. Lines stand in the order in which layers first
 appear; what alternates is folded too (``layers 0, 2, 4–9 (×8)``).
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 from megacompile.units import format_bytes, runs_of
 
 if TYPE_CHECKING:
-    from megacompile.plan.plan import BlockPlan, GroupPlan, Plan
-    from megacompile.plan.workload import Workload
+    from megacompile.assemble.plan import BlockPlan, GroupPlan, Plan
+    from megacompile.assemble.workload import Workload
 
 _WIDTH = 106  # of a printed line
-_CHOICES = {
+_POLICY_TEXTS = {
     "all": "keep everything",
     "some": "recompute norms and activations",
     "none": "recompute everything",
     "least": "recompute everything, norms twice",
 }
-_KEEPS = {
+_RESIDENCY_TEXTS = {
     "stream": "weights streamed",
     "micro": "weights stay from forward to backward",
     "step": "weights stay on the device",
 }
-_PLACES = {"device": "on device", "host": "to host", "nvme": "to NVMe"}
+_PLACES = {"device": "on device", "host": "on host", "nvme": "on NVMe"}
 _PIECE = re.compile(r"\[(\d+:\d+)\]")  # of a weight, as the tile stage names it
 _ROWS = "[ids]"  # ends the name of a block of gathered rows
 _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all": "weights and state on NVMe"}
@@ -38,17 +38,17 @@ _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all":
 
 def block_text(plan: BlockPlan) -> str:
     """What a block keeps and where that waits."""
-    choice = _CHOICES.get(plan.choice, f"keep {plan.choice}")
-    return f"{choice}, stash {_PLACES[plan.stash]}"
+    checkpoint = _POLICY_TEXTS.get(plan.checkpoint, f"keep {plan.checkpoint}")
+    return f"{checkpoint}, saved {_PLACES[plan.saved_on]}"
 
 
 def group_text(plan: GroupPlan) -> str:
     """How long a weight group stays, how early it comes, and what else differs from the usual."""
-    ahead = f"prefetch {plan.lead} ahead" if plan.lead else "prefetch just in time"
-    parts = [_KEEPS[plan.keep], ahead]
+    ahead = f"prefetch {plan.prefetch_depth} ahead" if plan.prefetch_depth else "prefetch just in time"
+    parts = [_RESIDENCY_TEXTS[plan.residency], ahead]
     for item in fields(plan):
         value = getattr(plan, item.name)
-        if item.name in ("keep", "lead") or value == item.default:
+        if item.name in ("residency", "prefetch_depth") or value == item.default:
             continue
         parts.append(_STATES.get(value, f"{item.name} {value}"))
     return ", ".join(parts)

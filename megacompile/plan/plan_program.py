@@ -10,18 +10,18 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megacompile.assemble.assembly import Assembly
+from megacompile.assemble.plan import Mode, Plan
 from megacompile.errors import BudgetError
 from megacompile.host.needs import state_in_ram
 from megacompile.host.offload import Placement
 from megacompile.machine.rates import Machine
-from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import Mode, Plan
-from megacompile.search.candidates import Planned
-from megacompile.search.planner import follow, search
-from megacompile.search.policies import Policy
-from megacompile.search.residency import not_gathered, reside, trained_groups
-from megacompile.search.tiers import Drive, Tiers
-from megacompile.search.tile_choice import Rung, choose
+from megacompile.plan.baselines import Planner
+from megacompile.plan.candidates import Planned
+from megacompile.plan.planner import follow, search
+from megacompile.plan.residency import not_gathered, reside, trained_groups
+from megacompile.plan.tiers import Drive, Tiers
+from megacompile.plan.tiling import Rung, choose
 
 Known = dict[tuple[Mode, str], list[Plan]]
 """Winners of earlier searches by mode and digest of the workload, which later ones score too."""
@@ -42,7 +42,7 @@ class Terms:
     tiers: Tiers | None = None
     placement: Placement | None = None
     residents: tuple[int, ...] | None = None
-    policy: Policy | None = None
+    policy: Planner | None = None
 
     def follows(self, mode: Mode) -> bool:
         """Whether the policy plans this step: as given, and no more."""
@@ -69,21 +69,21 @@ class Terms:
 
 
 def plan_program(
-    rungs: Iterable[Rung], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
+    tilings: Iterable[Rung], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
 ) -> tuple[Rung, Planned]:
-    """The rung taken and the fastest plan found for it.
+    """The tiling taken and the fastest plan found for it.
 
-    ``gathers`` says that the second rung gathers rows of tables. Raises
+    ``gathers`` says that the second tiling gathers rows of tables. Raises
     :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits.
     """
-    rung, planned = choose(
-        rungs, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
+    tiling, planned = choose(
+        tilings, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
         gathers=gathers, resides=terms.places_state(mode),
     )  # fmt: skip
     if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
-        return rung, planned
-    work = rung.assembly.work
-    return rung, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
+        return tiling, planned
+    work = tiling.assembly.work
+    return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
 
 
 def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:

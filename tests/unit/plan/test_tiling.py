@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megacompile.plan.plan import Mode
-from megacompile.search import tile_choice
+from megacompile.assemble.plan import Mode
+from megacompile.plan import tiling
 
 MODE = Mode("train")
 
 
-def rung(name: str, need: int, seconds: float, state: str) -> Any:
+def tiling_of(name: str, need: int, seconds: float, state: str) -> Any:
     """A way of cutting: the bytes that it needs, and what planning it gives."""
     plan = SimpleNamespace(groups=(SimpleNamespace(state=state),))
     planned = SimpleNamespace(plan=plan, timeline=SimpleNamespace(step_seconds=seconds))
@@ -33,7 +33,7 @@ def rung(name: str, need: int, seconds: float, state: str) -> Any:
 def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
     state: str, resides: bool, halves: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rungs = [rung("whole", 10, 1.0, state), rung("halves", 8, halves, "device")]
-    monkeypatch.setattr(tile_choice, "tried", lambda rungs, mode, enough: ((r, r.need) for r in rungs))
-    found, planned = tile_choice.choose(rungs, MODE, 100, lambda r: r.planned, resides=resides)
+    tilings = [tiling_of("whole", 10, 1.0, state), tiling_of("halves", 8, halves, "device")]
+    monkeypatch.setattr(tiling, "tried", lambda tilings, mode, enough: ((r, r.need) for r in tilings))
+    found, planned = tiling.choose(tilings, MODE, 100, lambda r: r.planned, resides=resides)
     assert found.name == chosen and planned is found.planned

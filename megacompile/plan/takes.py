@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from megacompile.assemble.plan import Mode, norm_bytes
+from megacompile.assemble.workload import CheckpointPolicy, Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import Mode, norm_bytes
-from megacompile.plan.workload import Choice, Workload
-from megacompile.search.simplex import Array
+from megacompile.plan.simplex import Array
 from megacompile.step.operations import Op
 
 Order = Literal["depth", "breadth"]
-Treatment = tuple[str, str]  # of a block: (choice, stash); of a group: ("", keep) or ("", "resident")
+Treatment = tuple[str, str]  # of a block: (policy, place); of a group: ("", residency) or ("", "resident")
 T = TypeVar("T", float, Array)
 
 
 class Takes(NamedTuple, Generic[T]):
     """The rows of the program: seconds of each stream in the forward phase and in the backward phase, device
-    bytes at the turn, host bytes of stashes, and seconds that state on the device takes from (so below 0) all
-    updates, norms and pushes of the host. Of one treatment numbers, of all treatments arrays.
+    bytes at the turn, host bytes of offloaded activations, and seconds that state on the device takes from
+    (so below 0) all updates, norms and pushes of the host. Of one treatment numbers, of all treatments
+    arrays.
     """
 
     compute_forward: T
@@ -90,31 +91,31 @@ class Treatments:
         ahead, later = self.forwards
         m = self.mode.micro_batches
         takes: dict[Treatment, Takes[float]] = {}
-        for choice in self.work.blocks[b].choices:
-            forward = call_seconds(choice.forward, self.machine)
-            backward = call_seconds(choice.backward, self.machine)
-            back = call_seconds(choice.recompute, self.machine) + backward
-            stash = self.stash_bytes(b, choice)
-            alive = stash * (m if self.breadth else 1)
+        for policy in self.work.blocks[b].policies:
+            forward = call_seconds(policy.forward, self.machine)
+            backward = call_seconds(policy.backward, self.machine)
+            back = call_seconds(policy.recompute, self.machine) + backward
+            saved_on = self.offloaded_bytes(b, policy)
+            alive = saved_on * (m if self.breadth else 1)
             here = _NOTHING._replace(
                 compute_forward=ahead * forward,
                 compute_backward=later * forward + m * back,
                 device=float(alive),
             )
-            takes[choice.name, "device"] = here
-            if stash:
-                out = duration(Op("offload", "d2h", nbytes=stash), self.machine)
-                back_in = duration(Op("reload", "h2d", nbytes=stash), self.machine)
-                # one operation may run beside a stash on its way; compute waits for the rest
+            takes[policy.name, "device"] = here
+            if saved_on:
+                out = duration(Op("offload", "d2h", nbytes=saved_on), self.machine)
+                back_in = duration(Op("reload", "h2d", nbytes=saved_on), self.machine)
+                # one operation may run beside offloaded activations on its way; compute waits for the rest
                 away, home = max(0.0, out - forward), max(0.0, back_in - backward)
-                takes[choice.name, "host"] = here._replace(
+                takes[policy.name, "host"] = here._replace(
                     compute_forward=here.compute_forward + ahead * away,
                     compute_backward=here.compute_backward + later * away + m * home,
                     d2h_forward=ahead * out,
                     h2d_backward=m * back_in,
                     d2h_backward=later * out,
                     device=0.0,
-                    host=float(stash * m),
+                    host=float(saved_on * m),
                 )
         return takes
 
@@ -156,12 +157,12 @@ class Treatments:
             push=-m * sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushes),
         )
 
-    def stash_bytes(self, b: int, choice: Choice) -> int:
+    def offloaded_bytes(self, b: int, policy: CheckpointPolicy) -> int:
         """Bytes that wait from a block's forward for its own backward alone."""
-        calls = [c for c in (choice.recompute, choice.backward) if c is not None]
+        calls = [c for c in (policy.recompute, policy.backward) if c is not None]
         reads = {v for call in calls for v in call.reads}
         own = [v for v in reads if self._readers[v] == {b} and not self.work.values[v].batch]
-        saved = choice.saved_bytes if choice.recompute is None and choice.backward is not None else 0
+        saved = policy.saved_bytes if policy.recompute is None and policy.backward is not None else 0
         return saved + sum(self.work.values[v].nbytes for v in own)
 
     @cached_property
@@ -169,8 +170,8 @@ class Treatments:
         """Per value the blocks that read it again after their forward."""
         readers: dict[int, set[int]] = defaultdict(set)
         for b, block in enumerate(self.work.blocks):
-            for choice in block.choices:
-                for call in (choice.recompute, choice.backward):
+            for policy in block.policies:
+                for call in (policy.recompute, policy.backward):
                     for v in call.reads if call is not None else ():
                         readers[v].add(b)
         return readers
@@ -179,7 +180,7 @@ class Treatments:
     def _wanted_again(self) -> set[int]:
         """Groups that a backward wants after other blocks have run since their forward."""
         last = len(self.work.blocks) - 1
-        return {g for b, block in enumerate(self.work.blocks) if b < last for c in block.choices
+        return {g for b, block in enumerate(self.work.blocks) if b < last for c in block.policies
                 for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Differentiate: each template becomes a few options of forward, recompute and backward functions.
+"""Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy.
 
 In: a :class:`~megacompile.partition.blocks.Template`. Out: :class:`DifferentiatedTemplate`. The joint graph
-of forward and backward is traced once with the gradient rules that eager PyTorch uses; an option is
+of forward and backward is traced once with the gradient rules that eager PyTorch uses; a checkpoint policy is
 a choice of the forward tensors that are kept for the backward (the saved set). Invariant: every
 function is functional, but for memory that it owns.
 """
@@ -22,21 +22,21 @@ from megacompile.differentiate.joint import Ref, extract
 from megacompile.differentiate.saved import joint_of, saved_set
 from megacompile.partition.blocks import Template
 
-OptionName = Literal["all", "some", "none", "least"]
-OPTIONS: tuple[OptionName, ...] = ("all", "some", "none", "least")
+PolicyName = Literal["all", "some", "none", "least"]
+CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "none", "least")
 """Keep every tensor that the backward reads; keep the results of products and attention and derive
 the rest again; keep nothing and recompute the first set, or the second, before the backward."""
 
 
 @dataclass(frozen=True)
-class Option:
+class PolicyFunctions:
     """A saved set: what forward keeps, and the functions that belong to it.
 
     ``recompute`` is None where forward itself keeps the saved set. ``saved`` holds the bytes of each
     saved tensor.
     """
 
-    name: OptionName
+    name: PolicyName
     forward: BlockFunction
     recompute: BlockFunction | None
     backward: BlockFunction | None
@@ -49,16 +49,16 @@ class Option:
 
 @dataclass(frozen=True)
 class DifferentiatedTemplate:
-    """A template's options by name; ``forward`` alone serves evaluation."""
+    """A template's functions by checkpoint policy; ``forward`` alone serves evaluation."""
 
     index: int
     name: str
     forward: BlockFunction
-    options: dict[OptionName, Option]
+    policies: dict[PolicyName, PolicyFunctions]
 
     def functions(self) -> Iterable[BlockFunction]:
         """Each function once."""
-        every = [f for o in self.options.values() for f in (o.forward, o.recompute, o.backward)]
+        every = [f for o in self.policies.values() for f in (o.forward, o.recompute, o.backward)]
         return {f.name: f for f in [*every, self.forward] if f is not None}.values()
 
     def with_functions(self, functions: dict[str, BlockFunction]) -> DifferentiatedTemplate:
@@ -67,12 +67,12 @@ class DifferentiatedTemplate:
         def other(function: BlockFunction | None) -> BlockFunction | None:
             return function and functions[function.name]
 
-        options = {
-            name: replace(option, forward=functions[option.forward.name], recompute=other(option.recompute),
-                          backward=other(option.backward))
-            for name, option in self.options.items()
+        policies = {
+            name: replace(policy, forward=functions[policy.forward.name], recompute=other(policy.recompute),
+                          backward=other(policy.backward))
+            for name, policy in self.policies.items()
         }  # fmt: skip
-        return replace(self, forward=functions[self.forward.name], options=options)
+        return replace(self, forward=functions[self.forward.name], policies=policies)
 
 
 def differentiate(
@@ -99,25 +99,25 @@ class _Cutter:
     def run(self) -> DifferentiatedTemplate:
         prefix = _identifier(self.template.name)
         forward = self._function(f"{prefix}_forward", self._out_list(), ())
-        options: dict[OptionName, Option] = {}
+        policies: dict[PolicyName, PolicyFunctions] = {}
         if any(grad is not None for grad in self.joint.grads):
             everything = saved_set(self.joint, keep_cheap=True)
             something = saved_set(self.joint, keep_cheap=False)
-            options["all"] = self._option("all", prefix, everything, forward)
+            policies["all"] = self._with_saved("all", prefix, everything, forward)
             if _total(something) < _total(everything):
-                options["some"] = self._option("some", prefix, something, forward)
-            options["none"] = self._recomputed("none", prefix, everything, options["all"], forward)
-            if "some" in options:
-                lean = self._recomputed("least", prefix, something, options["some"], forward)
-                options["least"] = lean
+                policies["some"] = self._with_saved("some", prefix, something, forward)
+            policies["none"] = self._recomputed("none", prefix, everything, policies["all"], forward)
+            if "some" in policies:
+                lean = self._recomputed("least", prefix, something, policies["some"], forward)
+                policies["least"] = lean
         else:
-            options = {name: Option(name, forward, None, None, ()) for name in OPTIONS}
-        return DifferentiatedTemplate(self.template.index, self.template.name, forward, options)
+            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in CHECKPOINT_POLICIES}
+        return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
         """Functions compiled by Inductor where they can be; all that run the forward, or none of them, since
         what is recomputed should be what was computed first."""
-        backwards = {o.backward.name for o in plain.options.values() if o.backward is not None}
+        backwards = {o.backward.name for o in plain.policies.values() if o.backward is not None}
         found = {f.name: fused(f, self._graph(f.name)[0], self.mode, device) for f in plain.functions()}
         if not all(f.fused for name, f in found.items() if name not in backwards):
             found |= {f.name: f for f in plain.functions() if f.name not in backwards}
@@ -126,24 +126,26 @@ class _Cutter:
     def _out_list(self) -> list[tuple[Ref, fx.Node]]:
         return [(("out", k), node) for k, node in enumerate(self.joint.outs)]
 
-    def _option(self, name: OptionName, prefix: str, saved: list[fx.Node], plain: BlockFunction) -> Option:
+    def _with_saved(
+        self, name: PolicyName, prefix: str, saved: list[fx.Node], plain: BlockFunction
+    ) -> PolicyFunctions:
         results = self._out_list() + _saved_list(saved)
         forward = self._function(f"{prefix}_forward_save_{name}", results, ()) if saved else plain
         backward = self._backward(f"{prefix}_backward_from_{name}", saved)
-        return Option(name, forward, None, backward, tuple(_nbytes(n) for n in saved))
+        return PolicyFunctions(name, forward, None, backward, tuple(_nbytes(n) for n in saved))
 
     def _recomputed(
         self,
-        name: OptionName,
+        name: PolicyName,
         prefix: str,
         saved: list[fx.Node],
-        full: Option,
+        full: PolicyFunctions,
         plain: BlockFunction,
-    ) -> Option:
+    ) -> PolicyFunctions:
         if not saved:
-            return Option(name, plain, None, full.backward, ())
+            return PolicyFunctions(name, plain, None, full.backward, ())
         recompute = self._function(f"{prefix}_recompute_{full.name}", _saved_list(saved), ())
-        return Option(name, plain, recompute, full.backward, full.saved)
+        return PolicyFunctions(name, plain, recompute, full.backward, full.saved)
 
     def _backward(self, name: str, saved: list[fx.Node]) -> BlockFunction:
         leaves = [i for i, e in enumerate(self.template.examples) if e.requires_grad]

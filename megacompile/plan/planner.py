@@ -1,7 +1,7 @@
 """The planner: search for the fastest plan that fits, scored by simulating the step it leads to.
 
 Candidates are lowered by the very passes that make the final step; their peak is exact and their time
-simulated. Starts come from a linear program over counts (:mod:`~megacompile.search.mixture`) whose room is
+simulated. Starts come from a linear program over counts (:mod:`~megacompile.plan.mixture`) whose room is
 corrected until the step just fits, and from plans that treat everything alike; local search improves the
 best of them. The search is deterministic: it is limited by the operations that it lowers, not by time.
 """
@@ -13,20 +13,20 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.host.needs import step_bytes
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search import cache
-from megacompile.search.arrange import CHOICES, with_state_at
-from megacompile.search.candidates import Candidates, Planned
-from megacompile.search.least import describe_peak, infeasible, small_plans
-from megacompile.search.neighbours import Move, moves
-from megacompile.search.starts import all_resident, few_blocks, fixed, mixtures
-from megacompile.search.tiers import Drive
+from megacompile.plan import cache
+from megacompile.plan.arrange import CHECKPOINT_POLICIES, with_state_at
+from megacompile.plan.candidates import Candidates, Planned
+from megacompile.plan.least import describe_peak, infeasible, small_plans
+from megacompile.plan.neighbours import Move, moves
+from megacompile.plan.starts import all_resident, few_blocks, fixed, mixtures
+from megacompile.plan.tiers import Drive
 from megacompile.step.operations import peak_bytes
 from megacompile.units import format_bytes
 
@@ -48,7 +48,8 @@ def search(
     """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
-    stashes; where no plan meets it, it is as if not given, and the caller refuses. A ``drive`` bounds them
+    offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A ``drive``
+    bounds them
     instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the drive; else
     each plan is scored over the state's best placement beside what its step takes. The state of the groups
     ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans to score as well, such as
@@ -82,11 +83,12 @@ def search(
 
 
 def _host_limits(host_budget: int | None, drive: Drive | None) -> Iterator[tuple[int | None, bool]]:
-    """Bounds of a step's host bytes to try in turn, and whether stashes may leave for the drive."""
+    """Bounds of a step's host bytes to try in turn, and whether offloaded activations may leave for the
+    drive."""
     if drive is None:
         limits = [(host_budget, False)]
     else:
-        limits = [(drive.spare, False), (drive.room, False), (drive.room, drive.stashes)]
+        limits = [(drive.spare, False), (drive.room, False), (drive.room, drive.takes_activations)]
     yield from dict.fromkeys(x for x in (*limits, (None, False)) if x[0] is None or x[0] >= 0)
 
 
@@ -136,9 +138,10 @@ def check_fits(plan: Plan, work: Workload) -> None:
             f"{len(work.blocks)} and {len(work.groups)}: plan again."
         )
     for block, planned in zip(work.blocks, plan.blocks, strict=True):
-        if planned.choice not in CHOICES:
+        if planned.checkpoint not in CHECKPOINT_POLICIES:
             raise MegacompileError(
-                f"The plan keeps {planned.choice!r} of {block.name}: choose from {', '.join(CHOICES)}."
+                f"The plan keeps {planned.checkpoint!r} of {block.name}: choose from "
+                f"{', '.join(CHECKPOINT_POLICIES)}."
             )
 
 
@@ -157,7 +160,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def _run(found: Candidates, also: Sequence[Plan]) -> None:
     for plan in also:
         others = {i for i, g in enumerate(plan.groups) if i not in found.residents or g.state != "device"}
-        blocks = tuple(replace(b, stash="host") if b.stash == "nvme" else b for b in plan.blocks)
+        blocks = tuple(replace(b, saved_on="host") if b.saved_on == "nvme" else b for b in plan.blocks)
         found.score(replace(with_state_at(plan, others, "host"), blocks=blocks, workload=""))
     for start in (mixtures, few_blocks, fixed, _least, all_resident):  # those that cost most, last
         before = found.best

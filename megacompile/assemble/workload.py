@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError
-from megacompile.plan.codec import from_plain, parse_json, to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One way to run a block: what it keeps between forward and backward."""
+class CheckpointPolicy:
+    """What a block saves between forward and backward, and what its functions then cost."""
 
     name: str
     forward: Call
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """A block's dataflow and choices.
+    """A block's dataflow and checkpoint policies.
 
     ``tangents`` are the outputs whose gradient the backward reads, ``grad_values`` the inputs whose
     gradient it writes, ``grad_groups`` pairs of (weight group, bytes of its gradient); a gradient of
@@ -59,11 +59,11 @@ class BlockWork:
     tangents: tuple[int, ...]
     grad_values: tuple[int, ...]
     grad_groups: tuple[tuple[int, int], ...]
-    choices: tuple[Choice, ...]
+    policies: tuple[CheckpointPolicy, ...]
 
-    def choice(self, name: str) -> Choice:
-        """The choice of that name; a block that lacks it has none that keeps less than "none"."""
-        found = {c.name: c for c in self.choices}
+    def policy(self, name: str) -> CheckpointPolicy:
+        """The policy of that name; a block that lacks it has none that saves less than "none"."""
+        found = {c.name: c for c in self.policies}
         return found.get(name) or found["none"]
 
 
@@ -132,7 +132,7 @@ class Workload:
         return {
             index: self.values[v].rows
             for index, block in enumerate(self.blocks)
-            for v in block.choices[0].forward.reads
+            for v in block.policies[0].forward.reads
             if self.values[v].rows
         }
 

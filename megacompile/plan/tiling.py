@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from megacompile.plan.assemble import Assembly
-from megacompile.plan.plan import Mode
-from megacompile.search.candidates import Planned
-from megacompile.search.least import least
+from megacompile.assemble.assembly import Assembly
+from megacompile.assemble.plan import Mode
+from megacompile.plan.candidates import Planned
+from megacompile.plan.least import least
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts
 from megacompile.tile.rewrite import Cuts
 
-_WORSE = 2  # rungs in a row that need no less than one before: finer ones are not tried
+_WORSE = 2  # tilings in a row that need no less than one before: finer ones are not tried
 _GAIN = 0.98  # finer cuts must be faster by this
 
 
@@ -30,7 +30,7 @@ class _Cut(Protocol):
 Rung = TypeVar("Rung", bound=_Cut)
 
 
-def ladder(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
+def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
     """Nothing cut; rows of ``tables`` gathered, if there are any; then, beside that, pieces of a half, a
     quarter, ... of the largest family.
     """
@@ -48,16 +48,16 @@ def ladder(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts
         last = cuts
 
 
-def tried(rungs: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tuple[Rung, int]]:
-    """Each rung with the least device bytes of its step, or with some that are no more than ``enough``, until
-    two in a row need no less than one before.
+def tried(tilings: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tuple[Rung, int]]:
+    """Each tiling with the least device bytes of its step, or with some that are no more than ``enough``,
+    until two in a row need no less than one before.
 
     Finer pieces need less for weights, but more for what waits between the blocks that they make.
     """
     tightest, worse = -1, 0
-    for rung in rungs:
-        need = least(rung.assembly.work, mode, enough).nbytes
-        yield rung, need
+    for tiling in tilings:
+        need = least(tiling.assembly.work, mode, enough).nbytes
+        yield tiling, need
         worse = worse + 1 if 0 <= tightest <= need else 0
         tightest = min(tightest, need) if tightest >= 0 else need
         if worse == _WORSE:
@@ -65,7 +65,7 @@ def tried(rungs: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tuple[
 
 
 def choose(
-    rungs: Iterable[Rung],
+    tilings: Iterable[Rung],
     mode: Mode,
     budget_bytes: int,
     plan: Callable[[Rung], Planned],
@@ -73,35 +73,35 @@ def choose(
     gathers: bool = False,
     resides: bool = False,
 ) -> tuple[Rung, Planned]:
-    """The faster of the first rung that fits and the one after it; rungs come coarsest first.
+    """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
     room on the device for more of the state, where that may be (``resides``). ``gathers`` says that the
-    second rung gathers rows of tables: it moves fewer bytes, so it is the first, unless all state has room
-    on the device, where tables are best. Raises what ``plan`` does for the rung of the least budget where
+    second tiling gathers rows of tables: it moves fewer bytes, so it is the first, unless all state has room
+    on the device, where tables are best. Raises what ``plan`` does for the tiling of the least budget where
     none fits.
     """
     best: tuple[Rung, Planned] | None = None
     tightest: tuple[int, Rung] | None = None
-    for number, (rung, need) in enumerate(tried(rungs, mode, budget_bytes // 2)):
+    for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2)):
         if tightest is None or need < tightest[0]:
-            tightest = need, rung
+            tightest = need, tiling
         if gathers and not number:
-            state = sum(g.nbytes + g.state_bytes for g in rung.assembly.work.groups)
-            need = state + (need if state > budget_bytes else least(rung.assembly.work, mode).nbytes)
+            state = sum(g.nbytes + g.state_bytes for g in tiling.assembly.work.groups)
+            need = state + (need if state > budget_bytes else least(tiling.assembly.work, mode).nbytes)
         if need > budget_bytes:
             continue
-        planned = plan(rung)
+        planned = plan(tiling)
         if best is not None:
             slower = planned.timeline.step_seconds > _GAIN * best[1].timeline.step_seconds
-            return best if slower else (rung, planned)
-        best = rung, planned
-        if 2 * need <= budget_bytes and not (resides and _travels(rung, planned)):
+            return best if slower else (tiling, planned)
+        best = tiling, planned
+        if 2 * need <= budget_bytes and not (resides and _travels(tiling, planned)):
             return best
     assert tightest is not None
     return best or (tightest[1], plan(tightest[1]))
 
 
-def _travels(rung: _Cut, planned: Planned) -> bool:
+def _travels(tiling: _Cut, planned: Planned) -> bool:
     """Whether the state of any group that is trained has no place on the device."""
-    return any(planned.plan.groups[g].state != "device" for g in rung.assembly.work.contributions)
+    return any(planned.plan.groups[g].state != "device" for g in tiling.assembly.work.contributions)

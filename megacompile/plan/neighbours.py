@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from megacompile.plan.plan import BlockPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import CHOICES, Place, with_late, with_state_at
-from megacompile.search.tiers import WINDOWS
+from megacompile.assemble.plan import BlockPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.plan.arrange import CHECKPOINT_POLICIES, Place, with_deferred, with_state_at
+from megacompile.plan.tiers import WINDOWS
 
 Move = Callable[[Plan], Iterator[Plan]]
 _LARGE = 1.05  # times the size of the middle group
@@ -23,14 +23,14 @@ def moves(work: Workload, mode: Mode, residents: Collection[int]) -> Iterator[Mo
     """Each gives plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
         yield partial(_updates, work)
-    yield partial(_leads_of_small, work)
+    yield partial(_prefetch_depths_of_small, work)
     yield _groups
     yield _windows
     if residents:
         yield partial(_states, residents)
     yield _flow
     yield partial(_blocks, work)
-    yield _leads
+    yield _prefetch_depths
 
 
 def _windows(plan: Plan) -> Iterator[Plan]:
@@ -42,12 +42,12 @@ def _windows(plan: Plan) -> Iterator[Plan]:
 def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:
     there = [g for g in work.contributions if plan.groups[g].state != "device"]
     trained = sum(work.groups[g].elements for g in there)
-    late = sum(work.groups[g].elements for g, p in enumerate(plan.groups) if p.update == "late")
-    now = late / max(1, trained)
+    deferred = sum(work.groups[g].elements for g, p in enumerate(plan.groups) if p.update == "deferred")
+    now = deferred / max(1, trained)
     for share in (*_SHARES, now - 0.1, now + 0.1, now - 0.04, now + 0.04):
         if 0 <= share <= 1:
-            yield with_late(plan, work, share)
-    places = [g for g, p in enumerate(plan.groups) if p.update == "late"]
+            yield with_deferred(plan, work, share)
+    places = [g for g, p in enumerate(plan.groups) if p.update == "deferred"]
     for g in (*places[-3:], *(g for g in range(4) if g not in places)):
         yield _flipped(plan, {g})
     for g in places[-3:]:  # another group's update waits in its stead
@@ -58,35 +58,43 @@ def _updates(work: Workload, plan: Plan) -> Iterator[Plan]:
 
 def _flipped(plan: Plan, places: set[int]) -> Plan:
     return replace(plan, groups=tuple(
-        replace(p, update="early" if p.update == "late" else "late") if g in places else p
+        replace(p, update="immediate" if p.update == "deferred" else "deferred") if g in places else p
         for g, p in enumerate(plan.groups)))  # fmt: skip
 
 
-def _leads(plan: Plan) -> Iterator[Plan]:
+def _prefetch_depths(plan: Plan) -> Iterator[Plan]:
     for change in (1, -1):
-        yield _with_leads(plan, [g.lead + change for g in plan.groups])
+        yield _with_prefetch_depths(plan, [g.prefetch_depth + change for g in plan.groups])
 
 
-def _leads_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
+def _prefetch_depths_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
     """Earlier fetches where no large group, such as a vocabulary's, fills the slab meanwhile.
 
     Fetches and gradients each hide the other's wait, so gradients are also given longer to leave.
     """
     sizes = [g.nbytes for g in work.groups]
     usual = sorted(sizes)[len(sizes) // 2]
-    uses = [{g for c in b.choices for g in c.forward.groups} for b in work.blocks]
+    uses = [{g for c in b.policies for g in c.forward.groups} for b in work.blocks]
     large = [b for b, groups in enumerate(uses) if any(sizes[g] > _LARGE * usual for g in groups)]
-    for lead in (1, 2, 3) if large else ():
-        near = {b for other in large for b in range(other - lead, other + lead + 1)}
+    for prefetch_depth in (1, 2, 3) if large else ():
+        near = {b for other in large for b in range(other - prefetch_depth, other + prefetch_depth + 1)}
         beside = {g for b, groups in enumerate(uses) if b in near for g in groups}
-        ahead = _with_leads(plan, [g.lead if i in beside else max(g.lead, lead)
-                                   for i, g in enumerate(plan.groups)])  # fmt: skip
+        ahead = _with_prefetch_depths(
+            plan,
+            [
+                g.prefetch_depth if i in beside else max(g.prefetch_depth, prefetch_depth)
+                for i, g in enumerate(plan.groups)
+            ],
+        )
         yield replace(ahead, grad_lag=plan.grad_lag + 1)
         yield ahead
 
 
-def _with_leads(plan: Plan, leads: list[int]) -> Plan:
-    groups = (replace(g, lead=max(0, lead)) for g, lead in zip(plan.groups, leads, strict=True))
+def _with_prefetch_depths(plan: Plan, prefetch_depths: list[int]) -> Plan:
+    groups = (
+        replace(g, prefetch_depth=max(0, prefetch_depth))
+        for g, prefetch_depth in zip(plan.groups, prefetch_depths, strict=True)
+    )
     return replace(plan, groups=tuple(groups))
 
 
@@ -100,8 +108,8 @@ def _flow(plan: Plan) -> Iterator[Plan]:
 
 def _states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
     """The state of more groups on the device, or of fewer, by stretches from either end."""
-    ways: tuple[tuple[Place, Place], ...] = (("host", "device"), ("device", "host"))
-    for now, other in ways:
+    directions: tuple[tuple[Place, Place], ...] = (("host", "device"), ("device", "host"))
+    for now, other in directions:
         places = [g for g in sorted(residents) if plan.groups[g].state == now]
         for stretch in _stretches(places):
             yield with_state_at(plan, stretch, other)
@@ -109,29 +117,29 @@ def _states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
 
 def _groups(plan: Plan) -> Iterator[Plan]:
     """Hold more groups, or fewer, by halving stretches from either end."""
-    streamed = [i for i, g in enumerate(plan.groups) if g.keep == "stream" and g.state != "device"]
-    held = [i for i, g in enumerate(plan.groups) if g.keep != "stream" and g.state != "device"]
-    for places, keep in ((streamed, "step"), (held, "stream")):
+    streamed = [i for i, g in enumerate(plan.groups) if g.residency == "stream" and g.state != "device"]
+    held = [i for i, g in enumerate(plan.groups) if g.residency != "stream" and g.state != "device"]
+    for places, residency in ((streamed, "step"), (held, "stream")):
         for stretch in _stretches(places):
             yield replace(plan, groups=tuple(
-                replace(g, keep=keep) if i in stretch else g for i, g in enumerate(plan.groups)  # type: ignore[arg-type]
+                replace(g, residency=residency) if i in stretch else g for i, g in enumerate(plan.groups)  # type: ignore[arg-type]
             ))  # fmt: skip
 
 
 def _blocks(work: Workload, plan: Plan) -> Iterator[Plan]:
     """Another treatment for a stretch of the blocks that have one now."""
-    names = {c.name for b in work.blocks for c in b.choices}
-    treatments = [BlockPlan(n, s) for n in CHOICES if n in names
-                  for s in ("device", "host")]  # fmt: skip
-    present = sorted(set(plan.blocks), key=lambda p: (p.choice, p.stash))
+    names = {c.name for b in work.blocks for c in b.policies}
+    treatments = [BlockPlan(n, s) for n in CHECKPOINT_POLICIES if n in names for s in ("device", "host")]
+    present = sorted(set(plan.blocks), key=lambda p: (p.checkpoint, p.saved_on))
     for other in treatments:
         for now in present:
             if other == now:
                 continue
             places = [i for i, p in enumerate(plan.blocks) if p == now]
             for stretch in _stretches(places):
-                yield replace(plan, blocks=tuple(
-                    other if i in stretch else p for i, p in enumerate(plan.blocks)))  # fmt: skip
+                yield replace(
+                    plan, blocks=tuple(other if i in stretch else p for i, p in enumerate(plan.blocks))
+                )
 
 
 def _stretches(places: list[int]) -> Iterator[frozenset[int]]:

@@ -1,6 +1,6 @@
 """Starts of the search: plans of a linear program over counts, plans that treat everything alike, few blocks.
 
-The program (:mod:`~megacompile.search.mixture`) knows bytes by kind; its room is corrected until the step
+The program (:mod:`~megacompile.plan.mixture`) knows bytes by kind; its room is corrected until the step
 that comes of it just fits.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from megacompile.plan.plan import Plan
-from megacompile.search.arrange import (
+from megacompile.assemble.plan import Plan
+from megacompile.plan.arrange import (
     ARRANGEMENTS,
-    CHOICES,
+    CHECKPOINT_POLICIES,
     Arrangement,
     Shape,
     arrange,
@@ -21,13 +21,13 @@ from megacompile.search.arrange import (
     shapes,
     shapes_of,
     uniform,
-    with_late,
+    with_deferred,
     with_state_at,
 )
-from megacompile.search.candidates import Candidates, Measured
-from megacompile.search.mixture import Mixer
-from megacompile.search.policies import rivals
-from megacompile.search.takes import Order
+from megacompile.plan.baselines import baselines
+from megacompile.plan.candidates import Candidates, Measured
+from megacompile.plan.mixture import Mixer
+from megacompile.plan.takes import Order
 
 _CLOSE = 0.01  # to what is expected: no other start is tried
 _FEW = 4  # blocks
@@ -43,7 +43,9 @@ def mixtures(candidates: Candidates) -> None:
     for order in orders(candidates.mode):
         mixer, fits = _mixer(candidates, order), False
         for shape in shapes_of(order):
-            if shape.lead or not fits:  # with nothing ahead of its use a step is slower, but needs least
+            if (
+                shape.prefetch_depth or not fits
+            ):  # with nothing ahead of its use a step is slower, but needs least
                 fits |= _arranged(candidates, mixer, shape)
     for count in _FIRST if candidates.residents else ():
         some = frozenset(sorted(candidates.residents)[:count])
@@ -82,7 +84,7 @@ def _fill(
             break
         plan = arrange(candidates.work, shape, mixture, arrangement)
         if not candidates.mode.keeps_gradients:
-            plan = with_late(plan, candidates.work, mixture.late)
+            plan = with_deferred(plan, candidates.work, mixture.deferred)
         if fitting is not None and plan == fitting.asked:
             break
         found = None if plan in candidates.misfits else candidates.measure(plan)
@@ -114,11 +116,13 @@ def fixed(candidates: Candidates) -> None:
     Of each the shape whose transfers run furthest ahead of those that fit; others where that one helps. Where
     streamed groups do not fit, held ones do not either.
     """
-    keeps = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
-    for order, choice, stash in product(orders(candidates.mode), CHOICES, ("device", "host")):
-        for keep in keeps:
+    residencies = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
+    for order, checkpoint, saved_on in product(
+        orders(candidates.mode), CHECKPOINT_POLICIES, ("device", "host")
+    ):
+        for residency in residencies:
             for shape in shapes_of(order):
-                plan = uniform(candidates.work, shape, choice, stash, keep)
+                plan = uniform(candidates.work, shape, checkpoint, saved_on, residency)
                 better = candidates.score(plan)
                 fits = plan not in candidates.misfits
                 if fits and not better:
@@ -126,7 +130,7 @@ def fixed(candidates: Candidates) -> None:
             if not fits:
                 break
     if candidates.mode.kind == "train":
-        for plan in rivals(candidates.work, candidates.mode, candidates.machine, candidates.budget_bytes):
+        for plan in baselines(candidates.work, candidates.mode, candidates.machine, candidates.budget_bytes):
             candidates.score(plan)
 
 
@@ -136,8 +140,8 @@ def all_resident(candidates: Candidates) -> None:
     if not groups or sum(g.nbytes + g.state_bytes for g in groups) > candidates.budget_bytes:
         return
     for shape in shapes(candidates.mode):
-        for choice, keep in product(CHOICES, ("step", "stream")):  # of frozen groups
-            plan = uniform(candidates.work, shape, choice, "device", keep)
+        for checkpoint, residency in product(CHECKPOINT_POLICIES, ("step", "stream")):  # of frozen groups
+            plan = uniform(candidates.work, shape, checkpoint, "device", residency)
             plan = with_state_at(plan, candidates.residents, "device")
             candidates.score(plan)
             if plan not in candidates.misfits:
@@ -149,7 +153,7 @@ def few_blocks(candidates: Candidates) -> None:
     if len(candidates.work.blocks) > _FEW or candidates.mode.kind in ("evaluate", "update"):
         return
     for shape in shapes(candidates.mode):
-        plan = uniform(candidates.work, shape, CHOICES[0], "device", "stream")
+        plan = uniform(candidates.work, shape, CHECKPOINT_POLICIES[0], "device", "stream")
         now = candidates.measure(plan)
         while not now.fits:
             less = (candidates.measure(p) for p in _keeping_less(now.plan))
@@ -163,5 +167,7 @@ def few_blocks(candidates: Candidates) -> None:
 
 def _keeping_less(plan: Plan) -> Iterator[Plan]:
     for b, now in enumerate(plan.blocks):
-        for choice in CHOICES[CHOICES.index(now.choice) + 1 :]:
-            yield replace(plan, blocks=(*plan.blocks[:b], replace(now, choice=choice), *plan.blocks[b + 1 :]))
+        for checkpoint in CHECKPOINT_POLICIES[CHECKPOINT_POLICIES.index(now.checkpoint) + 1 :]:
+            yield replace(
+                plan, blocks=(*plan.blocks[:b], replace(now, checkpoint=checkpoint), *plan.blocks[b + 1 :])
+            )

@@ -1,22 +1,23 @@
-"""Lay out: the host state of a planned program, made within the host budget, or refused with the ways out."""
+"""Allocation: the host state of a planned program, made within the host budget, or refused with the ways
+out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megacompile.assemble.assembly import Assembly, GroupLayout
+from megacompile.assemble.plan import Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat, smaller_formats
 from megacompile.host.needs import host_bytes, host_states, step_bytes, storage_window
 from megacompile.host.offload import Placement, host_state_bytes, place_groups
 from megacompile.host.state import HostState
-from megacompile.plan.assemble import Assembly, GroupLayout
-from megacompile.plan.plan import Plan
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes
 
 
-def lay_out(
+def allocate_host_state(
     step: Step,
     plan: Plan,
     assembly: Assembly,
@@ -44,13 +45,15 @@ def lay_out(
 
 
 def check_beside(state: HostState, step: Step, work: Workload, host_budget_bytes: int) -> None:
-    """Refuse a further program whose gradients and stashes do not fit beside the state as it lies."""
+    """Refuse a further program whose gradients and offloaded activations do not fit beside the state as it
+    lies."""
     held, transient = state.total_bytes, step_bytes(step, work)
     if held + transient > host_budget_bytes:
         raise BudgetError(
             f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "
             f"{format_bytes(held)} of masters and moments its program keeps {format_bytes(transient)} of "
-            "gradients and stashes on the host. Compile with the batch, or list of them, that needs the most "
+            "gradients and offloaded activations on the host. Compile with the batch, or list of them, that "
+            "needs the most "
             "as example_batch, so that room is left for it; or raise host_budget, or give smaller batches."
         )
 
@@ -68,7 +71,8 @@ def _too_large(
     if has_storage:
         return BudgetError(
             f"host_budget={given} is too small even with all state on NVMe: its window, and "
-            f"{format_bytes(transient)} of gradients and stashes, take {format_bytes(least)} of RAM."
+            f"{format_bytes(transient)} of gradients and offloaded activations, take {format_bytes(least)} "
+            "of RAM."
         )
     return BudgetError(
         f"host_budget={given} is too small: masters, moments and kept gradients of this model take "

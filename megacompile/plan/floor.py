@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from megacompile.assemble.plan import BlockPlan, Mode, Plan, norm_bytes
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import call_seconds, duration
-from megacompile.plan.plan import BlockPlan, Mode, Plan, norm_bytes
-from megacompile.plan.workload import Workload
 from megacompile.step.operations import Op
 
 
@@ -27,7 +27,9 @@ class Floor:
 
     def seconds(self, plan: Plan) -> float:
         """A lower bound for the simulated step of ``plan``; state on the device is taken to cost nothing."""
-        taken = [self._blocks[b].get(p.choice) or self._blocks[b]["none"] for b, p in enumerate(plan.blocks)]
+        taken = [
+            self._blocks[b].get(p.checkpoint) or self._blocks[b]["none"] for b, p in enumerate(plan.blocks)
+        ]
         compute = sum(forward + back for forward, back in taken) * self.mode.micro_batches
         if self.mode.kind != "train" or any(g.state == "device" for g in plan.groups):
             return compute
@@ -43,18 +45,18 @@ class Floor:
         """Device bytes at the end of a forward of what blocks keep, and of groups that are held."""
         if self.mode.kind in ("evaluate", "update"):
             return 0
-        kept = sum(self._kept(b, p) for b, p in enumerate(plan.blocks) if p.stash == "device")
+        kept = sum(self._kept(b, p) for b, p in enumerate(plan.blocks) if p.saved_on == "device")
         held = sum(
             self.work.groups[g].nbytes
             for g in self._again
-            if plan.groups[g].keep == "step" and plan.groups[g].state != "device"
+            if plan.groups[g].residency == "step" and plan.groups[g].state != "device"
         )
         return kept * (self.mode.micro_batches if plan.order == "breadth" else 1) + held
 
     def _kept(self, b: int, plan: BlockPlan) -> int:
         """Bytes that a block saves for its backward, its inputs left out."""
-        choice = self.work.blocks[b].choice(plan.choice)
-        return choice.saved_bytes if choice.recompute is None and choice.backward is not None else 0
+        policy = self.work.blocks[b].policy(plan.checkpoint)
+        return policy.saved_bytes if policy.recompute is None and policy.backward is not None else 0
 
     @cached_property
     def _again(self) -> set[int]:
@@ -63,16 +65,19 @@ class Floor:
             g
             for block in self.work.blocks
             for g in set.intersection(
-                *(set(c.forward.groups) & set(c.backward.groups if c.backward else ()) for c in block.choices)
+                *(
+                    set(c.forward.groups) & set(c.backward.groups if c.backward else ())
+                    for c in block.policies
+                )
             )
         }
 
     @cached_property
     def _blocks(self) -> list[dict[str, tuple[float, float]]]:
-        """Per block and choice the seconds of a forward, and of a recompute with its backward."""
+        """Per block and checkpoint policy the seconds of a forward, and of a recompute with its backward."""
         if self.mode.kind == "update":
             return [
-                dict.fromkeys([c.name for c in b.choices] + ["none"], (0.0, 0.0)) for b in self.work.blocks
+                dict.fromkeys([c.name for c in b.policies] + ["none"], (0.0, 0.0)) for b in self.work.blocks
             ]
         machine, backward = self.machine, self.mode.kind != "evaluate"
         return [
@@ -81,7 +86,7 @@ class Floor:
                     call_seconds(c.forward, machine),
                     backward * (call_seconds(c.recompute, machine) + call_seconds(c.backward, machine)),
                 )
-                for c in block.choices
+                for c in block.policies
             }
             for block in self.work.blocks
         ]
@@ -90,7 +95,7 @@ class Floor:
     def _turnaround(self) -> float:
         """From the end of the first block's last backward to its next forward."""
         first = self.work.blocks[0]
-        wanted = set.intersection(*(set(c.forward.groups) for c in first.choices))
+        wanted = set.intersection(*(set(c.forward.groups) for c in first.policies))
         ways = [
             self._push(nbytes) + self._norm(g) + self._adam(g) + self._fetch(g)
             for g, nbytes in first.grad_groups
@@ -102,8 +107,11 @@ class Floor:
     def _updates(self) -> tuple[int, float]:
         """The block that first wants the group updated last; seconds of all updates and of its fetch."""
         last = max(self.work.contributions)
-        users = (b for b, block in enumerate(self.work.blocks)
-                 if all(last in c.forward.groups for c in block.choices))  # fmt: skip
+        users = (
+            b
+            for b, block in enumerate(self.work.blocks)
+            if all(last in c.forward.groups for c in block.policies)
+        )
         seconds = sum(self._adam(g) for g in self.work.contributions)
         use = next(users, None)  # none, where rows of the group are gathered as the step begins
         return (0, seconds) if use is None else (use, seconds + self._fetch(last))

@@ -1,4 +1,4 @@
-"""Plans that are given: policies by name, plan files, a planner of one's own; each trains the same."""
+"""Plans that are given: baselines by name, plan files, a planner of one's own; each trains the same."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import megacompile
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import with_late
+from megacompile.plan.arrange import with_deferred
 from tests.support.models import batch_for, build
 
 
@@ -41,11 +41,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("policy", ["full-recompute", "double-buffer", "zero3-like"])
-def test_a_policy_trains_bitwise_as_the_search_does(policy: str) -> None:
-    program, found = trained(policy=policy)
+@pytest.mark.parametrize("planner", ["full-recompute", "double-buffer", "zero3-like"])
+def test_a_baseline_trains_bitwise_as_the_search_does(planner: str) -> None:
+    program, found = trained(planner=planner)
     assert same(found, by_search())
-    assert {b.choice for b in program.plan.blocks} == {"none"}
+    assert {b.checkpoint for b in program.plan.blocks} == {"none"}
 
 
 def test_a_planner_of_ones_own_sees_the_problem() -> None:
@@ -54,11 +54,11 @@ def test_a_planner_of_ones_own_sees_the_problem() -> None:
     def mine(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
         asked.append((len(work.blocks), mode.kind, budget_bytes))
         blocks = tuple(BlockPlan("some" if i % 2 else "all", "host") for i in range(len(work.blocks)))
-        return with_late(Plan(blocks, (GroupPlan("step", 0),) * len(work.groups)), work, 0.5)
+        return with_deferred(Plan(blocks, (GroupPlan("step", 0),) * len(work.groups)), work, 0.5)
 
-    program, found = trained(policy=mine)
+    program, found = trained(planner=mine)
     assert asked and asked[0][1:] == ("train", 10**9)
-    assert any(g.update == "late" for g in program.plan.groups)
+    assert any(g.update == "deferred" for g in program.plan.groups)
     assert same(found, by_search())
 
 
@@ -68,7 +68,7 @@ def test_a_dumped_plan_runs_again_and_edited(tmp_path: Path) -> None:
     again, found = trained(plan=path)
     assert again.plan == program.plan and same(found, expected)
     fields = json.loads(path.read_text())
-    fields["blocks"][1] = {"choice": "none", "stash": "host"}
+    fields["blocks"][1] = {"checkpoint": "none", "saved_on": "host"}
     path.write_text(json.dumps(fields))
     edited, found = trained(plan=str(path))
     assert edited.plan.blocks[1] == BlockPlan("none", "host") and same(found, expected)
@@ -82,13 +82,13 @@ def test_plans_that_do_not_belong_are_refused(tmp_path: Path) -> None:
         (replace(plan, workload="", blocks=plan.blocks[:-1]), "blocks and", {}),
         (replace(plan, workload="", blocks=(BlockPlan("most"), *plan.blocks[1:])), "choose from", {}),
         (tmp_path / "missing.json", "cannot be read", {}),
-        (plan, "not both", {"policy": "zero3-like"}),
+        (plan, "not both", {"planner": "zero3-like"}),
     ]
     for given, words, options in refusals:
         with pytest.raises(megacompile.MegacompileError, match=words):
             trained(1, plan=given, **options)
     with pytest.raises(megacompile.MegacompileError, match="did you mean 'zero3-like'"):
-        trained(1, policy="zero-like")
+        trained(1, planner="zero-like")
 
 
 def test_a_plan_beyond_the_budget_is_refused_with_what_it_needs() -> None:

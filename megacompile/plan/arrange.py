@@ -1,6 +1,6 @@
 """Arrange: from counts to places, and from one plan to its neighbours.
 
-A :class:`~megacompile.search.mixture.Mixture` says how many; these functions say which. "runs" gives blocks
+A :class:`~megacompile.plan.mixture.Mixture` says how many; these functions say which. "runs" gives blocks
 that wait on the host the first places, those that keep most the last ones, holds the last weight groups, and
 leaves the state of the first on the device;
 "spread" mixes all treatments evenly, so that no stretch of the step loads one stream more than another.
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from megacompile.plan.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.mixture import Mixture
-from megacompile.search.takes import Kind, Order, Treatment
+from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.plan.mixture import Mixture
+from megacompile.plan.takes import Kind, Order, Treatment
 
-CHOICES = ("all", "some", "none", "least")
+CHECKPOINT_POLICIES = ("all", "some", "none", "least")
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
-_KEEPS_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
+_SAVES_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Shape:
     """The part of a plan that is the same for all blocks and groups of a start."""
 
     order: Order
-    lead: int
+    prefetch_depth: int
     grad_lag: int
 
 
@@ -41,7 +41,7 @@ def orders(mode: Mode) -> list[Order]:
 
 def shapes_of(order: Order) -> list[Shape]:
     """How far transfers run ahead of compute in what starts are tried with, furthest first."""
-    return [Shape(order, lead, lag) for lead, lag in ((2, 1), (1, 1), (0, 0))]
+    return [Shape(order, prefetch_depth, lag) for prefetch_depth, lag in ((2, 1), (1, 1), (0, 0))]
 
 
 def shapes(mode: Mode) -> list[Shape]:
@@ -50,13 +50,19 @@ def shapes(mode: Mode) -> list[Shape]:
 
 
 def uniform(
-    work: Workload, shape: Shape, choice: str, stash: str, keep: str, *, choices: Sequence[str] = ()
+    work: Workload,
+    shape: Shape,
+    checkpoint: str,
+    saved_on: str,
+    residency: str,
+    *,
+    checkpoints: Sequence[str] = (),
 ) -> Plan:
-    """One treatment for all blocks and one for all groups; ``choices`` name the blocks' one by one."""
-    names = choices or (choice,) * len(work.blocks)
+    """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
+    names = checkpoints or (checkpoint,) * len(work.blocks)
     return Plan(
-        blocks=tuple(BlockPlan(n, stash) for n in names),  # type: ignore[arg-type]
-        groups=(GroupPlan(keep, shape.lead),) * len(work.groups),  # type: ignore[arg-type]
+        blocks=tuple(BlockPlan(n, saved_on) for n in names),  # type: ignore[arg-type]
+        groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
         order=shape.order,
         grad_lag=shape.grad_lag,
     )
@@ -65,32 +71,34 @@ def uniform(
 def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrangement) -> Plan:
     """The plan in which each kind has its counts, rounded, at the places that the arrangement gives."""
     blocks: list[BlockPlan] = [BlockPlan("none")] * len(work.blocks)
-    groups: list[GroupPlan] = [GroupPlan("stream", shape.lead)] * len(work.groups)
+    groups: list[GroupPlan] = [GroupPlan("stream", shape.prefetch_depth)] * len(work.groups)
     for kind, counts in mixture.blocks:
-        for b, (choice, stash) in _places(kind, counts, arrangement):
-            blocks[b] = BlockPlan(choice, stash)  # type: ignore[arg-type]
+        for b, (checkpoint, saved_on) in _places(kind, counts, arrangement):
+            blocks[b] = BlockPlan(checkpoint, saved_on)  # type: ignore[arg-type]
     for kind, counts in mixture.groups:
-        for g, (_, keep) in _places(kind, counts, arrangement):
-            if keep == "resident":
-                groups[g] = GroupPlan("stream", shape.lead, state="device")
+        for g, (_, residency) in _places(kind, counts, arrangement):
+            if residency == "resident":
+                groups[g] = GroupPlan("stream", shape.prefetch_depth, state="device")
             else:
-                groups[g] = GroupPlan(keep, shape.lead)  # type: ignore[arg-type]
+                groups[g] = GroupPlan(residency, shape.prefetch_depth)  # type: ignore[arg-type]
     return Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
 
 
-def with_late(plan: Plan, work: Workload, share: float) -> Plan:
+def with_deferred(plan: Plan, work: Workload, share: float) -> Plan:
     """The plan in which about this share of all updates, evenly spread, waits for the backward's end."""
     trained = [g for g, p in enumerate(plan.groups) if g in work.contributions and p.state != "device"]
     sizes = list(accumulate((work.groups[g].elements for g in trained), initial=0))
     total = max(1, sizes[-1])
-    late, done = set(), 0.0
+    deferred, done = set(), 0.0
     for g, size in zip(trained, sizes[1:], strict=True):
         if share * size / total - done >= 0.5 * work.groups[g].elements / total:
-            late.add(g)
+            deferred.add(g)
             done += work.groups[g].elements / total
     return replace(
         plan,
-        groups=tuple(replace(p, update="late" if g in late else "early") for g, p in enumerate(plan.groups)),
+        groups=tuple(
+            replace(p, update="deferred" if g in deferred else "immediate") for g, p in enumerate(plan.groups)
+        ),
     )
 
 
@@ -103,10 +111,10 @@ def with_state_at(plan: Plan, groups: Collection[int], state: Place) -> Plan:
 
 
 def _rank(treatment: Treatment) -> tuple[bool, int]:
-    choice, place = treatment
+    checkpoint, place = treatment
     if place == "resident":
         return False, -1
-    return place not in ("host", "stream"), _KEEPS_LESS.get(choice, 0)
+    return place not in ("host", "stream"), _SAVES_LESS.get(checkpoint, 0)
 
 
 def _places(kind: Kind, counts: Sequence[float], arrangement: Arrangement) -> Iterator[tuple[int, Treatment]]:

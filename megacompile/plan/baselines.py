@@ -1,6 +1,6 @@
 """Fixed schedules by name, on the same executor and with the same proof as what the search finds.
 
-For knowing what a schedule is worth: each is one rule for the whole step, whatever the budget. A policy
+For knowing what a schedule is worth: each is one rule for the whole step, whatever the budget. A planner
 is any function ``(work, mode, machine, budget_bytes) -> Plan``, so one's own goes wherever a name goes.
 """
 
@@ -10,13 +10,13 @@ import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
 from megacompile.machine.rates import Machine
-from megacompile.plan.plan import Mode, Plan
-from megacompile.plan.workload import Workload
-from megacompile.search.arrange import Shape, uniform, with_late
+from megacompile.plan.arrange import Shape, uniform, with_deferred
 
-Policy = Callable[[Workload, Mode, Machine, int], Plan]
+Planner = Callable[[Workload, Mode, Machine, int], Plan]
 SEARCH = "search"
 
 
@@ -27,60 +27,60 @@ def full_recompute(work: Workload, mode: Mode, machine: Machine, budget_bytes: i
 
 def double_buffer(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
     """Two layers' weights on the device at a time, inputs kept, updates after the backward."""
-    return with_late(uniform(work, Shape("depth", 1, 1), "none", "device", "stream"), work, 1.0)
+    return with_deferred(uniform(work, Shape("depth", 1, 1), "none", "device", "stream"), work, 1.0)
 
 
 def zero3_like(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
     """Weights fetched for each layer's forward and again for its backward, one ahead; inputs wait on the
     host; updates after the backward, as ZeRO-3 with offload does it.
     """
-    return with_late(uniform(work, Shape("depth", 1, 0), "none", "host", "stream"), work, 1.0)
+    return with_deferred(uniform(work, Shape("depth", 1, 0), "none", "host", "stream"), work, 1.0)
 
 
 def greedysnake_like(work: Workload, mode: Mode) -> list[Plan]:
     """All micro-batches through a layer at a time, everything streamed, a share of the updates delayed."""
     shares = (0,) if mode.keeps_gradients else range(9)
     return [
-        with_late(uniform(work, Shape("breadth", 1, 1), choice, stash, "stream"), work, share / 8)
-        for choice in ("none", "all")
-        for stash in ("host", "device")
+        with_deferred(uniform(work, Shape("breadth", 1, 1), checkpoint, saved_on, "stream"), work, share / 8)
+        for checkpoint in ("none", "all")
+        for saved_on in ("host", "device")
         for share in shares
     ]
 
 
-POLICIES: dict[str, Policy] = {
+BASELINES: dict[str, Planner] = {
     "full-recompute": full_recompute,
     "double-buffer": double_buffer,
     "zero3-like": zero3_like,
 }
 
 
-def rivals(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Iterator[Plan]:
+def baselines(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Iterator[Plan]:
     """Every fixed schedule, so that a search that scores them is never slower than one of them."""
-    for policy in POLICIES.values():
-        yield policy(work, mode, machine, budget_bytes)
+    for planner in BASELINES.values():
+        yield planner(work, mode, machine, budget_bytes)
     if (
         mode.micro_batches > 1
-    ):  # of one micro-batch it is a uniform schedule, whose late updates a search varies
+    ):  # of one micro-batch it is a uniform schedule, whose deferred updates a search varies
         yield from greedysnake_like(work, mode)
 
 
-def chosen(policy: str | Policy, plan: Plan | str | Path | None) -> Policy | None:
+def chosen_planner(planner: str | Planner, plan: Plan | str | Path | None) -> Planner | None:
     """What makes the plan instead of the search; None: the search. ``plan`` may name a plan file."""
     if plan is not None:
-        if policy != SEARCH:
-            raise MegacompileError("Give policy= or plan=, not both.")
+        if planner != SEARCH:
+            raise MegacompileError("Give planner= or plan=, not both.")
         given = plan if isinstance(plan, Plan) else read_plan(plan)
         return lambda work, mode, machine, budget_bytes: given
-    if not isinstance(policy, str):
-        return policy
-    if policy == SEARCH:
+    if not isinstance(planner, str):
+        return planner
+    if planner == SEARCH:
         return None
-    if policy not in POLICIES:
-        near = difflib.get_close_matches(policy, [SEARCH, *POLICIES], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join([SEARCH, *POLICIES])}."
-        raise MegacompileError(f"There is no policy {policy!r}: {hint}")
-    return POLICIES[policy]
+    if planner not in BASELINES:
+        near = difflib.get_close_matches(planner, [SEARCH, *BASELINES], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join([SEARCH, *BASELINES])}."
+        raise MegacompileError(f"There is no planner {planner!r}: {hint}")
+    return BASELINES[planner]
 
 
 def read_plan(path: str | Path) -> Plan:

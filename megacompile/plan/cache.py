@@ -13,13 +13,13 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from megacompile import host, machine, passes, plan, search, step
+from megacompile import assemble, host, machine, passes, plan, step
+from megacompile.assemble.plan import Plan
 from megacompile.errors import MegacompileError
-from megacompile.plan.plan import Plan
 from megacompile.user_cache import cache_folder, replace_text
 
 _MOST = 256  # files; the newest stay
-_STAGES = (host, machine, passes, plan, search, step)  # whose code decides what is found
+_STAGES = (assemble, host, machine, passes, plan, step)  # whose code decides what is found
 
 
 def place_of(*given: object) -> Path:

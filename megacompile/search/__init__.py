@@ -1,1 +1,0 @@
-"""Search: the fastest plan that fits the budgets, scored by simulating the step it leads to."""
