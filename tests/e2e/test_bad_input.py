@@ -86,7 +86,7 @@ def test_host_budget_too_small_leaves_the_model() -> None:
 def test_wrong_batches() -> None:
     program = compile_plain()
     good = batch_for("plain")
-    with pytest.raises(megacompile.MegacompileError, match="needs y"):
+    with pytest.raises(megacompile.MegacompileError, match="missing a required argument: 'y'"):
         program.train_step({"x": good["x"]})
     with pytest.raises(megacompile.MegacompileError, match="takes no z"):
         program.train_step({**good, "z": good["x"]})

@@ -123,7 +123,7 @@ def test_pairs_of_a_data_loader_train() -> None:
         (Predicts, lambda out, batch: torch.fft.fft(out).sum(), (X, Y), r"loss is torch\.complex64"),
         (Predicts, lambda out, batch: out.detach().mean(), (X, Y), "no gradient for any parameter"),
         (Predicts, lambda out, batch: out.argmax(-1).float().mean(), (X, Y), "no gradient for any parameter"),
-        (Predicts, lambda out, batch: out.mean(), {"y": Y}, "needs x"),
+        (Predicts, lambda out, batch: out.mean(), {"y": Y}, "missing a required argument: 'x'"),
     ],
 )
 def test_refused_by_name(model: type[nn.Module], loss_fn: Any, batch: Any, named: str) -> None:
@@ -146,14 +146,20 @@ SCALED = Scaled()
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "change"),
+    ("loss_fn", "change", "followed"),
     [
-        (closing_over(SCALES), lambda value: SCALES.__setitem__(0, value)),
-        (lambda out, batch: (out * SCALES[0]).square().mean(), lambda value: SCALES.__setitem__(0, value)),
-        (SCALED, lambda value: setattr(SCALED, "scale", value)),
+        (closing_over(SCALES), lambda value: SCALES.__setitem__(0, value), False),
+        (
+            lambda out, batch: (out * SCALES[0]).square().mean(),
+            lambda value: SCALES.__setitem__(0, value),
+            False,
+        ),
+        (SCALED, lambda value: setattr(SCALED, "scale", value), True),
     ],
 )
-def test_what_a_loss_computes_with_is_followed(loss_fn: Any, change: Callable[[float], None]) -> None:
+def test_a_loss_is_followed_in_its_attributes_and_by_recompile_elsewhere(
+    loss_fn: Any, change: Callable[[float], None], followed: bool
+) -> None:
     torch.manual_seed(0)
     model = Predicts()
     eager = copy.deepcopy(model)
@@ -163,5 +169,7 @@ def test_what_a_loss_computes_with_is_followed(loss_fn: Any, change: Callable[[f
         warnings.filterwarnings("ignore", message="Compiling another program")
         for value in (1.0, 3.0, 1.0):
             change(value)
+            if not followed:
+                program.recompile()
             assert float(program.train_step((X, Y)).loss) == trainer.train_step([(X, Y)])
     program.close()
