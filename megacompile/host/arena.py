@@ -50,8 +50,8 @@ class HostArena:
         start = -whole.data_ptr() % _HUGE_PAGE
         self.tensor = whole[start : start + self.nbytes]
         self.address = self.tensor.data_ptr()
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise(mapping)
+        _advise(mapping, "MADV_HUGEPAGE")
+        _advise(mapping, "MADV_DONTFORK")  # a child would get other pages than those that are page-locked
         _interleave(self.address, self.nbytes)
 
     @property
@@ -133,9 +133,9 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _advise(mapping: mmap.mmap) -> None:
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+def _advise(mapping: mmap.mmap, advice: str) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, that does not know it
+        mapping.madvise(getattr(mmap, advice))
 
 
 def _interleave(address: int, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import CudaMemory
+from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
@@ -51,7 +51,7 @@ class CudaDevice(Device):
         self.api = api
         self.torch_device = api.device
         self._allowed = allowed_bytes
-        api.limit(allowed_bytes)
+        api.limit(allowed_bytes - PAGE_BYTES)  # a segment's last page may go beyond what was asked for
         cores, threads = usable_cores(), torch.get_num_threads()
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
         share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,

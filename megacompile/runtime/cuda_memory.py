@@ -7,6 +7,7 @@ page-locked where it lies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import sys
 import time
@@ -15,12 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
 from megacompile.runtime.cuda_streams import CudaApi
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
+PAGE_BYTES = 20 << 20  # by which torch's expandable segments grow
 WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and the allocator's rounding of segments
 
 
@@ -84,7 +87,7 @@ class TorchCuda:
         self.device = device
         torch.cuda.set_device(device)
         _expand_segments()
-        _warm_up(device)
+        _warm_up(device, self.stream("compute"))
         self._base = self.event()
         self._base.record(self.current())
         self._base.synchronize()
@@ -95,7 +98,8 @@ class TorchCuda:
         self._probe = torch.zeros(1, device=device)
 
     def stream(self, name: str) -> Any:
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        """The stream of that name, one for all programs: libraries keep a workspace for each they saw."""
+        return _stream(self.device, name)
 
     def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -157,6 +161,7 @@ class TorchCuda:
         for start in self._registered:
             page_unlock(start)
         self._registered.clear()
+        _drop_workspaces()
         if self._fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self._fraction, self.device)
             self._fraction = None
@@ -202,18 +207,31 @@ def first_page(tensor: Tensor) -> int:
     return tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
 
 
+@functools.cache
+def _stream(device: torch.device, name: str) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _expand_segments() -> None:
     """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more."""
-    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if settings is not None:
-        settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _warm_up(device: torch.device) -> None:
+def _drop_workspaces() -> None:
+    """Give back what cuBLAS keeps for each stream and thread."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _warm_up(device: torch.device, compute: Any) -> None:
     """Load the libraries that a step uses, so that what they hold is known before anything is planned."""
-    a = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-    torch.nn.functional.scaled_dot_product_attention(a, a, a, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
-    for dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.ones(256, 256, dtype=dtype, device=device)
-        torch.mm(matrix, matrix)
+    with torch.cuda.stream(compute):
+        for dtype in (torch.bfloat16, torch.float32):
+            matrix = torch.ones(256, 256, dtype=dtype, device=device)
+            torch.mm(matrix, matrix)
+        heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
+        out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
+        sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
+        del matrix, heads, out, lse
     torch.cuda.synchronize(device)
+    _drop_workspaces()

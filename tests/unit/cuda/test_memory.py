@@ -36,6 +36,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> TorchCuda:
     api.device, api._refused, api._registered, api._fraction = torch.device("cpu"), False, set(), None
     api._probe = Probe()  # type: ignore[assignment]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    monkeypatch.setattr(cuda_memory, "_drop_workspaces", lambda: None)
     return api
 
 

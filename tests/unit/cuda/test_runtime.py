@@ -17,7 +17,7 @@ import megacompile
 from megacompile.errors import BudgetExceededError
 from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
+from megacompile.runtime.cuda_memory import PAGE_BYTES, WORKSPACE_BYTES, allowed_bytes
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
@@ -251,7 +251,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(gpu: FakeCuda) -> None:
 def test_holding_more_than_the_budget_is_an_error(gpu: FakeCuda) -> None:
     trained = program(build("plain"), "cuda", budget="1GB")
     trained.train_step(batch_for("plain"))
-    assert gpu.limited == BUDGET
+    assert gpu.limited == BUDGET - PAGE_BYTES
     gpu.reserved = BUDGET + 1
     with pytest.raises(BudgetExceededError, match="held 1000000001 bytes"):
         trained.train_step(batch_for("plain"))

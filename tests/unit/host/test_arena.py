@@ -169,3 +169,16 @@ def test_cores_are_those_that_the_process_may_use(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert units.usable_cores() == 2
+
+
+def test_a_forked_child_gets_no_copy_of_an_arena() -> None:
+    """Where pages are page-locked, a copy made at the next write would leave the device with the old ones."""
+    whole = HostArena(1 << 20)
+    regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for region, flags in pairwise(regions):
+        spans = [line.split()[0] for line in region.splitlines() if "-" in line.split(" ")[0]]
+        first, last = (int(end, 16) for end in spans[-1].split("-"))
+        if first <= whole.address < last:
+            assert "dc" in flags.splitlines()[0].split()
+            return
+    raise AssertionError("the arena is not among the process's mappings")

@@ -1,0 +1,206 @@
+// Kernels register and launch in stream order, and compute nothing; what tests ask of the simulation.
+#include "sim.h"
+#include <dlfcn.h>
+#include <stdarg.h>
+
+struct Settings settings = {.total = 8l << 30, .context = 512l << 20, .lock_limit = INT64_MAX, .poison = 1, .cc = 90};
+_Atomic int sticky;
+atomic_long launches, copies, stubs;
+int context_exists;
+static __thread cudaError_t last_error;
+
+// ---- settings ----
+static struct { const char *name; long *value; } names[] = {
+    {"total", &settings.total},     {"context", &settings.context}, {"lock_limit", &settings.lock_limit},
+    {"lag_us", &settings.lag_us},   {"copy_us", &settings.copy_us}, {"poison", &settings.poison},
+    {"trace", &settings.trace},     {"cc", &settings.cc},           {"seed", &settings.seed},
+    {"fail_after", &settings.fail_after},
+};
+API void cudasim_set(const char *name, long value) {
+  if (!strcmp(name, "sticky")) sticky = value;
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (!strcmp(names[i].name, name)) *names[i].value = value;
+}
+__attribute__((constructor(101))) static void read_environment(void) {
+  char variable[64] = "CUDASIM_";
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    char *end = variable + 8;
+    for (const char *c = names[i].name; *c; c++) *end++ = *c == '_' ? '_' : *c - 32;
+    *end = 0;
+    const char *value = getenv(variable);
+    if (value) *names[i].value = strtol(value, 0, 0);
+  }
+}
+
+// ---- what tests ask ----
+static char violations[1 << 16];
+static pthread_mutex_t say = PTHREAD_MUTEX_INITIALIZER;
+void violation(const char *format, ...) {
+  char line[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(line, sizeof line, format, arguments);
+  va_end(arguments);
+  pthread_mutex_lock(&say);
+  if (strlen(violations) + strlen(line) + 2 < sizeof violations) strcat(strcat(violations, line), "\n");
+  if (settings.trace) fprintf(stderr, "cudasim: %s\n", line);
+  pthread_mutex_unlock(&say);
+}
+API const char *cudasim_violations(void) { return violations; }
+API void cudasim_forget(void) {
+  violations[0] = 0;
+  sticky = 0;
+}
+API uint64_t cudasim_shift(void) { return SHIFT; }
+API long cudasim_used(void) { return (long)device_bytes_used(); }
+API long cudasim_copies(void) { return copies; }
+API long cudasim_launches(void) { return launches; }
+API long cudasim_stub(const char *name, long code) {
+  stubs++;
+  if (settings.trace) fprintf(stderr, "cudasim: stub %s -> %ld\n", name, code);
+  return code;
+}
+
+// ---- errors ----
+cudaError_t ret(cudaError_t error) {
+  if (error) last_error = error;
+  return error;
+}
+API cudaError_t cudaGetLastError(void) {
+  cudaError_t error = last_error;
+  last_error = 0;
+  return sticky ? (cudaError_t)sticky : error;
+}
+API cudaError_t cudaPeekAtLastError(void) { return sticky ? (cudaError_t)sticky : last_error; }
+API const char *cudaGetErrorName(cudaError_t e) {
+  switch ((int)e) {
+    case 0: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorECCUncorrectable: return "cudaErrorECCUncorrectable";
+    case cudaErrorNotReady: return "cudaErrorNotReady";
+    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
+    case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
+  }
+  return "cudaError (simulated)";
+}
+API const char *cudaGetErrorString(cudaError_t e) {
+  switch ((int)e) {
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorECCUncorrectable: return "uncorrectable ECC error encountered";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorNotSupported: return "operation not supported";
+  }
+  return cudaGetErrorName(e);
+}
+API CUresult cuGetErrorString(CUresult e, const char **s) { return *s = cudaGetErrorString((cudaError_t)e), 0; }
+API CUresult cuGetErrorName(CUresult e, const char **s) { return *s = cudaGetErrorName((cudaError_t)e), 0; }
+
+// ---- kernels of the runtime ----
+typedef struct { const void *host; const char *name; } Kernel;
+static Kernel *kernels;
+static long kernel_count, kernel_room;
+static __thread struct { dim3 grid, block; size_t shared; cudaStream_t stream; } configuration;
+
+API void **__cudaRegisterFatBinary(void *binary) { return malloc(8); }
+API void __cudaRegisterFatBinaryEnd(void **handle) {}
+API void __cudaUnregisterFatBinary(void **handle) {}
+API char __cudaInitModule(void **handle) { return 1; }
+API void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int limit, uint3 *a,
+                                uint3 *b, dim3 *c, dim3 *d, int *w) {
+  if (kernel_count == kernel_room) {
+    kernel_room = kernel_room ? 2 * kernel_room : 4096;
+    kernels = realloc(kernels, kernel_room * sizeof *kernels);
+  }
+  kernels[kernel_count++] = (Kernel){host, name};
+}
+API void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int ext, size_t bytes, int c, int g) {}
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *stream) {
+  configuration.grid = grid;
+  configuration.block = block;
+  configuration.shared = shared;
+  configuration.stream = stream;
+  return 0;
+}
+API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+  *grid = configuration.grid;
+  *block = configuration.block;
+  *shared = configuration.shared;
+  *(cudaStream_t *)stream = configuration.stream;
+  return 0;
+}
+static void run_nothing(Op *op) {}
+cudaError_t launch(const void *kernel, cudaStream_t stream) {
+  ENTER;
+  launches++;
+  enqueue(stream_of(stream), new_op(run_nothing));
+  if (settings.trace > 1)
+    for (long i = 0; i < kernel_count; i++)
+      if (kernels[i].host == kernel) fprintf(stderr, "cudasim: launch %.180s\n", kernels[i].name);
+  return 0;
+}
+API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t s) {
+  if (!grid.x || !grid.y || !grid.z || !block.x || block.x * block.y * block.z > 1024) return ret(cudaErrorInvalidConfiguration);
+  return launch(kernel, s);
+}
+API cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) { return *kernel = (cudaKernel_t)host, 0; }
+API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t s) {
+  return cudaLaunchKernel((void *)kernel, grid, block, arguments, shared, s);
+}
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **arguments) { return launch(kernel, c->stream); }
+API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t s) {
+  return launch(kernel, s);
+}
+API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *kernel) {
+  memset(a, 0, sizeof *a);
+  a->maxThreadsPerBlock = 1024;
+  a->numRegs = 32;
+  a->ptxVersion = a->binaryVersion = settings.cc;
+  a->maxDynamicSharedSizeBytes = 232448;
+  return 0;
+}
+API cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute a, int value) { return 0; }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *kernel, int block, size_t shared) { return *n = 2, 0; }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *kernel, int block, size_t shared, unsigned flags) {
+  return *n = 2, 0;
+}
+
+// ---- kernels of the driver: Triton's ----
+API CUresult cuModuleLoadData(CUmodule *m, const void *image) { return *m = malloc(8), 0; }
+API CUresult cuModuleLoadDataEx(CUmodule *m, const void *image, unsigned n, CUjit_option *o, void **v) { return *m = malloc(8), 0; }
+API CUresult cuModuleUnload(CUmodule m) { return 0; }
+API CUresult cuModuleGetFunction(CUfunction *f, CUmodule m, const char *name) { return *f = (CUfunction)strdup(name), 0; }
+API CUresult cuFuncGetAttribute(int *value, CUfunction_attribute a, CUfunction f) {
+  *value = a == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : a == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return 0;
+}
+API CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int value) { return 0; }
+API CUresult cuFuncSetCacheConfig(CUfunction f, CUfunc_cache c) { return 0; }
+API CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                            unsigned shared, CUstream s, void **p, void **extra) {
+  return (CUresult)launch(f, s);
+}
+API CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **extra) { return (CUresult)launch(f, c->hStream); }
+API CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                       unsigned bz, unsigned shared, CUstream s, void **p) {
+  return (CUresult)launch(f, s);
+}
+API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int block, size_t shared) { return *n = 2, 0; }
+API CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { return *n = 66, 0; }
+
+// ---- functions of the driver by name ----
+API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **p, unsigned version, unsigned long long flags,
+                                                 enum cudaDriverEntryPointQueryResult *status) {
+  static void *self;
+  char second[128];
+  Dl_info info;
+  if (!self && dladdr((void *)cudaMalloc, &info)) self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  snprintf(second, sizeof second, "%s_v2", name);
+  *p = dlsym(self, name);
+  if (!*p) *p = dlsym(self, second);
+  if (!*p && settings.trace) fprintf(stderr, "cudasim: no driver symbol %s\n", name);
+  if (status) *status = *p ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return *p ? 0 : cudaErrorInvalidValue;
+}

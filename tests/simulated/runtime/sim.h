@@ -1,0 +1,80 @@
+// A simulated CUDA runtime and driver: one device in host memory, streams as threads that may lag.
+//
+// Device addresses are reserved without access, so that host code which touches one faults, as on hardware.
+// The bytes lie SHIFT further up. See ../README.md for what is simulated and what is assumed.
+#pragma once
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#undef cudaGetDeviceProperties
+
+#define API __attribute__((visibility("default")))
+#define BASE 0x600000000000ull
+#define SPAN 0x80000000000ull  // 8 TiB of device addresses
+#define SHIFT SPAN
+#define GRANULE (2ull << 20)
+#define PAGE 4096ull
+#define ROUND_UP(x, unit) (((x) + (unit) - 1) / (unit) * (unit))
+
+// What tests set, by environment (CUDASIM_TOTAL, ...) or by cudasim_set("total", ...).
+struct Settings {
+  long total;        // bytes of the device
+  long context;      // bytes that the context takes
+  long lock_limit;   // bytes of host memory that may be page-locked
+  long lag_us;       // at most so long, at random, before each operation of a stream
+  long copy_us;      // before each copy
+  long poison;       // fill fresh memory with NaNs
+  long trace;        // say on stderr what was not understood
+  long cc;           // compute capability, 90 for 9.0
+  long seed;         // of lags
+  long fail_after;   // the device is lost after so many more operations; 0: never
+};
+extern struct Settings settings;
+extern _Atomic int sticky;  // an error of the device: every later call says it
+extern atomic_long launches, copies, stubs;
+
+// ---- errors ----
+cudaError_t ret(cudaError_t error);            // remember as this thread's last error
+void violation(const char *format, ...);       // something that a real device forbids or leaves undefined
+#define ENTER                                  \
+  do {                                         \
+    context_exists = 1;                        \
+    if (sticky) return ret((cudaError_t)sticky); \
+  } while (0)
+extern int context_exists;
+
+// ---- streams ----
+typedef struct Record Record;
+typedef struct Op {
+  void (*run)(struct Op *);
+  struct Op *next;
+  void *target, *source, *staging;
+  size_t bytes, rows, target_pitch, source_pitch;
+  int value, is_copy;
+  Record *record;
+  void (*function)(void *);
+} Op;
+typedef struct CUstream_st Stream;
+Stream *stream_of(cudaStream_t handle);
+Op *new_op(void (*run)(Op *));
+void enqueue(Stream *stream, Op *op);
+void wait_idle(Stream *stream);
+void wait_all(void);
+
+// ---- memory ----
+int is_device(const void *p);
+void *bytes_at(void *p);                                   // where the bytes of any pointer are
+int reachable(void *p, size_t bytes, const char *what);    // mapped device memory, or the host's
+int page_locked(const void *p, size_t bytes);              // 1 yes, 0 no, -1 in part or over several
+size_t device_bytes_used(void);
+
+// ---- copies and launches ----
+int copy_under_way(uint64_t address, size_t bytes);
+cudaError_t launch(const void *kernel, cudaStream_t stream);
+extern __thread int dry;  // copies and memsets on the device do nothing while this thread computes numbers itself

@@ -1,0 +1,50 @@
+"""Training through ``torch.cuda`` is bitwise that of the CPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.compiler import Compiler
+from tests.simulated.numbers import runtime
+from tests.support.cuda_programs import program
+from tests.support.models import batch_for, build
+
+BUDGET = "1GB"
+
+
+def train(name: str, device: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    trained = program(build(name), device, BUDGET, **options)
+    losses = [float(trained.train_step(batch_for(name, i, size=4, length=64)).loss) for i in range(3)]
+    state = trained.state_dict()
+    trained.close()
+    return losses, state
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No state stays on the device, whose AdamW rounds otherwise than the host's."""
+    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"compute_dtype": torch.bfloat16, "max_grad_norm": 0.5}),
+        ("llama", {}),
+        ("gpt2-dropout", {"compute_dtype": torch.bfloat16}),
+        ("plain", {}),
+    ],
+)
+def test_losses_and_state_are_those_of_the_cpu_backend(
+    name: str, options: dict[str, Any], streamed: None
+) -> None:
+    expected, state = train(name, "cpu", **options)
+    before = runtime.count("copies")
+    losses, ours = train(name, "cuda", **options)
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+    assert runtime.count("copies") > before
