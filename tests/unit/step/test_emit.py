@@ -51,7 +51,7 @@ def meant(op: Op) -> Called:
     elif kind == "free":
         arguments = {"tokens": list(op.frees)}
     elif kind == "free_offloaded":
-        arguments = {"block": op.block, "micro": op.micro, "offloaded": list(op.frees)}
+        arguments = {"block": op.block, "micro": op.micro, "saved": list(op.frees)}
     elif kind in ("read_offloaded", "write_offloaded"):
         arguments = {"block": op.block, "micro": op.micro}
     elif kind in ("evict", "norm", "read_weights", "read_state", "write"):
