@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -106,8 +107,9 @@ def _child(python: str, layers: int, tokens: int) -> dict[str, float]:
     ]
     with tempfile.TemporaryDirectory() as elsewhere:
         out = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=elsewhere
-        ).stdout
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=elsewhere,
+            env=os.environ | {"XDG_CACHE_HOME": elsewhere},  # no plan is known from before
+        ).stdout  # fmt: skip
     found: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return found
 
