@@ -21,7 +21,7 @@ from megacompile.plan.candidates import Planned
 from megacompile.plan.planner import follow, search
 from megacompile.plan.residency import not_gathered, reside, trained_groups
 from megacompile.plan.tiers import Drive, Tiers
-from megacompile.plan.tiling import Rung, choose
+from megacompile.plan.tiling import Tiling, choose
 
 Known = dict[tuple[Mode, str], list[Plan]]
 """Winners of earlier searches by mode and digest of the workload, which later ones score too."""
@@ -34,7 +34,7 @@ class Terms:
 
     ``tiers`` None: host memory without end. ``placement`` says where the state is once it is allocated.
     ``residents`` are the groups whose state may be on the device, None: any that the search likes.
-    ``policy`` plans steps that train in the place of the search.
+    ``planner`` plans steps that train in the place of the search.
     """
 
     machine: Machine
@@ -42,16 +42,16 @@ class Terms:
     tiers: Tiers | None = None
     placement: Placement | None = None
     residents: tuple[int, ...] | None = None
-    policy: Planner | None = None
+    planner: Planner | None = None
 
     def follows(self, mode: Mode) -> bool:
-        """Whether the policy plans this step: as given, and no more."""
-        return self.policy is not None and mode.kind in ("train", "accumulate")
+        """Whether the planner of one's own plans this step: as given, and no more."""
+        return self.planner is not None and mode.kind in ("train", "accumulate")
 
     def places_state(self, mode: Mode) -> bool:
         """Whether the search chooses the groups whose state is on the device."""
         stored = self.tiers is not None and self.tiers.stored
-        return mode.kind == "train" and self.residents is None and self.policy is None and not stored
+        return mode.kind == "train" and self.residents is None and self.planner is None and not stored
 
     def drive(self, assembly: Assembly) -> Drive | None:
         """Where state may live beside RAM, as long as that is not decided; then where it does."""
@@ -69,8 +69,8 @@ class Terms:
 
 
 def plan_program(
-    tilings: Iterable[Rung], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
-) -> tuple[Rung, Planned]:
+    tilings: Iterable[Tiling], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
+) -> tuple[Tiling, Planned]:
     """The tiling taken and the fastest plan found for it.
 
     ``gathers`` says that the second tiling gathers rows of tables. Raises
@@ -87,10 +87,10 @@ def plan_program(
 
 
 def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:
-    """By the policy, if it plans such steps; else by the search, within host bytes."""
+    """By the planner that was given, if it plans such steps; else by the search, within host bytes."""
     work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
-    if terms.policy is not None and terms.follows(mode):
-        return follow(terms.policy(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
+    if terms.planner is not None and terms.follows(mode):
+        return follow(terms.planner(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
     room = terms.host_room(assembly) if drive is None else drive.room
     resident = not_gathered(work, terms.residents or ())
     if resident:  # state that need not move between programs, if its place can be spared

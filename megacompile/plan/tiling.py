@@ -27,7 +27,7 @@ class _Cut(Protocol):
     def assembly(self) -> Assembly: ...
 
 
-Rung = TypeVar("Rung", bound=_Cut)
+Tiling = TypeVar("Tiling", bound=_Cut)
 
 
 def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
@@ -48,7 +48,7 @@ def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> It
         last = cuts
 
 
-def tried(tilings: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tuple[Rung, int]]:
+def tried(tilings: Iterable[Tiling], mode: Mode, enough: int = 0) -> Iterator[tuple[Tiling, int]]:
     """Each tiling with the least device bytes of its step, or with some that are no more than ``enough``,
     until two in a row need no less than one before.
 
@@ -65,14 +65,14 @@ def tried(tilings: Iterable[Rung], mode: Mode, enough: int = 0) -> Iterator[tupl
 
 
 def choose(
-    tilings: Iterable[Rung],
+    tilings: Iterable[Tiling],
     mode: Mode,
     budget_bytes: int,
-    plan: Callable[[Rung], Planned],
+    plan: Callable[[Tiling], Planned],
     *,
     gathers: bool = False,
     resides: bool = False,
-) -> tuple[Rung, Planned]:
+) -> tuple[Tiling, Planned]:
     """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
@@ -81,8 +81,8 @@ def choose(
     on the device, where tables are best. Raises what ``plan`` does for the tiling of the least budget where
     none fits.
     """
-    best: tuple[Rung, Planned] | None = None
-    tightest: tuple[int, Rung] | None = None
+    best: tuple[Tiling, Planned] | None = None
+    tightest: tuple[int, Tiling] | None = None
     for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2)):
         if tightest is None or need < tightest[0]:
             tightest = need, tiling

@@ -41,9 +41,8 @@ class Token(tuple[Any, ...]):
         if tag:
             _TOKENS[tag] = cls
             # one object for equal tokens: searches make millions, and the collector never untracks them
-            given = ", ".join(cls.numbers)
-            make = eval(f"lambda cls, {given}: new(cls, ({tag!r}, {given}))", {"new": tuple.__new__})
-            cls.__new__ = functools.cache(make)  # type: ignore[assignment]
+            make = functools.cache(lambda kind, *numbers: tuple.__new__(kind, (tag, *numbers)))
+            cls.__new__ = make  # type: ignore[assignment]
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self[1:]
