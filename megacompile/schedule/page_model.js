@@ -127,5 +127,5 @@ function readColours() {
   const value = (name) => style.getPropertyValue(`--${name}`).trim();
   const names = ["card", "ink", "soft", "faint", "rule", "lane", "accent", "alarm", "slots", "kept", "own"];
   colours = Object.fromEntries(names.map((name) => [name, value(name)]));
-  colours.kinds = kinds.map((kind) => value(kind) || value("other"));
+  colours.kinds = kinds.map(value);
 }

@@ -19,8 +19,10 @@ from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.errors import MegacompileError
 from megacompile.machine.catalog import PROFILES
 from megacompile.machine.measured import align
+from megacompile.schedule import page
 from megacompile.schedule.page import page_data, render_page
 from megacompile.schedule.schedule import Schedule
+from megacompile.step.spec import SPECS
 from tests.support.browser import Browser, find_browser, texts
 from tests.support.problems import chain
 
@@ -49,6 +51,12 @@ def schedule_of(layers: int, micro_batches: int, *, title: str = "A chain.") -> 
     work = replace(work, blocks=blocks, groups=groups, values=values)
     mode = Mode("train", micro_batches, deferred=True)
     return Schedule(title, work, plan, mode, PROFILES["h100-pcie"].machine, 80 * 10**9, tokens=8192)
+
+
+def test_every_kind_of_operation_has_a_colour_in_both_themes() -> None:
+    styles = (Path(page.__file__).parent / "page.css").read_text()
+    for kind in SPECS:
+        assert len(re.findall(rf"--{kind}: #", styles)) == 2, kind
 
 
 def _enlarged(policy: Any) -> Any:
