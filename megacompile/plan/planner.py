@@ -49,9 +49,8 @@ def search(
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
     offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A ``drive``
-    bounds them
-    instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the drive; else
-    each plan is scored over the state's best placement beside what its step takes. The state of the groups
+    bounds them instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the
+    drive; else each plan is scored over the state's best placement beside what its step takes. The state of the groups
     ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans to score as well, such as
     those of smaller budgets: what is found is never slower than one of them that fits. On an interrupt the
     best plan so far is returned, if any. What was found is kept for later searches for the same.
@@ -83,8 +82,7 @@ def search(
 
 
 def _host_limits(host_budget: int | None, drive: Drive | None) -> Iterator[tuple[int | None, bool]]:
-    """Bounds of a step's host bytes to try in turn, and whether offloaded activations may leave for the
-    drive."""
+    """Bounds of a step's host bytes to try in turn, and whether activations may leave for the drive."""
     if drive is None:
         limits = [(host_budget, False)]
     else:
