@@ -48,12 +48,13 @@ def search(
     """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
-    offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A ``drive``
-    bounds them instead: by what all state leaves in RAM, where a plan meets that, so that nothing wears the
-    drive; else each plan is scored over the state's best placement beside what its step takes. The state of the groups
-    ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans to score as well, such as
-    those of smaller budgets: what is found is never slower than one of them that fits. On an interrupt the
-    best plan so far is returned, if any. What was found is kept for later searches for the same.
+    offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A
+    ``drive`` bounds them instead: by what all state leaves in RAM, where a plan meets that, so that nothing
+    wears the drive; else each plan is scored over the state's best placement beside what its step takes.
+    The state of the groups ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans
+    to score as well, such as those of smaller budgets: what is found is never slower than one of them that
+    fits. On an interrupt the best plan so far is returned, if any. What was found is kept for later
+    searches for the same.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
