@@ -23,6 +23,7 @@ from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
+_FLASH_FROM = (8, 0)  # compute capability: torch's flash attention runs on no older one
 PAGE_BYTES = 20 << 20  # by which torch's expandable segments grow
 WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and the allocator's rounding of segments
 
@@ -229,9 +230,9 @@ def _warm_up(device: torch.device, compute: Any) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             matrix = torch.ones(256, 256, dtype=dtype, device=device)
             torch.mm(matrix, matrix)
-        heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
-        out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
-        sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
-        del matrix, heads, out, lse
+        if torch.cuda.get_device_capability(device) >= _FLASH_FROM:
+            heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
+            out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
+            sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
     torch.cuda.synchronize(device)
     _drop_workspaces()

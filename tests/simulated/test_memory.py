@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import torch
 
 from tests.simulated.numbers import runtime
@@ -25,3 +29,11 @@ def test_programs_leave_nothing_behind() -> None:
     assert torch.cuda.memory_reserved() <= held < 2 * PAGE  # of the allocator's, not a workspace per program
     assert runtime.count("used") <= used
     assert runtime.count("page_locked") <= locked
+
+
+def test_a_card_without_flash_attention_is_opened() -> None:
+    """The device's properties are read once in a process, so this takes one of its own."""
+    script = (
+        "from megacompile.runtime.cuda_memory import TorchCuda, torch; TorchCuda(torch.device('cuda', 0))"
+    )
+    subprocess.run([sys.executable, "-c", script], env=os.environ | {"CUDASIM_CC": "75"}, check=True)
