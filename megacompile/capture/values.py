@@ -25,10 +25,8 @@ _CODE = (
     *(type, torch.dtype, torch.device),
 )
 _NO_DATA = {"torch", "logging", "threading"}  # packages whose objects are none
-_LARGE, _DEEP = (
-    1000,
-    8,
-)  # containers of more items that are not all plain, and what is nested deeper: by identity
+# Containers of more items that are not all plain, and what is nested deeper, are told by identity.
+_LARGE, _DEEP = 1000, 8
 
 
 class Reader:
