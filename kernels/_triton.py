@@ -49,6 +49,12 @@ def runs_triton(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or INTERPRETED)
 
 
+def give_up() -> None:
+    """Run the references from now on: triton is installed and does not work on this machine."""
+    global HAS_TRITON
+    HAS_TRITON = False
+
+
 def accumulator(dtype: torch.dtype) -> Any:
     """The Triton type that a kernel computes in: float64 for float64 data, otherwise float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,11 +1,14 @@
-"""The plain step: loads of the batch, forwards and backwards, in the plan's loop order."""
+"""The plain step: loads of the batch, forwards and backwards, in the plan's loop order.
+
+A forward alone is followed by copies of those of its outputs that are results of the step.
+"""
 
 from __future__ import annotations
 
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import CheckpointPolicy, ValueWork, Workload
 from megacompile.step.operations import Op, Step, compute_op
-from megacompile.step.spec import Kind, Master, Saved, Token, Value, ValueGrad, WeightGrad
+from megacompile.step.spec import Kind, Master, Result, Saved, Token, Value, ValueGrad, WeightGrad
 
 
 def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -73,6 +76,13 @@ class _Order:
             seed = self._take(ValueGrad(self.work.loss, m), nbytes)
             op = op.with_(writes=(*op.writes, seed), peak_bytes=op.peak_bytes + nbytes)
         self.ops.append(op)
+        for v in block.outputs if self.mode.kind == "evaluate" else ():
+            if v in self.work.results:
+                given, nbytes = (Value(v, m),), self.work.values[v].nbytes
+                copied = (Result(v, m),)
+                self.ops.append(
+                    Op("copy_result", "compute", micro=m, reads=given, writes=copied, nbytes=nbytes)
+                )
 
     def backward(self, b: int, m: int) -> None:
         block, policy, values = self.work.blocks[b], self._policy(b), self.work.values

@@ -139,8 +139,9 @@ def assemble(
         groups=tuple(
             GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable) for g in groups
         ),
-        loss=part.loss,
+        loss=part.results[0],
         constant_bytes=constant_bytes + SEED_BYTES,
+        results=part.results,
     )
     return Assembly(groups, places, work)
 

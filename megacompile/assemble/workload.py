@@ -109,13 +109,20 @@ class GroupWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """Blocks in execution order over shared values and weight groups."""
+    """Blocks in execution order over shared values and weight groups.
+
+    A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss.
+    """
 
     blocks: tuple[BlockWork, ...]
     values: tuple[ValueWork, ...]
     groups: tuple[GroupWork, ...]
     loss: int
     constant_bytes: int = 0
+    results: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", self.results or (self.loss,))
 
     @cached_property
     def contributions(self) -> dict[int, tuple[int, ...]]:

@@ -17,10 +17,25 @@ _PROBE = 256_000_000
 _STATE = 12  # host bytes per parameter: master and two moments, FP32
 
 
-def run_doctor(_: argparse.Namespace) -> int:
-    """Print the screen."""
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print the screen, with ``--gpu`` also whether a tiny model trains there as by plain PyTorch."""
     print(examine())
-    return 0
+    return int(options.gpu and not _trains_on_gpu())
+
+
+def _trains_on_gpu() -> bool:
+    import torch
+
+    from megacompile.cli.first_run import findings
+
+    if not torch.cuda.is_available():
+        print(f"{'gpu':<15} FAILED: torch {torch.__version__} finds no CUDA device")
+        return False
+    good = True
+    for found in findings("cuda"):
+        print(f"{'gpu':<15} {'OK' if found.good else 'FAILED'}: {found.what}: {found.text}", flush=True)
+        good = good and found.good
+    return good
 
 
 def examine() -> str:

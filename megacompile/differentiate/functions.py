@@ -22,6 +22,7 @@ from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.reuse import reuse
+from megacompile.kernels._triton import recording
 
 Boxed = Callable[[list[Any]], list[Any]]
 """A function that takes one list, which it empties, and returns one."""
@@ -67,15 +68,17 @@ def block_function(
     owned: set[fx.Node],
     mode: FakeTensorMode,
     share: float,
+    processors: int | None,
 ) -> BlockFunction:
     """Print and measure a graph. ``owned`` are the arguments that the function may overwrite, ``share`` is
-    the part of its rows that a grouped product computes."""
+    the part of its rows that a grouped product computes, ``processors`` are those of the GPU that it is for.
+    """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
     reuse(graph, owned)
     source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
     plain = load_functions(source, torch.device("cpu"))[name]
-    taken = _measure(plain, _examples(graph), inputs, mode, torch.device("cpu"))
+    taken = _measure(plain, _examples(graph), inputs, mode, torch.device("cpu"), processors)
     return BlockFunction(
         name=name,
         source=source,
@@ -91,7 +94,11 @@ def block_function(
 
 
 def fused(
-    function: BlockFunction, graph: fx.Graph, mode: FakeTensorMode, device: torch.device
+    function: BlockFunction,
+    graph: fx.Graph,
+    mode: FakeTensorMode,
+    device: torch.device,
+    processors: int | None,
 ) -> BlockFunction:
     """The same function by Inductor, with its own workspace and traffic; the plain one where its results
     would lie in memory in another way, or where the order of sums would be left to chance."""
@@ -100,8 +107,8 @@ def fused(
     if source is None:
         return function
     cpu, by_kernels = torch.device("cpu"), list[int]()
-    expected = _measure(function.load(cpu), examples, function.inputs, mode, cpu)
-    taken = _measure(inductor.dry(source, by_kernels), examples, function.inputs, mode, device)
+    expected = _measure(function.load(cpu), examples, function.inputs, mode, cpu, processors)
+    taken = _measure(inductor.dry(source, by_kernels), examples, function.inputs, mode, device, processors)
     if (taken.forms, taken.end_bytes) != (expected.forms, expected.end_bytes):
         return function
     by_ours = sum(moved(n) for n in graph.nodes if is_ours(n))
@@ -124,11 +131,16 @@ class _Taken:
 
 
 def _measure(
-    run: Boxed, examples: Sequence[Tensor], inputs: Sequence[Ref], mode: FakeTensorMode, device: torch.device
+    run: Boxed,
+    examples: Sequence[Tensor],
+    inputs: Sequence[Ref],
+    mode: FakeTensorMode,
+    device: torch.device,
+    processors: int | None,
 ) -> _Taken:
     """What a function takes, from a run on fake tensors."""
-    meter = StorageMeter()
-    with mode, torch.no_grad():
+    meter = StorageMeter(processors=processors)
+    with mode, torch.no_grad(), recording():  # our kernels on fake CUDA tensors are not launched
         kept, arguments = [], []
         for value, (kind, _) in zip(examples, inputs, strict=True):
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

@@ -2,7 +2,7 @@
 
 The same meter predicts (run on fake tensors at compile time) and measures (run on real tensors by the
 CPU backend). It sees inside our own operators; scratch memory inside torch's kernels is not a tensor
-and is not seen.
+and is not seen, but for what :mod:`~megacompile.differentiate.scratch` knows of a GPU's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from megacompile.differentiate.scratch import scratch
 from megacompile.errors import BudgetExceededError
 
 aten = torch.ops.aten
@@ -43,7 +44,8 @@ def is_oversized(node: fx.Node) -> bool:
 
 
 _SEEN: dict[Any, tuple[int, list[int]]] = {}
-"""By operator and the form of its arguments: the most bytes that a call took, and those of each result."""
+"""By operator, multiprocessors and the form of its arguments: the most bytes that a call took, and those of
+each result."""
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
@@ -58,13 +60,15 @@ class StorageMeter(TorchDispatchMode):
 
     A storage is counted once, however many views show it, from the operator that returns it until the
     last reference is gone, even where that happens after the meter was left. ``limit`` in bytes stops
-    the run with :class:`BudgetExceededError` as soon as live bytes exceed it.
+    the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``processors``: count what the
+    kernels of a GPU with so many multiprocessors take beside.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, processors: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.limit = limit
+        self._processors = processors
         self._live = 0
         self._known: dict[int, tuple[int, _Watch]] = {}
         # dead storages queue here through a C function: a Python callback would swallow a Ctrl-C
@@ -91,6 +95,8 @@ class StorageMeter(TorchDispatchMode):
             for i, item in enumerate(_tensors(out)):
                 bags = i == 1 and func in _BAGS  # one entry more than there are indices, whatever it shows
                 self.track(item, args[1].nbytes + args[1].itemsize if bags else 0)
+        if self._processors is not None:
+            self.peak = max(self.peak, self.live + scratch(func, args, kwargs or {}, self._processors))
         return out
 
     def _inside(
@@ -100,7 +106,7 @@ class StorageMeter(TorchDispatchMode):
         call like it took before is counted instead: its highest bytes, and those that its results stand in.
         """
         fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in _tensors(args))
-        key = (func, _form(args), _form(kwargs)) if fake else None
+        key = (func, self._processors, _form(args), _form(kwargs)) if fake else None
         before, highest = self.live, self.peak
         if key in _SEEN:
             taken, standing = _SEEN[key]

@@ -76,13 +76,17 @@ class DifferentiatedTemplate:
 
 
 def differentiate(
-    template: Template, mode: FakeTensorMode, inductor: torch.device | None = None
+    template: Template,
+    mode: FakeTensorMode,
+    inductor: torch.device | None = None,
+    processors: int | None = None,
 ) -> DifferentiatedTemplate:
     """Trace a template's forward and backward jointly and cut it at several saved sets.
 
     ``inductor`` names the device for which Inductor compiles the functions; None leaves them plain.
+    ``processors`` are the multiprocessors of the GPU whose memory is planned, None: the CPU's is.
     """
-    cutter = _Cutter(template, mode)
+    cutter = _Cutter(template, mode, processors)
     found = cutter.run()
     return found if inductor is None else cutter.with_inductor(found, inductor)
 
@@ -90,9 +94,10 @@ def differentiate(
 class _Cutter:
     """Cuts one joint graph at several saved sets."""
 
-    def __init__(self, template: Template, mode: FakeTensorMode) -> None:
+    def __init__(self, template: Template, mode: FakeTensorMode, processors: int | None) -> None:
         self.template = template
         self.mode = mode
+        self.processors = processors
         self.joint = joint_of(template, mode)
         self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref]]] = {}  # by function: results, given
 
@@ -118,7 +123,10 @@ class _Cutter:
         """Functions compiled by Inductor where they can be; all that run the forward, or none of them, since
         what is recomputed should be what was computed first."""
         backwards = {o.backward.name for o in plain.policies.values() if o.backward is not None}
-        found = {f.name: fused(f, self._graph(f.name)[0], self.mode, device) for f in plain.functions()}
+        found = {
+            f.name: fused(f, self._graph(f.name)[0], self.mode, device, self.processors)
+            for f in plain.functions()
+        }
         if not all(f.fused for name, f in found.items() if name not in backwards):
             found |= {f.name: f for f in plain.functions() if f.name not in backwards}
         return plain.with_functions(found)
@@ -170,7 +178,8 @@ class _Cutter:
         self._parts[name] = [n for _, n in results], given
         graph, inputs = self._graph(name)
         owned = self._owned(graph, saved)
-        return block_function(name, graph, inputs, results, owned, self.mode, self.template.share)
+        share = self.template.share
+        return block_function(name, graph, inputs, results, owned, self.mode, share, self.processors)
 
     def _graph(self, name: str) -> tuple[fx.Graph, list[Ref]]:
         """A function's graph, made anew, and what its arguments are."""

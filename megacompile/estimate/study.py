@@ -36,6 +36,8 @@ from megacompile.step.operations import Step
 
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_Kind = tuple[int, int, bool, int | None]
+"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Question:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq * self.micro_batches
+
+    @property
+    def kind(self) -> _Kind:
+        """What a capture depends on."""
+        return self.batch, self.seq, self.nvme_budget is not None, self.profile.machine.processors
 
     @property
     def terms(self) -> Terms:
@@ -173,39 +180,41 @@ class Answer:
 
 
 class Study:
-    """One model in one dtype; captures are kept, so that budgets and machines vary at little cost."""
+    """One model in one dtype; captures are kept, so that budgets vary at little cost, and so do machines with
+    equally many multiprocessors."""
 
     def __init__(self, model: Model, dtype: Dtype, progress: Progress) -> None:
         self.model, self.progress, self._dtype = model, progress, dtype
         self._known: Known = {}  # so that sweeps never get slower
-        self._repeated: dict[tuple[int, int, bool], Repeated] = {}
+        self._repeated: dict[_Kind, Repeated] = {}
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return next(self._rungs(batch, seq, False))[0]
+        return next(self._rungs((batch, seq, False, None)))[0]
 
-    def _rungs(self, batch: int, seq: int, stored: bool) -> Iterator[tuple[Compiled, float]]:
+    def _rungs(self, kind: _Kind) -> Iterator[tuple[Compiled, float]]:
         """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
-        graph misses; ``stored``: the state may go to NVMe."""
-        flops = self.model.step_flops(batch, seq)
-        for compiled in self._repeat(batch, seq, stored).tilings():
+        graph misses."""
+        flops = self.model.step_flops(*kind[:2])
+        for compiled in self._repeat(kind).tilings():
             work, missed = complete_flops(compiled.assembly.work, flops)
             yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
 
-    def _repeat(self, batch: int, seq: int, stored: bool) -> Repeated:
+    def _repeat(self, kind: _Kind) -> Repeated:
         """The batch's captures, made once."""
-        if (batch, seq, stored) not in self._repeated:
+        if kind not in self._repeated:
+            batch, seq, stored, processors = kind
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
-            kind = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
-            repeated = Repeated(self.model, kind, _DTYPES[self._dtype], stored=stored)
-            self._repeated[batch, seq, stored] = repeated
-        return self._repeated[batch, seq, stored]
+            read = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
+            self._repeated[kind] = Repeated(
+                self.model, read, _DTYPES[self._dtype], stored=stored, processors=processors
+            )
+        return self._repeated[kind]
 
     def tilings(self, question: Question) -> Iterator[Compiled]:
         """The question's batch with no weight cut, then with ever smaller pieces."""
-        stored = question.nvme_budget is not None
-        return (compiled for compiled, _ in self._rungs(question.batch, question.seq, stored))
+        return (compiled for compiled, _ in self._rungs(question.kind))
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
@@ -226,7 +235,7 @@ class Study:
 
         What ``known``, an answer to the same question, has planned is not planned again.
         """
-        _, missed = next(self._rungs(question.batch, question.seq, question.nvme_budget is not None))
+        _, missed = next(self._rungs(question.kind))
         needs, compiled = (known.least, known.compiled) if known else self.least(question)
         predictions = dict(known.predictions) if known else {}
         for clipping in (True, False) if both else (clip,):
@@ -237,7 +246,7 @@ class Study:
 
     def _predict(self, question: Question, clip: bool) -> dict[bool, Prediction]:
         mode = question.mode(clip)
-        repeated = self._repeat(question.batch, question.seq, question.nvme_budget is not None)
+        repeated = self._repeat(question.kind)
         try:
             compiled, planned = plan_program(
                 self.tilings(question), mode, question.terms, gathers=repeated.gathers, known=self._known

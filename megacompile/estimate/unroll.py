@@ -10,6 +10,7 @@ layer, the whole model is captured.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,15 +34,24 @@ class Repeated:
     """One kind of batch of a whole model, cut in any way, at the cost of a few layers of each kind."""
 
     def __init__(
-        self, model: Model, batch: Batch, compute_dtype: torch.dtype, *, stored: bool = False
+        self,
+        model: Model,
+        batch: Batch,
+        compute_dtype: torch.dtype,
+        *,
+        stored: bool = False,
+        processors: int | None = None,
     ) -> None:
         self._model, self._batch = model, batch
-        self._whole = Frontend(model.module, compute_dtype, gathers=not stored)
+        frontend = functools.partial(
+            Frontend, compute_dtype=compute_dtype, gathers=not stored, processors=processors
+        )
+        self._whole = frontend(model.module)
         self._layers = _layers(model)
         self._short = _shorten(model, self._layers) if self._layers is not None else None
         self._few = self._whole
         if self._short is not None:
-            self._few = Frontend(self._short.module, compute_dtype, gathers=not stored)
+            self._few = frontend(self._short.module)
         self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
 
     def tilings(self) -> Iterator[Compiled]:
@@ -146,9 +156,8 @@ def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:
         builder.repeat(segments[-1], segments[-2], 0, 0)
     except _FarReach:
         return None
-    return replace(
-        part, blocks=tuple(builder.blocks), values=tuple(builder.values), loss=builder.ids[part.loss]
-    )
+    results = tuple(builder.ids[result] for result in part.results)
+    return replace(part, blocks=tuple(builder.blocks), values=tuple(builder.values), results=results)
 
 
 def _source(layer: int, kinds: tuple[object, ...], few: int) -> int:

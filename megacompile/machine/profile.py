@@ -110,6 +110,7 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
     return Machine(
         torch.cuda.get_device_name(0), flops, memory, min(down, 1.1 * together), min(up, 1.1 * together),
         memory, launch_seconds=20e-6, copy_seconds=10e-6, shared_memory=True,
+        processors=torch.cuda.get_device_properties(0).multi_processor_count,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ class Machine:
     ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
     transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half);
     ``compute_beside`` says how many times longer compute then takes beside another stream,
-    ``others_beside`` how many times longer the other does.
+    ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
+    which the scratch memory of its kernels depends; None: not a GPU, or not known.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -40,6 +41,7 @@ class Machine:
     others_beside: float = 1.0
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
+    processors: int | None = None
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:

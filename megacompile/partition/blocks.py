@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from megacompile.capture.captured import Captured, Rows, given_gradients, loss_of
+from megacompile.capture.captured import Captured, Rows, given_gradients, results_of
 from megacompile.capture.cut import SHARE, cut
 from megacompile.capture.draws import site_of
 from megacompile.capture.views import is_view, storage_nbytes, view_base
@@ -93,7 +93,7 @@ class Partition:
     blocks: tuple[Block, ...]
     templates: tuple[Template, ...]
     values: tuple[Value, ...]
-    loss: int
+    results: tuple[int, ...]  # the loss alone, or what is wanted in its place
     batch_values: dict[int, int]  # value id -> index of the batch's leaf
     constants: dict[str, Tensor]
     rows: dict[int, Rows] = field(default_factory=dict)  # by value id
@@ -121,8 +121,8 @@ class _Builder:
     def _crossing(self) -> list[list[fx.Node]]:
         """Per block, the nodes that later blocks (or the output) read; views give way to their base."""
         crossing: dict[int, dict[fx.Node, None]] = defaultdict(dict)
-        loss = loss_of(self.captured.graph)
-        crossing[self.owner[loss]][loss] = None
+        for result in results_of(self.captured.graph):
+            crossing[self.owner[result]][result] = None
         for node, block in self.owner.items():
             for argument in node.all_input_nodes:
                 base = view_base(argument)
@@ -146,7 +146,7 @@ class _Builder:
             blocks=tuple(blocks),
             templates=tuple(self.templates.values()),
             values=tuple(self.values.values()),
-            loss=self.values[loss_of(self.captured.graph)].id,
+            results=tuple(self.values[node].id for node in results_of(self.captured.graph)),
             batch_values=batch_values,
             constants=self.captured.constants,
             rows=rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,8 +74,10 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
 
 def _machine(device: torch.device, dtype: Dtype) -> Machine:
-    """The built-in profile that a card's name fits best; an H100's where none does."""
+    """The built-in profile that a card's name fits best, an H100's where none does, with its own number of
+    multiprocessors."""
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
     shared = {name: sum(part in words for part in name.split("-")) for name in PROFILES}
     best = max(shared, key=lambda name: (shared[name], "sxm" in name))
-    return PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)
+    known = PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)
+    return replace(known, processors=torch.cuda.get_device_properties(device).multi_processor_count)

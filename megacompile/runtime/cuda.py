@@ -153,7 +153,7 @@ class CudaDevice(Device):
         return target
 
     def read(self, value: Tensor) -> Tensor:
-        target = self.api.pin(torch.zeros(value.shape, dtype=value.dtype))
+        target = self.api.pinned(value.numel() * value.itemsize).view(value.dtype).view(value.shape)
         self.api.copy(target, value.detach())
         self._read = self.streams.clock()
         return target

@@ -24,8 +24,8 @@ from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
 _FLASH_FROM = (8, 0)  # compute capability: torch's flash attention runs on no older one
-PAGE_BYTES = 20 << 20  # by which torch's expandable segments grow
-WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and the allocator's rounding of segments
+PAGE_BYTES = 12 << 20  # by which torch's expandable segments grow, of 20 MiB unless told
+WORKSPACE_BYTES = 160 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
 
 
 class CudaMemory(CudaApi, Protocol):
@@ -215,7 +215,8 @@ def _stream(device: torch.device, name: str) -> Any:
 
 def _expand_segments() -> None:
     """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more."""
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    pages = f"large_segment_size_mb:{PAGE_BYTES >> 20}"
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:True,{pages}")
 
 
 def _drop_workspaces() -> None:

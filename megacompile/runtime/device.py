@@ -162,7 +162,7 @@ class Device(ABC):
 
     @abstractmethod
     def read(self, value: Tensor) -> Tensor:
-        """A copy of a 0-d device tensor on the host, once :meth:`await_reads` has returned."""
+        """A copy of a device tensor on the host, once :meth:`await_reads` has returned."""
 
     @abstractmethod
     def await_reads(self) -> None:

@@ -59,7 +59,8 @@ class BoundStep:
         self.kinds = frozenset(op.kind for op in step.ops)
         self.kept = kept_gradients(step)
         self.updates = sum(op.kind == "adam" for op in step.ops)
-        self.loss_block = part.values[part.loss].producer
+        gives_results = "copy_result" in self.kinds
+        self.loss_block = -1 if gives_results else part.values[part.results[0]].producer
         self._templates = templates
         self._loaded: dict[str, Boxed] = {}  # by source
         keys: set[tuple[int, str, str]] = {

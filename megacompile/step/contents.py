@@ -1,5 +1,5 @@
 """What a step's buffers hold: gradients that are whole, updates that are written, offloaded activations that
-come back.
+come back, results that are all there.
 
 In program order, which stands for every order once :mod:`~megacompile.step.verify` has shown that all
 accesses are ordered.
@@ -7,8 +7,9 @@ accesses are ordered.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
+from megacompile.assemble.plan import Mode
 from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
 from megacompile.step.operations import Op, Step, name
@@ -22,6 +23,7 @@ from megacompile.step.spec import (
     Ring,
     Spill,
     Token,
+    Value,
 )
 
 
@@ -55,6 +57,25 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
                 )
             if op.kind == "adam":
                 held[op.reads[0]] = []
+
+
+def check_results(step: Step, work: Workload, mode: Mode | None) -> None:
+    """A forward alone gives each of its results once to the host, from the value itself."""
+    copies = [op for op in step.ops if op.kind == "copy_result"]
+    for op in copies:
+        if op.reads != (Value(op.value, op.micro),):
+            raise ScheduleError(f"{name(op)} takes {op.reads} for the value {op.value}.")
+    if not copies and (mode is None or mode.kind != "evaluate"):
+        return
+    copied = Counter((op.value, op.micro) for op in copies)
+    wanted = {(v, m) for v in work.results for m in range(step.micro_batches)}
+    for value, micro in copied.keys() | wanted:
+        times, due = copied[value, micro], (value, micro) in wanted
+        if times != due:
+            raise ScheduleError(
+                f"The value {value} of micro-batch {micro} is copied to the host {times} times, where "
+                f"{due:d} is due."
+            )
 
 
 def check_weights(step: Step) -> None:

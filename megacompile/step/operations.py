@@ -22,6 +22,7 @@ from megacompile.step.spec import (
     HostGrad,
     Kind,
     Offloaded,
+    OfValue,
     Spill,
     Stream,
     Token,
@@ -74,9 +75,9 @@ class Op(NamedTuple):
 
     @property
     def value(self) -> int:
-        """What a load or a gather brings."""
+        """What a load or a gather brings, or what of the results is copied."""
         token = self.writes[0]
-        assert isinstance(token, Value)
+        assert isinstance(token, OfValue)
         return token.value
 
     @property

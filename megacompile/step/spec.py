@@ -77,6 +77,10 @@ class Value(OfValue, tag="x", on_device=True):
     """What blocks hand to each other: a leaf of the batch, an activation, the loss."""
 
 
+class Result(OfValue, tag="result"):
+    """A value on the host, as a forward alone gives it."""
+
+
 class ValueGrad(OfValue, tag="g", on_device=True):
     """The gradient of a value."""
 
@@ -157,9 +161,9 @@ class Spill(Buffer, tag="spill"):
 
 
 Kind = Literal[
-    "load", "gather", "prefetch", "evict", "forward", "recompute", "backward", "free", "free_offloaded",
-    "offload", "reload", "write_offloaded", "read_offloaded", "push_grad", "push_rows", "accumulate", "norm",
-    "clip_scale", "adam", "read_weights", "read_state", "write",
+    "load", "gather", "copy_result", "prefetch", "evict", "forward", "recompute", "backward", "free",
+    "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad", "push_rows",
+    "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
 ]  # fmt: skip
 
 Cost = Literal["nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write"]
@@ -198,6 +202,8 @@ SPECS: dict[Kind, Spec] = {
                  "compute", "value micro", "value micro", "nothing", (), Value),
     "gather": Spec("rows of masters that the host gathers for the batch, to the device",
                    "compute", "value micro", "value micro", "upload", Master, Value),
+    "copy_result": Spec("a result of the forward from the device to the host",
+                        "compute", "value micro", "value micro", "download", Value, Result),
     "prefetch": Spec("a weight group from the host to a slot",
                      "h2d", "group", "group offset", "upload", Master | Staged, Weights),
     "evict": Spec("the end of a weight group's stay in its slot",

@@ -12,9 +12,16 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from megacompile.assemble.plan import Mode
 from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
-from megacompile.step.contents import check_gradients, check_spills, check_weights, check_window
+from megacompile.step.contents import (
+    check_gradients,
+    check_results,
+    check_spills,
+    check_weights,
+    check_window,
+)
 from megacompile.step.operations import Event, Op, Step, memory_curve, name, peak_bytes
 from megacompile.step.spec import SPECS, STREAMS, Token, ValueGrad, Weights
 
@@ -42,14 +49,16 @@ class _Access:
     clock: tuple[int, ...]
 
 
-def verify(step: Step, work: Workload, *, budget_bytes: int | None = None) -> Proof:
+def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes: int | None = None) -> Proof:
     """Raise :class:`ScheduleError` naming the first operation that is not safe.
 
-    ``budget_bytes`` bounds the device bytes of the step; None checks everything else.
+    ``mode`` says whether the step has to give results, None: if it gives any. ``budget_bytes`` bounds the
+    device bytes of the step; None checks everything else.
     """
     accesses = _clocks(step)
     pairs = _check_tokens(accesses) + _check_slots(step, accesses)
     check_gradients(step, work, [access.op for access in accesses])
+    check_results(step, work, mode)
     check_weights(step)
     check_window(step)
     check_spills(step)

@@ -12,6 +12,7 @@ SIMULATED = "cudasim" in os.environ.get("LD_LIBRARY_PATH", "")
 collect_ignore_glob = [] if SIMULATED else ["test_*.py"]
 
 if SIMULATED:
+    from megacompile.kernels import _triton
     from megacompile.runtime.cuda import CudaDevice
     from tests.simulated.numbers import Numbers, failures, runtime
 
@@ -26,6 +27,7 @@ if SIMULATED:
                 yield
 
         monkeypatch.setattr(CudaDevice, "computing", with_numbers)
+        monkeypatch.setattr(_triton, "HAS_TRITON", False)  # its launches have no numbers
         runtime.forget()
         failures.clear()
         runtime.set(lag_us=100, copy_us=0, total=8 << 30, lock_limit=1 << 60, fail_after=0)

@@ -12,7 +12,7 @@ from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build
 
-PAGE = 20 << 20
+PAGE = 12 << 20
 
 
 def run_one() -> None:

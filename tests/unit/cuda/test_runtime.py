@@ -111,6 +111,43 @@ def test_micro_batches_sum_on_the_host_as_on_the_cpu_device(gpu: FakeCuda) -> No
     assert all(torch.equal(ours[n], v) for n, v in state.items())
 
 
+def test_predictions_are_bitwise_those_of_the_cpu_device(gpu: FakeCuda) -> None:
+    """Whole outputs, several results, and those of several dtypes, before and after a step."""
+    batch, found = batch_for("gpt2"), {}
+    for device in ("cpu", "cuda"):
+        trained = program(build("gpt2"), device, compute_dtype=torch.bfloat16, example_batch=batch)
+        found[device] = [trained.predict(batch).logits]
+        trained.train_step(batch)
+        found[device] += trained.predict(
+            {**batch, "output_hidden_states": True},
+            outputs=lambda out, batch: (*out.hidden_states, out.logits.argmax(-1), out.loss > 0),
+        )
+        trained.close()
+    assert len(found["cpu"]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(found["cpu"], found["cuda"], strict=True))
+
+
+@pytest.mark.parametrize("resides", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["immediate", "clipped"])
+def test_a_checkpoint_that_is_written_while_steps_run_is_of_its_moment(
+    gpu: Any, options: dict[str, Any], resides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and the writer in any order, each tensor in a file of its own."""
+    if resides:
+        gpu.let_state_reside()
+    monkeypatch.setattr("megacompile.storage.checkpoint.SHARD_BYTES", 1)
+    trained = program(build("gpt2"), "cuda", "1GB" if resides else "3MB", **options)
+    for index in range(3):
+        trained.train_step(batch_for("gpt2", index))
+        trained.save(tmp_path / f"waited {index}")
+        trained.save(tmp_path / f"run {index}", wait=False)
+    trained.train_step(batch_for("gpt2", 3))
+    trained.close()
+    for index in range(3):
+        written = {f.name: f.read_bytes() for f in (tmp_path / f"run {index}").iterdir()}
+        assert written == {f.name: f.read_bytes() for f in (tmp_path / f"waited {index}").iterdir()}
+
+
 def test_functions_by_inductor_run_on_the_streams(gpu: FakeCuda) -> None:
     """Their allocations are torch's; bitwise the CPU device's run."""
     losses = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_what_would_differ_stays_plain(
 ) -> None:
     """Where the order of sums would depend on threads, or results would lie in memory in another way."""
     if reason == "chance":
-        monkeypatch.setattr(inductor, "_CHANCE", ("empty_strided_cpu(",))
+        monkeypatch.setattr(inductor, "_CHANCE", re.compile("empty_strided_cpu"))
     else:
         source = inductor.wrapper_source
         monkeypatch.setattr(inductor, "wrapper_source", lambda *args: shifted(source(*args)))
@@ -201,3 +202,32 @@ def test_what_inductor_fails_on_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         megacompile.CaptureError, match=r"forward_save_all: planted fault\. Compile without inductor"
     ):
         small()
+
+
+def test_the_settings_arrive_and_nothing_is_tried_out_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/simulated/test_inductor.py`` runs such kernels on CUDA."""
+    from torch._inductor import config, utils
+
+    seen: list[bool] = []
+    given = utils.get_code
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(config.triton.autotune_pointwise)
+        return given(*args, **options)
+
+    monkeypatch.setattr(utils, "get_code", spy)
+    small()
+    assert seen and not any(seen)
+
+
+@pytest.mark.parametrize(
+    ("source", "ordered"),
+    [
+        ("inductor_meta={'atomic_add_found': False}", True),  # in the source of every Triton kernel
+        ("inductor_meta={'atomic_add_found': True}", False),
+        ("tl.atomic_add(out_ptr0 + x0, tmp0)", False),
+        ("atomic_add(&out_ptr0[x0], tmp0);", False),
+    ],
+)
+def test_sums_in_an_order_left_to_chance_are_found(source: str, ordered: bool) -> None:
+    assert (inductor._CHANCE.search(source) is None) == ordered

@@ -44,7 +44,7 @@ def meant(op: Op) -> Called:
     """The call that an operation stands for."""
     kind = op.kind
     arguments: dict[str, Any] = {}
-    if kind in ("load", "gather"):
+    if kind in ("load", "gather", "copy_result"):
         arguments = {"value": op.writes[0][1], "micro": op.micro}
     elif kind == "prefetch":
         arguments = {"group": op.group, "offset": op.offset}

@@ -12,7 +12,7 @@ from megacompile.errors import ScheduleError
 from megacompile.passes import lower
 from megacompile.passes.synchronize import synchronize
 from megacompile.step.operations import Event, Op, Step, peak_bytes
-from megacompile.step.spec import HostGrad, Master, Ring, Spill, Staged, Value, WeightGrad
+from megacompile.step.spec import HostGrad, Master, Result, Ring, Spill, Staged, Value, WeightGrad
 from megacompile.step.verify import verify
 from tests.support.problems import chain, find, uniform, with_op
 
@@ -503,3 +503,71 @@ def test_a_gradient_of_rows_that_misses_a_piece() -> None:
 def test_rows_of_a_table_whose_state_is_on_the_device() -> None:
     bad = ROWS[True].with_(resident=(3,))
     refuse(bad, ROWS_WORK, "gather (compute)", "state is on the device")
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+RESULTS_WORK = replace(WORK, results=(3, 5))  # of a block in the middle, and of the last
+FORWARD = lower(RESULTS_WORK, uniform(RESULTS_WORK), Mode("evaluate"))
+
+
+def refuse_forward(step: Step, *words: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        verify(step, RESULTS_WORK, mode=Mode("evaluate"))
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_a_forward_alone_copies_each_result_once_while_it_is_alive() -> None:
+    verify(FORWARD, RESULTS_WORK, mode=Mode("evaluate"))
+    first, second = (i for i, op in enumerate(FORWARD.ops) if op.kind == "copy_result")
+    assert find(FORWARD, "forward", block=2) < first < find(FORWARD, "forward", block=3)
+    assert Value(3, 0) in FORWARD.ops[find(FORWARD, "forward", block=3)].frees  # its last reader
+    assert find(FORWARD, "forward", block=4) < second
+    assert FORWARD.ops[second].frees == (Value(5, 0),)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_result_that_is_never_copied(place: int) -> None:
+    index = [i for i, op in enumerate(FORWARD.ops) if op.kind == "copy_result"][place]
+    bad = list(FORWARD.ops)
+    gone = bad.pop(index)
+    bad[index - 1] = bad[index - 1].with_(frees=(*bad[index - 1].frees, *gone.frees))
+    refuse_forward(FORWARD.with_(ops=tuple(bad)), f"value {gone.value}", "0 times, where 1 is due")
+
+
+def test_no_result_at_all() -> None:
+    nothing = lower(replace(WORK, results=(3,)), uniform(WORK), Mode("evaluate"))
+    refuse_forward(nothing, "value 5", "0 times, where 1 is due")
+
+
+def test_a_result_that_is_copied_twice() -> None:
+    index = find(FORWARD, "copy_result", micro=0)
+    ops = list(FORWARD.ops)
+    ops.insert(index, ops[index].with_(frees=()))
+    refuse_forward(FORWARD.with_(ops=tuple(ops)), "value 3", "2 times, where 1 is due")
+
+
+def test_a_copy_of_what_is_no_result() -> None:
+    step = lower(replace(WORK, results=(2, 3, 5)), uniform(WORK), Mode("evaluate"))
+    refuse_forward(step, "value 2", "1 times, where 0 is due")
+
+
+def test_a_copy_of_another_value() -> None:
+    index = find(FORWARD, "copy_result", micro=0)
+    wrong = FORWARD.ops[index].with_(writes=(Result(5, 0),))
+    refuse_forward(with_op(FORWARD, index, wrong), "('x', 3, 0)", "for the value 5")
+
+
+def test_a_result_that_is_copied_before_it_is_made() -> None:
+    index = find(FORWARD, "copy_result", micro=0)
+    refuse_forward(
+        moved(FORWARD, index, find(FORWARD, "forward", block=2)), "copy_result", "nothing has written"
+    )
+
+
+def test_a_result_that_is_copied_after_it_was_freed() -> None:
+    index = find(FORWARD, "copy_result", micro=0)
+    after = find(FORWARD, "forward", block=3) + 1
+    refuse_forward(moved(FORWARD, index, after), "copy_result", "after forward of block 3")

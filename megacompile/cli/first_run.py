@@ -1,0 +1,108 @@
+"""``megacompile doctor --gpu``: a tiny model trained through CUDA, and by plain PyTorch beside it.
+
+In: a device. Out: one line for each way of training, "OK" with the figures, or what failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import megacompile
+
+_STEPS, _BATCH, _LENGTH, _WIDTH, _HEADS, _WORDS = 4, 4, 256, 256, 4, 500
+_WAYS = (  # what, dtype, planner, most that a loss may differ, relative to plain PyTorch's in FP32
+    ("float32, every weight streamed", torch.float32, "double-buffer", 1e-3),
+    ("bfloat16, every weight streamed", torch.bfloat16, "double-buffer", 3e-2),
+    ("bfloat16, as searched", torch.bfloat16, "search", 3e-2),
+)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).transpose(1, 3).unbind(2)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.mlp(x)
+        return x + added
+
+
+class _Model(nn.Module):
+    """A causal language model: an embedding, attention, norms and MLPs, a head with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_WORDS, _WIDTH)
+        self.layers = nn.ModuleList(_Layer() for _ in range(4))
+        self.head = nn.Linear(_WIDTH, _WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How one way of training went; ``text`` says what failed where it is not ``good``."""
+
+    what: str
+    good: bool
+    text: str
+
+
+def findings(device: str, budget: str = "90%") -> Iterator[Finding]:
+    """Each way of training, one after the other; a failure does not keep the others from running."""
+    model, optimizer = _made()
+    expected = []
+    for i in range(_STEPS):
+        optimizer.zero_grad()
+        loss = model(**_batch(i))
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for what, dtype, planner, most in _WAYS:
+        try:
+            yield _compared(what, _losses(device, budget, dtype, planner), expected, most)
+        except Exception as error:  # whatever it is, the screen has to show it
+            yield Finding(what, False, f"{type(error).__name__}: {error}")
+
+
+def _compared(what: str, losses: list[float], expected: list[float], most: float) -> Finding:
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    if all(d <= most for d in differences):  # NaN is not
+        return Finding(what, True, f"{len(losses)} losses within {max(differences):.1e} of plain PyTorch's")
+    return Finding(what, False, f"the losses are {losses}, plain PyTorch's {expected}")
+
+
+def _losses(device: str, budget: str, dtype: torch.dtype, planner: str) -> list[float]:
+    model, optimizer = _made()
+    program = megacompile.compile(
+        model, budget, optimizer=optimizer, device=device, compute_dtype=dtype, planner=planner
+    )
+    try:
+        return [float(program.train_step(_batch(i)).loss) for i in range(_STEPS)]
+    finally:
+        program.close()
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _Model()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"ids": torch.randint(_WORDS, (_BATCH, _LENGTH), generator=generator)}

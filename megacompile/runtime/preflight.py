@@ -1,0 +1,56 @@
+"""Whether Triton can compile and launch on this machine: found out at compile time, not within a step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from megacompile.errors import MegacompileError
+from megacompile.kernels import _triton
+from megacompile.kernels.dropout import dropout_triton
+
+
+def check_triton(device: torch.device, *, needed: bool) -> None:
+    """Launch one small kernel, which takes all that the large ones take: a C compiler, Python's headers and
+    the driver's library.
+
+    Where that fails, Triton is not used in this process any more if it is not ``needed``; else
+    :class:`MegacompileError` says what is missing.
+    """
+    if not _triton.HAS_TRITON:
+        return
+    try:
+        rng = torch.zeros(2, dtype=torch.int64, device=device)
+        dropout_triton(torch.ones(1, device=device), rng, 0, 0.5)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of Triton, of the compiler that it calls, or of the driver
+        if needed:
+            raise MegacompileError(
+                f"Triton is installed and cannot launch a kernel: {_missing() or _first_line(error)}, or "
+                "give compile kernels=False without inductor=True to run plain torch."
+            ) from error
+        _triton.give_up()
+
+
+def _missing() -> str:
+    """What Triton's launcher is built from and is not there, with the cure; empty where all is."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"no C compiler is found (looked for {', '.join(compilers)}): install gcc, or set CC to one"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"Python's headers are missing ({header}): install python3-dev"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "libcuda.so.1 is not found: install the driver's libraries, or add their folder with ldconfig"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}; mend that"

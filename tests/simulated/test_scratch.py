@@ -1,0 +1,89 @@
+"""What torch's attention asks its allocator for on CUDA is what plans count, measured on fake CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.capture import sdpa
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.differentiate.scratch import scratch
+
+aten, ours = torch.ops.aten, torch.ops.megacompile
+ROUNDING = 16 * 512  # bytes: the allocator rounds each tensor up to 512, and some hold a few bytes
+PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
+Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys, tokens, columns
+SHAPES = [(1, 8, 8, 2048, 64), (2, 12, 12, 1024, 64), (1, 8, 2, 2048, 64), (1, 32, 8, 4096, 128),
+          (1, 4, 4, 300, 64), (1, 4, 4, 256, 40), (1, 1, 1, 4096, 128), (1, 2, 2, 100, 160),
+          (1, 16, 16, 512, 256)]  # fmt: skip
+
+
+def asked_for(run: Callable[[], Any]) -> tuple[int, int]:
+    """The most bytes of device memory that a call holds, and those of its results."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = run()
+    peak, left = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    del results
+    return peak, left
+
+
+def arguments(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, out and its gradient, stored as [B, S, H, D], and log-sum-exps."""
+    batch, heads, groups, length, dim = shape
+    counts = (heads, groups, groups, heads, heads)
+    made = [torch.empty(batch, length, n, dim, dtype=dtype, device=device).transpose(1, 2) for n in counts]
+    return [*made, torch.empty(batch, heads, length, device=device)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_attention_takes_what_the_formula_says(shape: Shape) -> None:
+    q, k, v, out, grad, lse = arguments(shape, "cuda", torch.bfloat16)
+    peak, results = asked_for(lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))
+    formula = scratch(aten._scaled_dot_product_flash_attention.default, (q, k, v), {}, PROCESSORS)
+    assert 0 <= peak - results - formula < ROUNDING
+    seed = torch.empty(2, dtype=torch.uint64, device="cuda")
+    given = (grad, q, k, v, out, lse)
+    with sdpa._deterministic():
+        peak, results = asked_for(
+            lambda: aten._scaled_dot_product_flash_attention_backward(
+                *given, None, None, shape[3], shape[3], 0.0, True, seed, seed[:0]
+            )
+        )
+    formula = scratch(aten._scaled_dot_product_flash_attention_backward.default, given, {}, PROCESSORS)
+    assert formula > 4 * q.numel()
+    assert 0 <= peak - results - formula < ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["causal", "bias", "window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_takes_no_more_than_is_planned(shape: Shape, dtype: torch.dtype, kind: str) -> None:
+    """Whichever of torch's attentions runs on CUDA."""
+    constants = (0.125, kind != "bias", 64 if kind == "window" else 0, 0.0, 0.0, 0, False)
+
+    def calls(device: str) -> list[Callable[[], Any]]:
+        q, k, v, out, grad, lse = arguments(shape, device, dtype)
+        length = shape[3]
+        bias = (
+            torch.empty(shape[0], 1, length, length, dtype=dtype, device=device) if kind == "bias" else None
+        )
+        extra = (bias, None, None)
+        return [
+            lambda: ours.attention(q, k, v, *extra, *constants),
+            lambda: ours.attention_backward(grad, q, k, v, *extra, out, lse, *constants),
+        ]
+
+    with FakeTensorMode() as mode:
+        fakes = calls("cpu")
+    for real, fake in zip(calls("cuda"), fakes, strict=True):
+        meter = StorageMeter(processors=PROCESSORS)
+        with mode, meter:
+            fake()
+        assert asked_for(real)[0] <= meter.peak + ROUNDING

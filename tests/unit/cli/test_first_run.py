@@ -1,0 +1,45 @@
+"""``megacompile doctor --gpu``; ``tests/simulated/test_doctor.py`` runs it through torch.cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.cli import first_run
+from megacompile.cli.main import main
+
+
+def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run, "_LENGTH", 32)
+    found = list(first_run.findings("cpu", "50MB"))
+    assert len(found) == 3 and all(f.good for f in found), found
+
+
+def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def losses(device: str, budget: str, dtype: torch.dtype, planner: str) -> list[float]:
+        if planner == "search":
+            raise RuntimeError("no kernel image is available")
+        return [1.0, float("nan")] if dtype == torch.float32 else [1.0, 2.1]
+
+    def findings(device: str) -> Any:
+        return [first_run._compared("float32", losses(device, "", torch.float32, ""), [1.0, 2.0], 0.1)]
+
+    monkeypatch.setattr(first_run, "_LENGTH", 8)
+    monkeypatch.setattr(first_run, "_STEPS", 2)
+    monkeypatch.setattr(first_run, "_losses", losses)
+    found = list(first_run.findings("cpu"))
+    assert not any(f.good for f in found)
+    assert found[-1].text == "RuntimeError: no kernel image is available"
+    monkeypatch.setattr(first_run, "findings", findings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megacompile.cli.doctor.examine", lambda: "")
+    assert main(["doctor", "--gpu"]) == 1
+    assert "FAILED: float32" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu"]) == 1
+    assert "finds no CUDA device" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""Plans for a GPU hold the scratch of its attention kernels; see ``tests/simulated/test_scratch.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.assemble.plan import Mode
+from megacompile.capture.batch import read_batch
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.estimate.study import Question, Study
+from megacompile.frontend import Compiled, Frontend
+from megacompile.machine.catalog import PROFILES
+from megacompile.plan.least import least
+
+BATCH, HEADS, LENGTH, DIM = 1, 2, 512, 64
+ROW = 4 * BATCH * HEADS * LENGTH  # bytes of an FP32 number for each query
+
+
+class Attention(nn.Module):
+    """Nothing that takes as much as the backward of its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HEADS * DIM, 3 * HEADS * DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).view(BATCH, LENGTH, 3, HEADS, DIM).transpose(1, 3).unbind(2)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).float().square().mean()
+
+
+def compiled(processors: int | None) -> Compiled:
+    model = Attention()
+    batch = read_batch(torch.zeros(BATCH, LENGTH, HEADS * DIM, dtype=torch.bfloat16), model)
+    return next(Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False))
+
+
+def sums(processors: int) -> int:
+    """Bytes: dq in FP32 for each of as many programs as one head has of the multiprocessors."""
+    return -(-processors // (BATCH * HEADS)) * ROW * DIM
+
+
+def test_the_least_peak_grows_by_what_attention_takes_beside() -> None:
+    peaks = {n: least(compiled(n).assembly.work, Mode("train")).nbytes for n in (None, 108, 132)}
+    copies = 3 * ROW * DIM // 2  # of dq, dk and dv by rows, in bf16: made when the scratch is free again
+    assert peaks[132] - peaks[None] == sums(132) + ROW - copies
+    assert peaks[132] - peaks[108] == sums(132) - sums(108)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 1])
+def test_a_call_measured_before_is_remembered_by_multiprocessors(groups: int) -> None:
+    def peak(processors: int | None) -> int:
+        with FakeTensorMode(), StorageMeter(processors=processors) as meter:
+            q, out, grad = (torch.empty(BATCH, HEADS, LENGTH, DIM, dtype=torch.bfloat16) for _ in range(3))
+            k, v = (torch.empty(BATCH, groups, LENGTH, DIM, dtype=torch.bfloat16) for _ in range(2))
+            lse = torch.empty(BATCH, HEADS, LENGTH)
+            call = (grad, q, k, v, None, None, None, out, lse, 1.0, True, 0, 0.0, 0.0, 0, False)
+            torch.ops.megacompile.attention_backward(*call)
+        return meter.peak
+
+    assert peak(None) < peak(108) < peak(132)
+    assert peak(132) - peak(108) == sums(132) - sums(108)
+
+
+def test_estimates_are_for_the_card_that_is_asked_about() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is missing")
+    from megacompile.estimate.models import build
+
+    config = transformers.CONFIG_MAPPING["llama"](
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )
+    study = Study(build("llama", config), "bf16", lambda message: None)
+
+    def needed(card: str) -> int:
+        return study.least(Question(PROFILES[card], 1, LENGTH, 10**9))[0].device_bytes
+
+    assert needed("b200") - needed("rtx-4090") == sums(148) - sums(128)
+    assert needed("h200") == needed("h100-sxm")
