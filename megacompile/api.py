@@ -25,6 +25,7 @@ from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
 from megacompile.runtime.backends import open_backend
+from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session, Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
 
@@ -68,7 +69,8 @@ def compile(
         the state. None: what this process may use, less a reserve.
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
-        entries as it needs; the rest is for ``loss_fn``. A criterion, a module such as
+        entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
+        a dict that the forward is not given, though it would take them. A criterion, a module such as
         ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
         ``loss_fn(model(x), y)``.
     device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
@@ -80,7 +82,8 @@ def compile(
     seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training
         run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
-        what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager.
+        what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager; on a GPU
+        where Triton cannot launch, False also runs attention, dropout and AdamW in plain torch.
     inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are
         then as good as eager's, not bitwise the same. Needs a C++ compiler.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
@@ -101,6 +104,8 @@ def compile(
     if inductor:
         check_compiler()
     backend = open_backend(device, compute_dtype)
+    if backend.device.type == "cuda":
+        check_triton(backend.device, needed=kernels is not False or inductor)
     held = [p for p in model.parameters() if not p.is_meta]
     available = host_available() + sum(p.nbytes for p in held)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
@@ -122,10 +127,13 @@ def compile(
         form=form,
         gathers=not folders,
         inductor=backend.device if inductor else None,
+        processors=backend.machine.processors if backend.machine else None,
     )
+    plannable = backend.plan_bytes(budget)
     compiler = Compiler(
         frontend,
-        backend.plan_bytes(budget),
+        plannable,
+        reserved_bytes=budget - plannable,
         machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, host, bool(folders)),

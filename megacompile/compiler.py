@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,13 @@ class Scheduled:
 def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
     """The program of a plan, its step proven safe in every order that the streams allow."""
     work = compiled.assembly.work
-    proof = verify(planned.step, work, budget_bytes=budget_bytes)
+    proof = verify(planned.step, work, mode=mode, budget_bytes=budget_bytes)
     return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
 
 
 class Compiler:
-    """Compiles programs over one model's parameters for one budget.
+    """Compiles programs over one model's parameters for one budget, of which ``reserved_bytes`` are taken off
+    already for what the device's driver and libraries hold.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
     is once it is allocated.
@@ -68,8 +69,10 @@ class Compiler:
         tiers: Tiers | None = None,
         planner: Planner | None = None,
         device_state: bool = False,
+        reserved_bytes: int = 0,
     ) -> None:
         self.frontend = frontend
+        self._reserved_bytes = reserved_bytes
         self.budget_bytes = budget_bytes
         self.placement: Placement | None = None
         self.cuts: Cuts | None = None
@@ -92,9 +95,14 @@ class Compiler:
         """The machine that times are predicted for."""
         return self._machine or this_cpu(self.frontend.compute_dtype)
 
+    @property
+    def keys(self) -> set[tuple[Any, ...]]:
+        """The keys of the batches that programs were compiled for."""
+        return {key for key, _ in self._scheduled}
+
     def knows(self, batch: Batch) -> bool:
         """Whether a program for this kind of batch was compiled before."""
-        return any(key == batch.key for key, _ in self._scheduled)
+        return batch.key in self.keys
 
     @property
     def programs(self) -> int:
@@ -121,7 +129,7 @@ class Compiler:
         found = self._scheduled.get(key)
         if found is not None:
             return found
-        compiled, planned = self._plan(batch, mode)
+        compiled, planned = self._within(batch, mode)
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident
         name, work = type(self.frontend.model).__name__, compiled.assembly.work
@@ -146,6 +154,20 @@ class Compiler:
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
 
+    def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """Plan; a least budget that is named is one to give."""
+        try:
+            return self._plan(batch, mode)
+        except BudgetError as error:
+            if error.least_bytes is None or not self._reserved_bytes:
+                raise
+            least = error.least_bytes + self._reserved_bytes
+            raise BudgetError(
+                f"{error} The CUDA context and libraries take {format_bytes(self._reserved_bytes)} beside: "
+                f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
+                least_bytes=least,
+            ) from error
+
     def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan a kind of batch; the first one also decides how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode)
@@ -158,10 +180,21 @@ class Compiler:
         try:
             return plan_program([self.compile(batch, evaluate=evaluate)], mode, terms)
         except BudgetError as error:
-            finest = list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1]
-            if self._planner is not None or finest == self.cuts:
-                raise
-            raise BudgetError(f"{error} {_FIRST_DECIDES}", least_bytes=error.least_bytes) from error
+            ways = " ".join(self._ways_out(batch, evaluate))
+            raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error
+
+    def _ways_out(self, batch: Batch, evaluate: bool) -> Iterator[str]:
+        """What else may help where a further program does not fit the budget."""
+        if batch.outputs is not None:
+            compiled = self.compile(batch, evaluate=evaluate)
+            sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
+            names = [name or "the output" for name in compiled.captured.structure.names]
+            largest = sorted(zip(sizes, names, strict=True), reverse=True)[:3]
+            results = ", ".join(f"{name} of {format_bytes(nbytes)}" for nbytes, name in largest)
+            yield f"What is predicted is computed there ({results}): give predict outputs= that return less."
+        finest = list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1]
+        if self._planner is None and finest != self.cuts:
+            yield _FIRST_DECIDES
 
     def _terms(self, mode: Mode) -> Terms:
         return Terms(

@@ -60,6 +60,7 @@ class Frontend:
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
     where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
+    ``processors`` are the multiprocessors of the GPU whose memory is planned, None: the CPU's is.
     ``capture`` and ``differentiate`` are the stages of these names, or what remembers their results.
     """
 
@@ -74,6 +75,7 @@ class Frontend:
         form: StateFormat = "fp32",
         gathers: bool = True,
         inductor: torch.device | None = None,
+        processors: int | None = None,
         capture: Callable[..., Captured] = capture,
         differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
     ) -> None:
@@ -87,7 +89,7 @@ class Frontend:
         self._kernels = read_switches(kernels)
         self._form: StateFormat = form
         self._gathers = gathers
-        self._inductor = inductor
+        self._inductor, self._processors = inductor, processors
         self._capture, self._differentiated_by = capture, differentiate
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
@@ -96,6 +98,11 @@ class Frontend:
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
         return self._front(batch, evaluate).captured
+
+    @property
+    def graphs(self) -> list[Captured]:
+        """The graphs that were captured so far."""
+        return [front.captured for front in self._fronts.values()]
 
     def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
@@ -145,6 +152,8 @@ class Frontend:
                     trained=self._trained,
                     loss_fn=self.loss_fn,
                     evaluate=evaluate,
+                    outputs=batch.outputs,
+                    in_training=batch.in_training,
                 )
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
@@ -171,7 +180,9 @@ class Frontend:
         """Templates of the same name and computation, in programs cut differently, are made once."""
         key = (template.digest, template.name)
         if key not in self._differentiated:
-            self._differentiated[key] = self._differentiated_by(template, mode, self._inductor)
+            self._differentiated[key] = self._differentiated_by(
+                template, mode, self._inductor, self._processors
+            )
         return replace(self._differentiated[key], index=template.index)
 
 

@@ -66,8 +66,15 @@ def build_empty(folder: Path) -> nn.Module:
         )
     made: Callable[..., nn.Module] = kind._from_config  # type: ignore[attr-defined]
     with parameters_on_meta():
-        model: nn.Module = made(config, dtype=torch.float32)
-    return model.train()
+        model: Any = made(config, dtype=torch.float32)
+    defaults = folder / "generation_config.json"
+    if model.can_generate() and defaults.is_file():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise MegacompileError(f"{defaults} is no generation config of transformers: {error}") from error
+    loaded: nn.Module = model.train()
+    return loaded
 
 
 @contextlib.contextmanager

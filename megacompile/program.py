@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch, micro_weights
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import ProgramError
+from megacompile.forward import Forward
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
 from megacompile.host.state import HostState
-from megacompile.inspection import Inspection
 from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
+from megacompile.storage.background import BackgroundSave
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
 from megacompile.storage.export import export_model
 
 
-class Program(Inspection):
+class Program(Forward):
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`.
 
     ``model`` and ``optimizer`` are those that were given; a learning-rate scheduler takes ``optimizer``. Used
@@ -60,6 +61,8 @@ class Program(Inspection):
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
         micro = session.micro_batches(batch)
+        if weights is None:
+            session.check_counts(micro)
         weights = micro_weights(micro, weights)
         if len({m.key for m in micro}) > 1:
             return self._step_by_accumulation(micro, weights)
@@ -71,17 +74,19 @@ class Program(Inspection):
         return StepOutput(self._session, results, weights)
 
     @alone
-    def forward_backward(self, batch: Any, *, weight: float = 1.0) -> StepOutput:
-        """Add the gradient of ``weight`` times the batch's loss to those that wait on the host.
+    def forward_backward(self, batch: Any, *, weight: float | None = None) -> StepOutput:
+        """Add the gradient of ``weight`` (None: 1) times the batch's loss to those that wait on the host.
 
         Parameters have no ``.grad``: ``max_grad_norm`` clips, when :meth:`optimizer_step` applies them.
         """
         self._ready()
         micro = self._session.micro_batches(batch)
-        weights = [weight] * len(micro)
+        if weight is None:
+            self._session.check_counts(micro)
+        weights = [1.0 if weight is None else weight] * len(micro)
         losses: list[Tensor] = []
         for one in micro:
-            losses += self._session.run([one], Mode("accumulate"), [weight]).losses
+            losses += self._session.run([one], Mode("accumulate"), weights[:1]).losses
         return StepOutput(self._session, StepResults(losses), weights)
 
     @alone
@@ -107,23 +112,10 @@ class Program(Inspection):
         self._session.drop_gradients()
 
     @alone
-    def evaluate(self, batch: Any) -> Tensor:
-        """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
-        self._ready()
-        micro = self._session.micro_batches(batch, evaluate=True)
-        if len(micro) > 1:
-            raise MegacompileError(f"evaluate takes one batch, not a list of {len(micro)}: call it for each.")
-        if self._session.runtime is None:
-            self.prepare(batch)  # the state is allocated for training
-        results = self._session.run(micro, Mode("evaluate"), [1.0])
-        self._session.await_losses()
-        return results.losses[0]
-
-    @alone
     def synchronize(self) -> None:
-        """Return when every transfer and update that is under way is over; ``out.loss`` needs no such
-        call."""
+        """Return when all transfers, updates and checkpoints are done; ``out.loss`` needs no such call."""
         self._session.synchronize()
+        self._session.finish_saving()
         self._session.report_skipped()
 
     @alone
@@ -137,7 +129,19 @@ class Program(Inspection):
         session.inconsistent = (
             session.inconsistent or "The program was closed: compile the model again to train on."
         )
+        session.finish_saving()
         session.report_skipped()
+
+    @alone
+    def release(self) -> nn.Module:
+        """Give the model its values back, free the program's own, moments too, and close it.
+
+        Returns the model, an ordinary one again. Its values need host memory beside the state until that is
+        freed.
+        """
+        self.close()
+        self._session.release()
+        return self.model
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +156,11 @@ class Program(Inspection):
     # ---- state -----------------------------------------------------------------------------------
 
     @alone
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor:
-        what the plain model's ``load_state_dict`` takes."""
+        what the plain model's ``load_state_dict`` takes. ``trained``: only what requires a gradient."""
         self.synchronize()
-        return self._session.values.state_dict()
+        return self._session.values.state_dict(trained=trained)
 
     @alone
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -179,13 +183,16 @@ class Program(Inspection):
         session.forget_faults(inconsistent if self._closed else "")
 
     @alone
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], *, wait: bool = True) -> None:
         """Write a checkpoint from which :meth:`load` goes on bit for bit.
 
-        The state after every update so far: masters, moments in their format, step counts, buffers,
-        the optimizer's settings, the place in the sequence of seeds. A checkpoint of an earlier call
-        in the same folder stays until this one is whole on disk; deleting old folders is the caller's,
-        and so is a scheduler's ``state_dict()``.
+        The state after every update so far: masters, moments in their format, step counts, buffers, the
+        optimizer's settings, the place in the sequence of seeds. A checkpoint in the same folder stays until
+        this one is whole on disk; deleting folders and a scheduler's ``state_dict()`` are the caller's.
+
+        ``wait=False``: a thread writes it while training goes on. Updates copy what is not written yet, if
+        ``host_budget`` has room, or wait. :meth:`synchronize`, :meth:`close` and the next ``save`` return
+        when it is whole; an error is raised there or by the next step. With state on NVMe it always waits.
         """
         self.synchronize()
         session = self._session
@@ -193,7 +200,13 @@ class Program(Inspection):
             raise ProgramError(session.inconsistent)
         settings = settings_of(self.optimizer, self.model)
         progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
-        save_checkpoint(Path(folder), self._allocated_state("save"), session.values.loose(), progress)
+        state, loose = self._allocated_state("save"), session.values.loose()
+        source = state if state.passing else session.snapshot()
+        if wait or isinstance(source, HostState):
+            save_checkpoint(Path(folder), source, loose, progress)
+            return
+        session.saving = BackgroundSave(Path(folder), source, loose, progress)
+        session.saving.start(state)
 
     @alone
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -215,14 +228,24 @@ class Program(Inspection):
         session.forget_faults()
 
     @alone
-    def export(self, folder: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the trained values in ``dtype`` as a folder that ``transformers`` loads."""
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: torch.dtype | None = torch.bfloat16,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """Write the trained values in ``dtype`` as a folder that ``transformers`` loads.
+
+        None: in the dtypes that the model's parameters have. ``beside`` allows a folder with other files in
+        it, of which an earlier export's weights and config are replaced.
+        """
         self.synchronize()
         session = self._session
         if session.inconsistent and not self._closed:
             raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
-        export_model(Path(folder), self.model, values, dtype)
+        export_model(Path(folder), self.model, values, dtype, beside=beside)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:
@@ -251,22 +274,7 @@ class Program(Inspection):
     def __getstate__(self) -> Any:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 
-    @alone
-    def prepare(self, batch: Any) -> None:
-        """Compile the training program for an example batch and take over the model's storage."""
-        micro = self._session.micro_batches(batch)
-        self._session.schedule(micro[0], self._session.training(micro))
-
     # ---- inside ---------------------------------------------------------------------------------
-
-    def _ready(self) -> None:
-        session = self._session
-        session.same_process()
-        if session.inconsistent:
-            raise ProgramError(session.inconsistent)
-        if session.settings.on_nonfinite == "raise" and session.unreported:
-            session.await_norm()  # no step runs after a faulty one, whatever the timing
-        session.report_skipped()
 
     def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
         losses: list[Tensor] = []

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
+from megacompile.capture.outputs import OutputsFn, identity
 from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import CaptureError, MegacompileError, ProgramError
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import hypers, refuse_moments
+from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
 from megacompile.runtime import ownership
@@ -32,9 +34,10 @@ from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.device import Device
 from megacompile.runtime.runtime import Runtime
-from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults, step_seed
 from megacompile.runtime.values import ModelValues
 from megacompile.step.bind import BoundStep
+from megacompile.storage.background import BackgroundSave
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Session:
         self._previous: BoundStep | None = None
         self._last_batch: Batch | None = None
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
+        self.saving: BackgroundSave | None = None  # the last one
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""
@@ -97,7 +101,14 @@ class Session:
             raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
         return self.current
 
-    def micro_batches(self, batch: Any, *, evaluate: bool = False) -> list[Batch]:
+    def micro_batches(
+        self,
+        batch: Any,
+        *,
+        evaluate: bool = False,
+        outputs: OutputsFn | None = None,
+        in_training: bool = False,
+    ) -> list[Batch]:
         """What a batch, or a list of them, holds: padded where that saves compiling another program."""
         items = batch if isinstance(batch, list) else [batch]
         if not items:
@@ -110,10 +121,30 @@ class Session:
         refuse_autocast()
         if not evaluate:
             self.check_model()
-        loss_fn = self.compiler.frontend.loss_fn
-        settings = model_settings(self.model, evaluate=evaluate, loss_fn=loss_fn)  # once for all of them
-        may_pad = self.current is not None
-        return [self._intake.read(item, settings, evaluate=evaluate, may_pad=may_pad) for item in items]
+        function = identity(outputs) if outputs is not None else self.compiler.frontend.loss_fn
+        in_eval_mode = evaluate and not in_training  # settings are read once for all of them
+        settings = model_settings(self.model, evaluate=in_eval_mode, function=function)
+        return self._intake.read(
+            items,
+            settings,
+            evaluate=evaluate,
+            first=self.current is None,
+            outputs=outputs,
+            in_training=in_training,
+        )
+
+    def check_counts(self, micro: Sequence[Batch]) -> None:
+        """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
+        for batch in micro:
+            count = batch.kwargs.get("num_items_in_batch")
+            if count is None:
+                continue
+            captured = self.compiler.frontend.captured(batch, evaluate=False)
+            if all(batch.leaves[index] is not count for index in captured.inputs.values()):
+                raise CaptureError(
+                    "The model's loss does not read num_items_in_batch, so that micro-batches would be "
+                    "weighted wrongly: remove it from the batch, or give the weights yourself."
+                )
 
     def check_model(self) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled."""
@@ -151,6 +182,12 @@ class Session:
         self._previous = None
         self._intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
+    def release(self) -> None:
+        """Leave the values to the model alone, and free the state."""
+        self.values.release()
+        self._bound.clear()
+        self._previous = self.runtime = None
+
     def _take_over(self, scheduled: Scheduled) -> None:
         if ownership.is_owned(self.model):
             raise MegacompileError("Another program has taken over this model: use that one.")
@@ -173,6 +210,7 @@ class Session:
         found = self._bound.get(id(scheduled))
         if found is None:
             assert self.runtime is not None
+            self.finish_saving()  # whose copies may be where this program's buffers want to be
             compiled = scheduled.compiled
             found = BoundStep(
                 scheduled.planned.step,
@@ -187,8 +225,8 @@ class Session:
             self._bound[id(scheduled)] = found
         return found
 
-    def run(self, micro: list[Batch], mode: Mode, weights: Sequence[float]) -> StepResults:
-        """One run of the program for these micro-batches in a mode."""
+    def run(self, micro: list[Batch], mode: Mode, weights: Sequence[float], *, first: int = 0) -> StepResults:
+        """One run of the program for these micro-batches in a mode; ``first`` is the number of the first."""
         bound = self._bind(self.schedule(micro[0], mode))
         runtime = self.runtime
         assert runtime is not None
@@ -199,7 +237,7 @@ class Session:
             self._last_batch = micro[0]  # whose program an update by hand belongs to
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
-            seeds=[step_seed(self.seed, self.calls, i) for i in range(len(micro))],
+            seeds=[step_seed(self.seed, self.calls, first + i) for i in range(len(micro))],
             loss_weights=list(weights),
             hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,
@@ -251,6 +289,19 @@ class Session:
             with self._noting_faults(Exception):
                 self.runtime.synchronize()
 
+    def snapshot(self) -> Snapshot:
+        """The state as it is, for a checkpoint; copies get what the host budget leaves."""
+        runtime = self.runtime
+        assert runtime is not None
+        updated = [op.group for op in self.scheduled().planned.step.ops if op.kind == "adam"]
+        taken = runtime.state.arena.nbytes + runtime.buffers.beside_bytes
+        return runtime.state.snapshot(updated, self.settings.host_budget_bytes - taken)
+
+    def finish_saving(self) -> None:
+        """Return when no checkpoint is being written any more; raise why one was not written."""
+        if self.saving is not None:
+            self.saving.finish()
+
     def forget_faults(self, inconsistent: str = "") -> None:
         """The state is whole again; ``inconsistent`` is what still keeps it from being trained on."""
         if self.runtime is not None:
@@ -288,11 +339,3 @@ class Session:
                     "program.load_state_dict, which then sets Adam's moments to zero."
                 )
             raise
-
-
-def step_seed(seed: int, step: int, micro: int) -> int:
-    """The 63-bit seed of all random calls in one micro-batch of one step."""
-    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro * 0x94D049BB133111EB
-    mixed &= (1 << 64) - 1
-    mixed ^= mixed >> 31
-    return (mixed * 0xD6E8FEB86659FD93) & ((1 << 63) - 1)

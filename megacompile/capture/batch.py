@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.loss import divide
+from megacompile.capture.outputs import OutputsFn
 from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.errors import MegacompileError
 
@@ -21,12 +22,16 @@ class Batch:
     """One micro-batch: the call's arguments, all their leaves, and the key of its program.
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
+    ``outputs`` is what the program computes of the forward in the place of the loss, and ``in_training`` says
+    that it does so in the modes of training.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
     key: tuple[Any, ...]
+    outputs: OutputsFn | None = None
+    in_training: bool = False
 
     @property
     def tokens(self) -> int:
@@ -42,6 +47,12 @@ class Batch:
         """What the model was set to."""
         settings: ModelSettings = self.key[2]
         return settings
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is for the model in eval mode."""
+        evaluates: bool = self.key[3]
+        return evaluates
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -61,11 +72,13 @@ def read_batch(
     evaluate: bool = False,
     keep_mask: bool = False,
     settings: ModelSettings | None = None,
+    outputs: OutputsFn | None = None,
+    in_training: bool = False,
 ) -> Batch:
     """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position.
 
-    ``keep_mask`` keeps an attention mask of all ones, for a loss function that may read it; ``settings`` are
-    the model's, where they were read already.
+    ``keep_mask`` keeps an attention mask of all ones, for a function that may read it; ``settings`` are
+    the model's, where they were read already, and tell ``outputs`` from other functions.
     """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -88,7 +101,7 @@ def read_batch(
     shapes = tuple(_described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
-    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate))
+    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate), outputs, in_training)
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
@@ -154,9 +167,11 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> li
     return [1.0 if all(counted) else 1.0 / len(micro)] * len(micro)
 
 
-def check_signature(model: nn.Module, batch: Batch, *, own_loss: bool) -> None:
-    """Name entries that the forward does not take, unless they are for a loss function, and missing ones."""
-    args, kwargs = divide(model, batch.args, batch.kwargs)[:2] if own_loss else (batch.args, batch.kwargs)
+def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:
+    """Name entries that the forward does not take, unless they are for ``function``, and missing ones."""
+    args, kwargs = batch.args, batch.kwargs
+    if function is not None:
+        args, kwargs, _ = divide(model, args, kwargs, function)
     signature, name = inspect.signature(model.forward), f"{type(model).__name__}.forward"
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     unknown = sorted(kwargs.keys() - signature.parameters.keys())

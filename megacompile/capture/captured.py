@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.capture.outputs import Structure
+
 _WRAPPED = "model"  # the attribute under which capture wraps the user's module
 
 
@@ -30,7 +32,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Captured:
-    """The forward as a graph: every input is a placeholder, the single output is the scalar loss.
+    """The forward as a graph: every input is a placeholder; the results are the scalar loss alone, or the
+    tensors that ``structure`` surrounds in what the forward, or a function of the user's, returned.
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
     index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
@@ -46,6 +49,7 @@ class Captured:
     rng: str
     trainable: frozenset[str]
     fake_mode: FakeTensorMode
+    structure: Structure
     rows: Mapping[str, Rows] = field(default_factory=dict)
 
     def placeholder(self, name: str) -> fx.Node:
@@ -56,16 +60,15 @@ class Captured:
         raise KeyError(name)
 
 
-def loss_of(graph: fx.Graph) -> fx.Node:
-    """The single output of a captured graph."""
-    (loss,) = next(n for n in graph.nodes if n.op == "output").args[0]
-    assert isinstance(loss, fx.Node)
-    return loss
+def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The outputs of a captured graph: the loss alone, or what is wanted in its place."""
+    results: tuple[fx.Node, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    return results
 
 
 def given_gradients(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that the loss has a gradient for, should they require one: ``detach`` hands none on."""
-    found = {loss_of(graph)}
+    found = set(results_of(graph))
     for node in reversed(graph.nodes):
         if node in found and node.target is not torch.ops.aten.detach.default:
             found.update(n for n in node.all_input_nodes if _differentiable(n))

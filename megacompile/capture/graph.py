@@ -1,6 +1,6 @@
-"""Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the training loss.
+"""Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the loss, or of outputs.
 
-In: the module (its values are never read), one batch, how the loss is found. Out: :class:`Captured`.
+In: the module (its values are never read), one batch, what of its forward is wanted. Out: :class:`Captured`.
 Invariants: one placeholder per parameter *object* (tied names are merged), no mutation, no hidden
 randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
 Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
@@ -32,7 +32,8 @@ from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
-from megacompile.capture.loss import LossFn, apply_loss, divide, find_loss
+from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
+from megacompile.capture.outputs import OutputsFn, Structure, copy_views, split
 from megacompile.capture.patching import REFUSED, Patch, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
@@ -44,31 +45,42 @@ from megacompile.errors import BudgetError, CaptureError
 aten = torch.ops.aten
 
 
-class _Loss(nn.Module):
-    """Runs the model on (args, kwargs) with our operators and returns the scalar loss."""
+class _Forward(nn.Module):
+    """Runs the model on (args, kwargs) with our operators and returns what is wanted of it: the scalar loss,
+    or the tensors of what ``outputs`` returns. ``structure`` is what surrounds them.
+    """
 
+    structure: Structure
     _loss_fn: LossFn | None
+    _outputs: OutputsFn | None
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, effects: Effects) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, outputs: OutputsFn | None, effects: Effects
+    ) -> None:
         super().__init__()
         self.model = model
         vars(self)["_loss_fn"] = loss_fn  # where it is a module, none of the model's
+        vars(self)["_outputs"] = outputs
         self.effects = effects
 
-    def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         try:
-            return self._loss(rng, args, kwargs)
+            tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
             raise CaptureError(_explain(error, self.model)) from error
+        return tensors
 
-    def _loss(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("position_ids") is not None
         with replaced(REFUSED), fake_kernels_named(), self.effects.noted(self.model):
             taken, named, rest = (args, kwargs, ())
-            if self._loss_fn is not None:
-                taken, named, rest = divide(self.model, args, kwargs)
+            if divides(kwargs, self._loss_fn, self._outputs):
+                function = self._outputs or self._loss_fn
+                taken, named, rest = divide(self.model, args, kwargs, function)
             with our_operators(self.model, rng, positions_given=given):
                 outputs = self.model(*taken, **named)
+            if self._outputs is not None:
+                return self._outputs(outputs, given_batch(args, kwargs))
             if self._loss_fn is None:
                 return find_loss(outputs)
             return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
@@ -83,11 +95,14 @@ def capture(
     trained: Collection[str] | None = None,
     loss_fn: LossFn | None = None,
     evaluate: bool = False,
+    outputs: OutputsFn | None = None,
+    in_training: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
     ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
-    traces in eval mode and without gradients instead.
+    traces without gradients instead, and in eval mode unless ``in_training``; what ``outputs`` makes of the
+    forward, if it is given, in the place of the loss.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -97,18 +112,20 @@ def capture(
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
     copied = fake_copy(model, forms, mode, trained)
     if evaluate:
-        copied.eval().requires_grad_(False)
+        copied.requires_grad_(False)
+        if not in_training:
+            copied.eval()
     _no_cache(copied)
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
     effects = Effects()
-    loss, inputs = _Loss(copied, loss_fn, effects), (rng, args, kwargs)
-    captured = _trace(loss, inputs, model)
+    forward, inputs = _Forward(copied, loss_fn, outputs, effects), (rng, args, kwargs)
+    captured = _trace(forward, inputs, model)
     changed = effects.first
     if changed:  # by the first forward: all later ones must compute the same
         effects.apply(copied)
-        again = _trace(loss, inputs, model)
+        again = _trace(forward, inputs, model)
         refuse_other_forward(captured.graph, again.graph, changed, effects.first)
     if trained and not evaluate and not captured.trainable:
         raise CaptureError(
@@ -118,14 +135,14 @@ def capture(
     return captured
 
 
-def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
+def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
     try:
-        with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__):
+        with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__), replaced(_FLAGS):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             with _graphs_alone():
-                exported = torch.export.export(loss, inputs, strict=False)
-            refuse_constants(exported, model, loss.effects.replaced)
+                exported = torch.export.export(forward, inputs, strict=False)
+            refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
             graph, signature = functionalise(exported)
     except CaptureError:
@@ -136,7 +153,7 @@ def _trace(loss: _Loss, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
         ) from error
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
-    return _flatten(graph, signature, exported.constants, loss.model)
+    return _flatten(graph, signature, exported.constants, forward)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -165,6 +182,16 @@ def _graphs_alone() -> Iterator[None]:
         yield
 
 
+def _as_they_are(_theirs: Callable[..., Any], *flags: Any) -> tuple[Any, ...]:
+    """Export sets cuDNN's flags and sets them back: it reads TF32's older flag, which torch refuses where the
+    newer ones say another, and its write fixes them for whatever a user sets later.
+    """
+    return flags
+
+
+_FLAGS = (Patch(torch.backends.cudnn, "set_flags", _as_they_are, "TF32 would not be restored"),)
+
+
 def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> None:
     """Write a graph's source when it is called."""
 
@@ -184,9 +211,10 @@ def _no_cache(model: nn.Module) -> None:
 
 
 def _flatten(
-    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], model: nn.Module
+    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], forward: _Forward
 ) -> Captured:
     refuse_mutations(signature)
+    model = forward.model
     parameters, buffers, inputs, constants = {}, {}, {}, {}
     by_object: dict[int, fx.Node] = {}
     nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
@@ -210,16 +238,13 @@ def _flatten(
             constants[name] = held[str(spec.target)]
     rng, *batch_leaves = leaves
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
+    fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
+    if forward._outputs is not None:
+        copy_views(graph, fake_mode)
     replace_draws(graph, nodes[rng])
     clean(graph)
     refuse_mixed_products(graph, buffers)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
-    if any(n.endswith("num_items_in_batch") and n not in used for n in batch_leaves):
-        raise CaptureError(
-            "The model's loss does not read num_items_in_batch, so that micro-batches would be weighted "
-            "wrongly: remove it from the batch, or weight them with train_step(batches, weights=[...])."
-        )
-    fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
     given = {parameters[node.name] for node in given_gradients(graph) if node.name in parameters}
     return Captured(
         graph=graph,
@@ -230,6 +255,7 @@ def _flatten(
         rng=rng,
         trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
         fake_mode=fake_mode,
+        structure=forward.structure,
     )
 
 

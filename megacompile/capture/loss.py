@@ -8,26 +8,39 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megacompile.capture.outputs import OutputsFn, all_outputs
 from megacompile.errors import CaptureError, MegacompileError
 
 LossFn = Callable[..., Tensor]
 
 
-def divide(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """(args, kwargs, rest): what the forward takes of a batch, and what is for ``loss_fn`` alone.
+def divides(kwargs: dict[str, Any], loss_fn: LossFn | None, outputs: OutputsFn | None) -> bool:
+    """Whether a batch may hold more than the forward takes, for a function of the user's: of a tuple, only
+    ``loss_fn`` can tell what."""
+    return loss_fn is not None or (outputs not in (None, all_outputs) and bool(kwargs))
 
-    Of a mapping the forward is given the names that it takes; of a tuple as many of the first
-    entries as it needs.
+
+def given_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch as such a function is given it: the mapping, the tuple, or its single entry."""
+    return kwargs or (args if len(args) != 1 else args[0])
+
+
+def divide(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, rest): what the forward takes of a batch, and what is for the user's function alone.
+
+    Of a mapping the forward is given the names that it takes, but for those in the function's attribute
+    ``inputs``; of a tuple as many of the first entries as it needs.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {p.kind for p in parameters}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    taken, count = kwargs, len(args)
+    count, own = len(args), getattr(function, "inputs", ())
+    taken = {name: value for name, value in kwargs.items() if name not in own}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         names = {p.name for p in parameters}
-        taken = {name: value for name, value in kwargs.items() if name in names}
+        taken = {name: value for name, value in taken.items() if name in names}
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         needed = sum(p.default is p.empty for p in named)
         if needed < min(len(args), len(named)):
@@ -44,7 +57,7 @@ def apply_loss(
 ) -> Tensor:
     """The loss by a function of (outputs, batch), or by a module, a criterion, of outputs and ``rest``."""
     if not isinstance(loss_fn, nn.Module):
-        loss = loss_fn(outputs, kwargs or (args if len(args) != 1 else args[0]))
+        loss = loss_fn(outputs, given_batch(args, kwargs))
     elif rest:
         loss = loss_fn(outputs, *rest)
     else:

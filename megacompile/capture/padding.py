@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import Batch, is_transformers
 from megacompile.capture.captured import Captured
@@ -37,26 +39,24 @@ _KEEPING = {
 }
 
 
-def bucketed(
-    item: Any, batch: Batch, model: nn.Module, *, longest: int | None, turning: Collection[int]
-) -> Any:
-    """``item`` padded to one of few lengths, or None where that is not known to be right, or not needed.
+def reach(model: nn.Module) -> int | None:
+    """How many positions the model has embeddings for, or says that it is for."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
-    Beyond a ``turning`` length the model computes otherwise: no sequence is padded past one.
-    """
+
+def may_be_padded(batch: Batch, model: nn.Module) -> bool:
+    """Whether a batch is one of tokens and labels, whose padding a mask that the forward takes would hide."""
     ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
-        return None
+        return False
     if "attention_mask" not in inspect.signature(model.forward).parameters:
-        return None  # one that lands in ``**kwargs`` may be dropped
-    if labels.shape != ids.shape or ids.dim() != 2 or not _made_of_tokens(batch):
-        return None
+        return False  # one that lands in ``**kwargs`` may be dropped
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
-        return None  # possibly packed, which a mask would hide from transformers
-    own, length = ids.shape[1], bucket_length(ids.shape[1], longest=longest)
-    if length <= own or any(own <= turn < length for turn in turning):
-        return None
-    return pad_batch(item, length)
+        return False  # possibly packed, which a mask would hide from transformers
+    return labels.shape == ids.shape and ids.dim() == 2 and _made_of_tokens(batch)
 
 
 def _made_of_tokens(batch: Batch) -> bool:
@@ -87,31 +87,69 @@ def _is_a_library_s(module: nn.Module) -> bool:
 
 
 def bucket_length(length: int, *, longest: int | None = None) -> int:
-    """The padded length: at most an eighth longer, so that few programs serve all lengths."""
+    """The padded length: at most a quarter longer (at least 8), so that few programs serve all lengths."""
     step = max(8, 1 << max(0, length.bit_length() - 3))
     padded = -(-length // step) * step
     return padded if longest is None else min(padded, longest)
 
 
-def pad_batch(batch: Any, length: int, pad_token: int = 0) -> Any:
-    """Pad the sequences of a token batch on the right to ``length``, hidden by the attention mask."""
+def pad_batch(batch: Any, length: int, pad_token: int = 0) -> dict[str, Any]:
+    """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it."""
     ids = batch["input_ids"]
-    short = length - ids.shape[1]
-    if short <= 0:
-        return batch
+    missing = length - ids.shape[1]
     padded = dict(batch.items())
-    padded.setdefault("attention_mask", torch.ones_like(ids))
+    if padded.get("attention_mask") is None:
+        padded["attention_mask"] = torch.ones_like(ids)
     for name, value in padded.items():
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape == ids.shape:
-            padded[name] = nn.functional.pad(value, (0, short), value=_PADDING.get(name, pad_token))
+        if isinstance(value, Tensor) and value.shape == ids.shape:
+            padded[name] = nn.functional.pad(value, (0, missing), value=_PADDING.get(name, pad_token))
     return padded
+
+
+def length_of(batch: Batch) -> int:
+    """The length of a token batch's sequences."""
+    length: int = batch.kwargs["input_ids"].shape[1]
+    return length
+
+
+def kind_of(batch: Batch) -> tuple[Any, ...]:
+    """What batches share that differ in the length of their sequences alone."""
+    return _without_length(batch.key, tuple(batch.kwargs["input_ids"].shape))
+
+
+def _without_length(key: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    spec, leaves, *others = key
+    return spec, tuple((shape[:1], *of[1:]) if of[0] == shape else of for of in leaves), *others
+
+
+def lengths_of_kind(keys: Iterable[tuple[Any, ...]], batch: Batch) -> list[int]:
+    """The lengths, in order, for which there is the key of a batch of the same kind."""
+    kind, shape = kind_of(batch), tuple(batch.kwargs["input_ids"].shape)
+    place = next(i for i, leaf in enumerate(batch.key[1]) if leaf[0] == shape)
+    alike = [
+        key[1][place][0]
+        for key in keys
+        if key[0] == kind[0] and _without_length(key, key[1][place][0]) == kind
+    ]
+    return sorted({other[1] for other in alike})
+
+
+def telling_length(length: int, graphs: Iterable[Captured]) -> int:
+    """This length, or one near it, that is the size of nothing in graphs of other lengths.
+
+    In a graph of that length, a dimension of this size is one of positions.
+    """
+    values = (node.meta.get("val") for captured in graphs for node in captured.graph.nodes)
+    sizes = {size for value in pytree.tree_leaves(list(values)) for size in getattr(value, "shape", ())}
+    near = itertools.chain(range(length, 1, -1), itertools.count(length + 1))
+    return next(n for n in near if n not in sizes)
 
 
 def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself.
 
     The graph must read the mask, and nothing but attention may mix positions: no recurrence, no convolution,
-    no product, sum or softmax over a dimension as long as the sequence.
+    no product, sum or softmax over a dimension as long as the sequence. Nothing else may be of that length.
     """
     mask, length = batch.kwargs["attention_mask"], batch.kwargs["input_ids"].shape[1]
     masks = {name for name, index in captured.inputs.items() if batch.leaves[index] is mask}

@@ -189,12 +189,11 @@ def efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dmask) of :func:`efficient_forward`; dmask [B, H, S, T] where ``bias_grad``."""
     heads, groups = q.shape[1], k.shape[1]
-    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=float("inf"))
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: never read
-    tensors = _rows(grad, q, repeat_heads(k, heads), repeat_heads(v, heads))
     with _deterministic():
         dq, dk, dv, dmask = aten._scaled_dot_product_efficient_attention_backward(
-            *tensors, _aligned(mask), *_rows(out), padded, seed, seed, 0.0,
+            *_rows(grad, q, repeat_heads(k, heads), repeat_heads(v, heads)), _aligned(mask), *_rows(out),
+            torch.nn.functional.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=float("inf")), seed, seed, 0.0,
             [True, True, True, bias_grad], causal and mask is None, scale=scale,
         )  # fmt: skip
     return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups), dmask if bias_grad else None

@@ -30,14 +30,15 @@ class ModelSettings:
     held: tuple[object, ...] = field(compare=False, repr=False)
 
 
-def model_settings(model: nn.Module, *, evaluate: bool, loss_fn: Any = None) -> ModelSettings:
-    """Types, modes, attributes, forward hooks and buffers of all modules, and of ``loss_fn``.
+def model_settings(model: nn.Module, *, evaluate: bool, function: Any = None) -> ModelSettings:
+    """Types, modes, attributes, forward hooks and buffers of all modules, and of the user's ``function`` of
+    what the forward returns.
 
     Equal ones mean equal values: 1, 1.0 and True differ. In eval mode nothing depends on ``training``.
     """
     reader = Reader()
-    found: list[Any] = [reader.read(loss_fn)]
-    own = modules_of(loss_fn) if isinstance(loss_fn, nn.Module) else []
+    found: list[Any] = [reader.read(function)]
+    own = modules_of(function) if isinstance(function, nn.Module) else []
     for module in modules_of(model) + own:
         values = vars(module)
         found.append(id(type(module)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ _CODE = (
     *(type, torch.dtype, torch.device),
 )
 _NO_DATA = {"torch", "logging", "threading"}  # packages whose objects are none
+_OF_CHECKPOINTS = {
+    "architectures",
+    "dtype",
+}  # what save_pretrained writes into a config; no graph depends on it
 # Containers of more items that are not all plain, and what is nested deeper, are told by identity.
 _LARGE, _DEEP = 1000, 8
 
@@ -93,4 +98,7 @@ def _data_of(value: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # with slots
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     found: dict[str, Any] | None = getattr(value, "__dict__", None)
+    transformers = sys.modules.get("transformers")
+    if found and transformers is not None and isinstance(value, transformers.PreTrainedConfig):
+        return {name: held for name, held in found.items() if name not in _OF_CHECKPOINTS}
     return found

@@ -20,6 +20,7 @@ from megacompile.host.arena import HostArena, trim_heap
 from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, StateFormat, group_runs, moment_names
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
+from megacompile.host.snapshot import Snapshot
 from megacompile.host.views import moments_of, parts_of
 
 CHUNK = 1 << 22  # elements
@@ -56,6 +57,7 @@ class HostState:
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [0] * len(self.groups)
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
+        self._snapshot = Snapshot((), form, (), ())  # the last one
         self._runs = [group_runs(group, form) for group in self.groups]
         self._padding = [padding_of(group) for group in self.groups]
 
@@ -69,6 +71,7 @@ class HostState:
         """Bring a group's arrays to a device, or back to where they lay on the host."""
         home = self._homes.setdefault(group, self.arrays[group])
         if device.type == "cpu":
+            self._snapshot.before_change(group)
             for name, array in self.arrays[group].items():
                 home[name].copy_(array)
             self.arrays[group] = home
@@ -148,6 +151,8 @@ class HostState:
 
         ``change`` says that they will be written to. Nothing may be under way.
         """
+        if change:
+            self._snapshot.before_change(group)
         if self.offload is None or not self.offload.places[group].on_storage:
             return self.arrays[group]
         return self.arrays[group] | self.offload.open(group, change=change)
@@ -199,7 +204,9 @@ class HostState:
     def _views(
         self, group: int, arrays: Mapping[str, Tensor], grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
     ) -> Iterator[tuple[Tensor, Tensor | None, list[Tensor], Tensor, host_adam.AdamHyper]]:
-        """(weights, low halves, moments, gradient, hyper-parameters) of each run of a group."""
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run of a group to be updated."""
+        if self._lies_at_home(group):
+            self._snapshot.before_change(group)
         low = arrays.get("low")
         for run in self._runs[group]:
             part = slice(run.start, run.stop)
@@ -242,6 +249,34 @@ class HostState:
         """
         for index, group in enumerate(self.groups):
             yield parts_of(group, self.open(index, change=change), self.form)
+
+    @property
+    def passing(self) -> bool:
+        """Whether some groups are on storage, so that :meth:`parts` passes them through one buffer."""
+        return self.offload is not None and any(place.on_storage for place in self.offload.places)
+
+    def written(self, count: int) -> None:
+        """Nothing: while :meth:`parts` is read, no step runs."""
+
+    def snapshot(self, updated: Sequence[int], room_bytes: int) -> Snapshot:
+        """The state as it is now, nothing of it on storage, and nothing under way.
+
+        What is on the device comes to its place on the host, which stays free for it. ``updated`` is the
+        order of updates, ``room_bytes`` what copies may take.
+        """
+        for group, arrays in enumerate(self.arrays):
+            if not self._lies_at_home(group):
+                for name, array in arrays.items():
+                    self._homes[group][name].copy_(array)
+        homes = [self._homes.get(group, arrays) for group, arrays in enumerate(self.arrays)]
+        return Snapshot(self.groups, self.form, self.steps, homes, updated, room_bytes)
+
+    def guard(self, snapshot: Snapshot) -> None:
+        """Tell a snapshot of every change from now on; the one before must have ended."""
+        self._snapshot = snapshot
+
+    def _lies_at_home(self, group: int) -> bool:
+        return self.arrays[group] is self._homes.get(group, self.arrays[group])
 
 
 def nothing_for(parameter: nn.Parameter) -> Tensor:

@@ -53,6 +53,13 @@ class HostBuffers:
             "offloaded": sum(offloaded) + self._extra.nbytes,
         } | self._device.host_bytes()
 
+    @property
+    def beside_bytes(self) -> int:
+        """Host bytes that the arena had no room for."""
+        pieces = [*self.gradients.values(), *self._ring, *self._homes.values()]
+        outside = [p for p in pieces if not self._arena.holds(p) and not self._more.holds(p)]
+        return sum(p.nbytes for p in [*outside, self._extra]) + sum(self._device.host_bytes().values())
+
     def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
         """Make the ring as large as a step wants it and allocate its offloaded activations, with nothing
         under way in a buffer that is replaced."""

@@ -20,8 +20,8 @@ from megacompile.errors import ProgramError
 
 _BELONGS = "This {} belongs to a megacompile program"
 _USED = (
-    " and holds no values: call program.train_step or program.evaluate, or program.sync_to(model) to get the "
-    "values back."
+    " and holds no values: call program.train_step, evaluate, predict or generate, or program.sync_to(model) "
+    "to get the values back."
 )
 _SAVED = (
     " and holds no values: call program.state_dict, load_state_dict, save or export, or "

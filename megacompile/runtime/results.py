@@ -57,10 +57,15 @@ class StepOutput:
         self._weights = tuple(weights)
 
     @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """The loss of each micro-batch before it is weighted, as 0-d tensors."""
+        self._session.await_losses()
+        return tuple(self._results.losses)
+
+    @property
     def loss(self) -> Tensor:
         """The loss; of several micro-batches their weighted sum. ``optimizer_step`` computes none."""
-        losses = self._results.losses
-        self._session.await_losses()
+        losses = self.losses
         if not losses:
             raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):

@@ -23,9 +23,11 @@ class StepInputs:
 
 @dataclass
 class StepResults:
-    """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will."""
+    """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
+    forward alone ``outputs``, its results by value."""
 
-    losses: list[Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
     takes_norm: bool = False
     grad_norm: Tensor | None = None
     skipped: bool = False
@@ -33,3 +35,11 @@ class StepResults:
 
 class NonFiniteError(FloatingPointError):
     """The loss or the gradient is not finite; the message says what state is left."""
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The 63-bit seed of all random calls in one micro-batch of one step."""
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro * 0x94D049BB133111EB
+    mixed &= (1 << 64) - 1
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93) & ((1 << 63) - 1)

@@ -44,6 +44,12 @@ class StepRun(StepUpdates):
         self._device.reached(event)
         self._blocks.free(free)
 
+    def copy_result(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
+        self._device.wait(after)
+        self.results.outputs[value] = self._device.read(self._blocks.values[Value(value, micro)])
+        self._device.reached(("copy_result", value, micro))
+        self._blocks.free(free)
+
     def prefetch(
         self, *, group: int, offset: int, slot: int | None = None, after: Sequence[Event] = ()
     ) -> None:
@@ -118,7 +124,7 @@ class StepRun(StepUpdates):
         self._device.submit(stream, event, after, lambda: move(region, buffer))
 
     def _read_loss(self, micro: int) -> None:
-        value = self._bound.part.loss
+        (value,) = self._bound.part.results
         self.results.losses.append(self._device.read(self._blocks.values[Value(value, micro)]))
         if "backward" in self._bound.kinds:
             self._blocks.start_backward(value, micro)

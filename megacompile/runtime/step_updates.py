@@ -66,7 +66,7 @@ class StepUpdates:
     """
 
     def __init__(self, held: Held, bound: BoundStep, inputs: StepInputs) -> None:
-        self.results = StepResults(losses=[], takes_norm="clip_scale" in bound.kinds)
+        self.results = StepResults(takes_norm="clip_scale" in bound.kinds)
         self.pushed = False
         self._held, self._bound, self._inputs = held, bound, inputs
         self._device, self._blocks = held.device, held.blocks

@@ -54,14 +54,17 @@ class ModelValues:
         parameter = self.model.get_parameter(name)
         return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter in FP32 by its name, tied ones once; copies, one at a time."""
-        return ((name, self._read(name, p)) for name, p in self.model.named_parameters())
+    def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""
+        named = self.model.named_parameters()
+        return ((name, self._read(name, p)) for name, p in named if p.requires_grad or not trained)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor."""
-        values = dict(self.parameters()) | {n: b.clone() for n, b in self.buffers().items()}
-        return {name: values[first] for name, first in first_names(self.model).items()}
+        values = dict(self.parameters(trained=trained))
+        if not trained:
+            values |= {n: b.clone() for n, b in self.buffers().items()}
+        return {name: values[first] for name, first in first_names(self.model).items() if first in values}
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers themselves."""
@@ -115,6 +118,12 @@ class ModelValues:
                     set_value(target, value.clone())
                 else:
                     target.data.copy_(value)
+
+    def release(self) -> None:
+        """The model alone holds its values."""
+        if self._owns:
+            self.copy_to(self.model)
+        self._state, self._homes = None, {}
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
         """What holds each of our values in another model, if neither has more than the other."""

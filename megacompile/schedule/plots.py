@@ -49,16 +49,17 @@ def memory_timeline(
 
 
 def loss_curve(
-    train: Sequence[float],
+    train: Sequence[tuple[int, float]],
     held_out: Sequence[tuple[int, float]],
     path: str | os.PathLike[str],
     *,
     subtitle: str = "",
     unit: str = "nats per token",
 ) -> Path:
-    """Draw the loss of every training step, and ``held_out`` as (steps taken, loss) points."""
+    """Draw losses of training and of held-out data, as (steps taken, loss) points."""
     figure, axes = canvas("Loss during training", subtitle)
-    axes.plot(range(len(train)), train, color=_PALE_LINE, linewidth=1.1, label="training batch")
+    points = [step for step, _ in train], [loss for _, loss in train]
+    axes.plot(*points, color=_PALE_LINE, linewidth=1.1, label="training batch")
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=_LINE, marker="o", markersize=5, linewidth=1.6,
@@ -67,8 +68,8 @@ def loss_curve(
             axes.annotate(
                 f"{point[1]:.2f}", point, shift, textcoords="offset points", color=_LINE, weight="bold"
             )
-    axes.set_xlim(0, max(len(train), 1))
-    axes.set_ylim(0, 1.06 * max((*train, *(loss for _, loss in held_out)), default=1.0))
+    axes.set_xlim(0, max((step for step, _ in train), default=1))
+    axes.set_ylim(0, 1.06 * max((loss for _, loss in (*train, *held_out)), default=1.0))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel("optimizer steps")

@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from torch import Tensor
 
 from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.storage.durable import recover, replacing, save_shard
 from megacompile.storage.layout import SavedLayout, copied_range, layout_of, read_layout
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 28  # updates may wait for one to be written
 PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
 _FILE = re.compile(r"state-\d{5}\.safetensors")
 
@@ -67,21 +68,30 @@ class Manifest:
     files: dict[str, Shard]
 
 
-def save_checkpoint(folder: Path, state: HostState, loose: Mapping[str, Tensor], progress: Progress) -> None:
+def save_checkpoint(
+    folder: Path, state: HostState | Snapshot, loose: Mapping[str, Tensor], progress: Progress
+) -> None:
     """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
 
     Raises :class:`ProgramError` where the disk does not take it, with the earlier one untouched.
     """
-    folder = folder.resolve()
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise MegacompileError(f"{folder} is not empty and holds no checkpoint: give another folder.")
+    folder = checked_folder(folder)
     try:
         with replacing(folder) as fresh:
-            files = dict(_write_shards(fresh, _batches(state.parts(), loose), state.offload is not None))
+            batches = _batches(state.parts(), loose)
+            files = dict(_write_shards(fresh, batches, state.passing, state.written))
             manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files))
             (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     except OSError as error:
         raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
+
+
+def checked_folder(folder: Path) -> Path:
+    """Where a checkpoint may be written: nothing else is there."""
+    folder = folder.resolve()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise MegacompileError(f"{folder} is not empty and holds no checkpoint: give another folder.")
+    return folder
 
 
 def _batches(
@@ -96,23 +106,22 @@ def _batches(
 
 
 def _write_shards(
-    folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool
+    folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool, written: Callable[[int], None]
 ) -> Iterator[tuple[str, Shard]]:
     """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
 
-    ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two.
+    ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two. ``written``
+    is told how many batches are in files.
     """
     shard: dict[str, Tensor] = {}
     names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
-    for batch in batches:
-        for name, tensor in batch.items():
+    for count, batch in enumerate(batches):
+        for left, (name, tensor) in zip(reversed(range(len(batch))), batch.items(), strict=True):
             shard[name] = tensor.detach().cpu()
-            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES:
+            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES or (passing and not left):
                 yield _write(folder / next(names), shard)
                 shard = {}
-        if passing and shard:
-            yield _write(folder / next(names), shard)
-            shard = {}
+                written(count if left else count + 1)
     if shard:
         yield _write(folder / next(names), shard)
 
@@ -136,11 +145,9 @@ class Checkpoint:
         """Check names, shapes, formats and files; :class:`MegacompileError` names what does not fit."""
         self._folder = folder.resolve()
         self._state, self._loose = state, loose
-        recover(self._folder)
-        manifest = _read_manifest(self._folder)
+        manifest, self._places = read_manifest(self._folder)
         self.progress = manifest.progress
         self._layout = read_layout(manifest.layout, state, self._folder)
-        self._places = _places(self._folder, manifest.files)
         values = {f"{name}/value": value for name, value in loose.items()}
         self._expected = self._layout.tensors | values
         _compare_tensors(self._folder, self._places, self._expected)
@@ -193,7 +200,9 @@ class Checkpoint:
             raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> tuple[Manifest, dict[str, tuple[str, int]]]:
+    """What a checkpoint holds, and by tensor its file, which is there and of its size, and its checksum."""
+    recover(folder)
     path = folder / MANIFEST
     if not path.is_file():
         raise MegacompileError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it.")
@@ -202,11 +211,10 @@ def _read_manifest(folder: Path) -> Manifest:
     if found != VERSION:
         raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
     manifest: Manifest = from_plain(Manifest, given, str(path), partial=True)
-    return manifest
+    return manifest, _places(folder, manifest.files)
 
 
 def _places(folder: Path, files: dict[str, Shard]) -> dict[str, tuple[str, int]]:
-    """By tensor, the file that holds it and its checksum; every file is there and of its size."""
     places: dict[str, tuple[str, int]] = {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):

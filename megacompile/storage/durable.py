@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megacompile.errors import ProgramError
 
+_TORCH_SAVE = ("inline_container.cc", "iostream error")  # of what torch.save raises where a write failed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
@@ -50,6 +51,23 @@ def replacing(folder: Path) -> Iterator[Path]:
             raise
 
 
+@contextlib.contextmanager
+def adding_to(folder: Path) -> Iterator[Path]:
+    """A temporary folder whose files go into ``folder``, beside what is there, when the block ends without
+    an error: one by one, and ``config.json``, which says that a model is there, last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / ".saving"
+    with _locked(fresh):
+        try:
+            yield fresh
+            for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
+                _sync(file)
+                file.replace(folder / file.name)
+            _sync(folder)
+        finally:
+            _remove(fresh)
+
+
 def recover(folder: Path) -> None:
     """Put back what a writer that was killed had moved aside and not yet replaced."""
     previous = _beside(folder, "previous")
@@ -71,6 +89,15 @@ def save_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] 
         raise OSError(str(error)) from error
 
 
+def is_of_disk(error: BaseException) -> bool:
+    """Whether a disk did not take what was to be written, in whichever words the writer says so."""
+    from safetensors import SafetensorError
+
+    if any(isinstance(e, (OSError, SafetensorError)) for e in (error, error.__cause__)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_SAVE)
+
+
 def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f".{folder.name}.{what}")
 
@@ -89,7 +116,7 @@ def _locked(fresh: Path) -> Iterator[None]:
             file.unlink()
         yield
     finally:
-        os.close(handle)
+        _unlock(handle)
 
 
 @contextlib.contextmanager
@@ -100,7 +127,12 @@ def _renaming_in(parent: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        _unlock(handle)
+
+
+def _unlock(handle: int) -> None:
+    fcntl.flock(handle, fcntl.LOCK_UN)  # for processes too that were forked meanwhile and hold it open
+    os.close(handle)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
+from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.host.views import shapes_of
 
@@ -69,7 +70,7 @@ class Layout:
     steps: dict[str, int]
 
 
-def layout_of(state: HostState) -> SavedLayout:
+def layout_of(state: HostState | Snapshot) -> SavedLayout:
     """The layout of a state, as it is saved."""
     slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
     return SavedLayout(state.form, {p.name: _facts(p, step) for p, step in slots})

@@ -156,9 +156,9 @@ def test_what_a_forward_does_not_take_is_named() -> None:
         ({"labels": good["labels"], "id": 3, "weight": 0.5, "input_ids": good["input_ids"]}, "id, weight"),
     ):
         with pytest.raises(megacompile.MegacompileError, match=words):
-            check_signature(Strict(model), read_batch(batch, model), own_loss=False)
+            check_signature(Strict(model), read_batch(batch, model), function=None)
     check_signature(
-        model, read_batch({**good, "num_items_in_batch": 7}, model), own_loss=False
+        model, read_batch({**good, "num_items_in_batch": 7}, model), function=None
     )  # which takes **kwargs
 
 

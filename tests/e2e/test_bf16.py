@@ -13,7 +13,7 @@ import megacompile
 from megacompile.capture.batch import read_batch
 from megacompile.capture.patching import our_operators
 from megacompile.host.bucket import slot_view
-from megacompile.session import step_seed
+from megacompile.runtime.step_io import step_seed
 from tests.support.models import batch_for, build
 from tests.support.zoo import causal, token_batch
 

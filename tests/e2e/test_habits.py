@@ -133,6 +133,10 @@ def test_a_count_that_the_loss_does_not_read_is_refused() -> None:
     program = compiled(Ignores())
     with pytest.raises(megacompile.CaptureError, match="does not read num_items_in_batch"):
         program.train_step([{**batch_for("plain"), "num_items_in_batch": 6}] * 2)
+    with pytest.raises(megacompile.CaptureError, match="does not read num_items_in_batch"):
+        program.forward_backward({**batch_for("plain"), "num_items_in_batch": 6})
+    out = program.train_step([{**batch_for("plain"), "num_items_in_batch": 6}] * 2, weights=[0.25, 0.5])
+    assert float(out.loss) == pytest.approx(0.75 * float(out.losses[0]), rel=1e-6)
 
 
 def test_frozen_embedding_and_frozen_layers() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ def test_trains_as_the_loaded_model_does_and_comes_back(name: str, tmp_path: Pat
     program.close()
 
 
+def test_saving_as_transformers_does_compiles_nothing_again(tmp_path: Path) -> None:
+    """Though it writes a dtype and an architecture into the live config; other changes are followed."""
+    model = build("llama")
+    before = dict(vars(model.config))
+    program = megacompile.compile(
+        model, "1GB", optimizer=adamw(model.parameters()), compute_dtype=torch.float32
+    )
+    program.train_step(batch_for("llama", 0))
+    model.save_pretrained(tmp_path, state_dict=program.state_dict())
+    assert vars(model.config) != before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program.train_step(batch_for("llama", 1))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == program.state_dict().keys()
+    model.config.rms_norm_eps = 1e-3
+    assert not program._session.compiler.knows(program._session.micro_batches(batch_for("llama", 2))[0])
+    program.close()
+
+
 def test_several_shards_come_out_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacompile.storage.export.SHARD_BYTES", 20_000)
     model = build("llama")
@@ -68,6 +89,24 @@ def test_several_shards_come_out_with_an_index(tmp_path: Path, monkeypatch: pyte
         program.export(tmp_path / "out")
     with pytest.raises(megacompile.MegacompileError, match=r"torch.int8 cannot hold weights"):
         program.export(tmp_path / "other", torch.int8)
+
+
+def test_an_export_beside_other_files_replaces_the_last_one(tmp_path: Path) -> None:
+    """Into a trainer's output folder; in the dtypes that the parameters have."""
+    model = build("gpt2").bfloat16()
+    program = megacompile.compile(model, "1GB", optimizer=adamw(model.parameters()))
+    program.train_step(batch_for("gpt2"))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / stale).write_text("of an earlier export")
+    program.export(tmp_path, None, beside=True)
+    names = {"config.json", "generation_config.json", "model.safetensors", "trainer_state.json"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    values = program.state_dict()
+    assert plain.dtype == torch.bfloat16
+    assert all(torch.equal(v, values[n].bfloat16()) for n, v in plain.named_parameters())
+    program.close()
 
 
 def test_a_plain_module_is_exported_without_config(tmp_path: Path) -> None:

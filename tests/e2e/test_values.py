@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -133,3 +135,28 @@ def test_a_state_that_was_loaded_in_part_is_not_trained_on(monkeypatch: pytest.M
     program.load_state_dict(state)
     program.train_step(batch_for("plain"))
     program.close()
+
+
+def test_a_released_model_is_an_ordinary_one_and_the_state_is_freed() -> None:
+    model = build("gpt2")
+    program = trained(model, batch_for("gpt2"))
+    before = program.state_dict()
+    state = weakref.ref(program._session.runtime.state)  # type: ignore[union-attr]
+    assert program.release() is model
+    gc.collect()
+    assert state() is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+        assert torch.equal(program.state_dict()[name], value), name
+    model(**batch_for("gpt2")).loss.backward()
+    with pytest.raises(ProgramError, match="compile the model again"):
+        program.train_step(batch_for("gpt2"))
+
+
+def test_only_what_is_trained() -> None:
+    model = build("gpt2")
+    model.transformer.wte.requires_grad_(False)
+    program = trained(model, batch_for("gpt2"))
+    values, whole = program.state_dict(trained=True), program.state_dict()
+    assert set(values) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(value, whole[name]) for name, value in values.items())

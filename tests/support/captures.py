@@ -24,7 +24,7 @@ from megacompile.capture.graph import capture
 from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.frontend import Frontend
 
-_KNOWN = ("torch.", "transformers.", "peft.", "tests.support.")
+_KNOWN = ("torch.", "transformers.", "peft.", "tests.support.", "megacompile.capture.outputs.")
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weight_refs"}  # of an LSTM's own parameters
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL = tuple(f"_global{name}" for name in _HOOKS[:3])
@@ -51,11 +51,11 @@ class Captures:
             self._captured[key] = capture(model, args, kwargs, **options)
         return self._captured[key]
 
-    def differentiate(self, template: Any, mode: Any, inductor: Any) -> DifferentiatedTemplate:
+    def differentiate(self, template: Any, mode: Any, *target: Any) -> DifferentiatedTemplate:
         """As :func:`megacompile.differentiate.policies.differentiate`."""
-        key = (template.digest, template.name, mode, inductor)
+        key = (template.digest, template.name, mode, target)
         if key not in self._templates:
-            self._templates[key] = differentiate(template, mode, inductor)
+            self._templates[key] = differentiate(template, mode, *target)
         return self._templates[key]
 
     @contextmanager

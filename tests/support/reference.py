@@ -17,7 +17,7 @@ from megacompile.capture.patching import our_operators
 from megacompile.host.adam import adamw_step
 from megacompile.host.optimizer import hypers
 from megacompile.program import Program
-from megacompile.session import step_seed
+from megacompile.runtime.step_io import step_seed
 from tests.support.draws import OurDraws
 
 
@@ -75,7 +75,7 @@ class EagerTrainer:
         with our_operators(self.model, rng, positions_given=given), OurDraws(rng):
             if self.loss_fn is None:
                 return find_loss(self.model(*one.args, **one.kwargs))
-            args, kwargs, rest = divide(self.model, one.args, one.kwargs)
+            args, kwargs, rest = divide(self.model, one.args, one.kwargs, self.loss_fn)
             outputs = self.model(*args, **kwargs)
         return apply_loss(self.loss_fn, outputs, one.args, one.kwargs, rest)
 

@@ -34,11 +34,17 @@ SLOW = (
     r"test_tile\.py::test_a_cut_bank_of_experts_is_bitwise_the_whole_one\[(?!mixtral)",
     r"test_rows\.py::test_training_is_bitwise_that_of_eager\[habits(0-2|1-1)",
     r"test_rows\.py::test_gathered_rows_train_as_a_streamed_table\[(True-dtype0|False-dtype1)",
+    # Trainers: the first of each kind stays.
+    r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no)",
+    r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA)",
+    r"test_trl\.py::test_dpo_logs_what_trl_does\[two",
+    r"test_trl\.py::test_trls_own_script",
     # Inductor: one dtype, one budget.
     r"test_inductor\.py::test_a_model_trains_as_well_as_in_eager\[dtype0",
     r"test_inductor\.py::test_the_same_run_gives_the_same_bits\[1GB",
     r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
+    r"test_interruptions\.py::test_killed_at_random_moments_a_run_ends_as_the_undisturbed\[20",
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[4MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",

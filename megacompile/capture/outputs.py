@@ -1,0 +1,92 @@
+"""What is captured in the place of the loss: outputs of the forward, tensors and the structure around them.
+
+In: what a forward returned, or what a function of the user's made of it. Out: its tensors, which a program
+computes, and :class:`Structure`, which puts their values back into tuples, dicts and a model's own classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from megacompile.capture.views import is_view
+from megacompile.errors import CaptureError
+
+OutputsFn = Callable[[Any, Any], Any]
+"""(what the forward returned, the batch) -> tensors in tuples, lists and dicts."""
+_PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
+_HERE = object()  # where a tensor stands
+
+
+def all_outputs(outputs: Any, batch: Any) -> Any:
+    """What the forward returned, as it is."""
+    return outputs
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What surrounds the tensors of an output: containers, numbers, None."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def around(self, tensors: Sequence[Tensor]) -> Any:
+        """The output with these tensors in it."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if x is _HERE else x for x in self.leaves], self.spec)
+
+    @property
+    def names(self) -> list[str]:
+        """Of each tensor, how it is reached in the output: ``['logits']``."""
+        numbered = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        found = pytree.tree_flatten_with_path(numbered)[0]
+        return [pytree.keystr(path) for path, i in found if self.leaves[i] is _HERE]
+
+
+def split(outputs: Any) -> tuple[list[Tensor], Structure]:
+    """The tensors of an output and what surrounds them."""
+    leaves, spec = pytree.tree_flatten(outputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise CaptureError(
+                f"The output holds a {type(leaf).__name__}, which a program cannot give back: give predict "
+                "outputs=, a function that returns tensors in tuples, lists and dicts."
+            )
+    if not tensors:
+        raise CaptureError("The output holds no tensor: return at least one.")
+    return tensors, Structure(spec, tuple(_HERE if isinstance(x, Tensor) else x for x in leaves))
+
+
+def identity(function: Callable[..., Any]) -> Any:
+    """What a function computes with, the same for one that is written inline and made again and again: code,
+    defaults, what it closes over."""
+    if isinstance(function, functools.partial):
+        return identity(function.func), function.args, function.keywords
+    if isinstance(function, types.MethodType):
+        return identity(function.__func__), function.__self__
+    if not isinstance(function, types.FunctionType):
+        return function
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    return function.__code__, function.__defaults__, function.__kwdefaults__, closed
+
+
+def copy_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Let each result have memory of its own: an input, or a view of something larger, is copied."""
+    output = graph.output_node()
+    for node in dict.fromkeys(output.all_input_nodes):
+        if node.op == "placeholder" or is_view(node):
+            before = output if node.op == "placeholder" else node.next
+            with graph.inserting_before(before):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            with mode:
+                copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+            output.replace_input_with(node, copy)

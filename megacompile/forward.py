@@ -1,0 +1,108 @@
+"""Forwards without training: the loss of a batch in eval mode, what the model returns for it, samples.
+
+In: a batch. Out: tensors on the host. All run by programs of the forward alone, over the same state and
+under the same budget as training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megacompile.assemble.plan import Mode
+from megacompile.capture.outputs import OutputsFn, all_outputs
+from megacompile.errors import CaptureError, MegacompileError, ProgramError
+from megacompile.generate import generate
+from megacompile.inspection import Inspection
+from megacompile.runtime.calls import alone
+
+
+class Forward(Inspection):
+    """The part of :class:`~megacompile.program.Program` that computes and trains nothing."""
+
+    @alone
+    def evaluate(self, batch: Any) -> Tensor:
+        """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
+        loss: Tensor = self._forward("evaluate", batch, None)
+        return loss
+
+    @alone
+    def predict(self, batch: Any, *, outputs: OutputsFn | None = None, micro_batch: int | None = None) -> Any:
+        """What the forward returns for a batch in eval mode, on the host, under the same budget as training.
+
+        A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
+        of keys and values, which is left out. The batch needs no labels and is not padded.
+
+        ``outputs(output, batch)`` is compiled with the model, and what it returns comes in the place of the
+        output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries
+        of the batch that the forward does not take, and an attribute ``inputs`` of it names entries that the
+        forward is not given. Another function, or the same one over other values, is another program.
+
+        ``micro_batch``: instead of in eval mode, as the next ``train_step`` computes this batch as the
+        micro-batch of this number, with the same random numbers.
+        """
+        return self._forward("predict", batch, outputs or all_outputs, micro_batch)
+
+    @alone
+    def generate(self, /, input_ids: Tensor, **options: Any) -> Any:
+        """Samples between steps: what ``model.generate(input_ids, **options)`` of transformers returns.
+
+        The model is in eval mode, the result on the host, and the budget that of training.
+
+        ``options`` are those of transformers: ``max_new_tokens``, ``do_sample``, ``temperature``,
+        ``num_beams``, ``stopping_criteria``, an ``attention_mask`` of prompts padded on the left. Random
+        numbers come from torch's generator, so a seed gives the same tokens as there.
+
+        Each token takes a forward over the whole row, as no keys and values are kept: where weights are
+        streamed, their transfer takes as long for one token as for a few hundred. So several rows cost little
+        more than one. Rows are padded to few lengths, so that few programs are compiled.
+        """
+        return generate(self._session.model, self.predict, input_ids, **options)
+
+    @alone
+    def prepare(self, batch: Any) -> None:
+        """Compile the training program for an example batch and take over the model's storage."""
+        micro = self._session.micro_batches(batch)
+        self._session.schedule(micro[0], self._session.training(micro))
+
+    def _forward(
+        self, name: str, batch: Any, outputs: OutputsFn | None, micro_batch: int | None = None
+    ) -> Any:
+        self._ready()
+        session = self._session
+        micro = session.micro_batches(
+            batch, evaluate=True, outputs=outputs, in_training=micro_batch is not None
+        )
+        if len(micro) > 1:
+            raise MegacompileError(f"{name} takes one batch, not a list of {len(micro)}: call it for each.")
+        if session.runtime is None:
+            self._allocate(batch, outputs)
+        results = session.run(micro, Mode("evaluate"), [1.0], first=micro_batch or 0)
+        session.await_losses()
+        compiled = session.compiler.compile(micro[0], evaluate=True)
+        return compiled.captured.structure.around([results.outputs[v] for v in compiled.part.results])
+
+    def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
+        """Lay out the state, which is allocated for training."""
+        try:
+            self.prepare(batch)
+        except CaptureError as error:
+            if outputs is None:
+                raise
+            raise ProgramError(
+                "Nothing is compiled yet, and no training program can be compiled for the batch that predict "
+                "was given: call program.prepare(batch) with one that gives a loss first, or compile with "
+                f"example_batch. ({error})"
+            ) from error
+
+    def _ready(self) -> None:
+        session = self._session
+        session.same_process()
+        if session.saving is not None:
+            session.saving.raise_failure()
+        if session.inconsistent:
+            raise ProgramError(session.inconsistent)
+        if session.settings.on_nonfinite == "raise" and session.unreported:
+            session.await_norm()  # no step runs after a faulty one, whatever the timing
+        session.report_skipped()

@@ -1,0 +1,129 @@
+"""The padder: to which lengths the batches of one model are padded, so that few programs serve them.
+
+In: the batches of a step as they were read. Out: the same, or longer ones whose padding the model is known to
+hide. What graphs have shown of that, and how often a length was wanted, is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from megacompile.capture.batch import Batch, read_batch
+from megacompile.capture.padding import (
+    bucket_length,
+    computes_as_libraries_do,
+    hides_padding,
+    kind_of,
+    length_of,
+    lengths_of_kind,
+    may_be_padded,
+    pad_batch,
+    reach,
+    telling_length,
+)
+from megacompile.capture.rotary import turning_lengths
+from megacompile.compiler import Compiler
+from megacompile.errors import CaptureError
+
+_LONGER = 2  # how many times its length a batch may have on another length's program
+_BORROWED = 8  # how often, before a length is given a program of its own
+_APART = 4  # how many times its tokens a step may have, for its micro-batches to be one program
+
+
+class Padder:
+    """Pads the batches of one model, ``longest`` at most, to lengths that have a program or are given one."""
+
+    def __init__(self, model: nn.Module, compiler: Compiler, longest: int | None) -> None:
+        self._model, self._compiler = model, compiler
+        limits = (longest, reach(model))
+        self._longest = min((limit for limit in limits if limit is not None), default=None)
+        self._turning = turning_lengths(model)
+        self._hidden: dict[tuple[Any, ...], bool] = {}  # by kind of batch, once a graph has shown it
+        self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
+
+    def padded(self, micro: list[Batch], *, first: bool) -> list[Batch]:
+        """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
+        near; the ``first`` are left as they are where they are alike.
+        """
+        alike = len({batch.key for batch in micro}) == 1
+        if alike and (first or self._compiler.knows(micro[0])):
+            return micro
+        found = self._to_one_length(micro, alike)
+        if found is None and not alike:
+            return [one for batch in micro for one in self.padded([batch], first=False)]
+        return found or micro
+
+    def _to_one_length(self, micro: list[Batch], alike: bool) -> list[Batch] | None:
+        """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
+        if not all(may_be_padded(batch, self._model) for batch in micro):
+            return None
+        lengths = [length_of(batch) for batch in micro]
+        least = max(lengths)
+        if least * len(lengths) > _APART * sum(lengths):
+            return None
+        length = least if len(set(lengths)) == 1 and not alike else self._bucket(least)
+        wanted = self._at(micro, length)
+        if len({batch.key for batch in wanted}) > 1:
+            return None
+        exact = alike and length == least
+        if exact or not self._compiler.knows(wanted[0]):
+            key, known = (micro if exact else wanted)[0].key, lengths_of_kind(self._compiler.keys, wanted[0])
+            near = next((n for n in known if least <= n <= _LONGER * least), None)
+            if near is not None and self._borrowed[key] < _BORROWED and self._hides(micro, near):
+                self._borrowed[key] += 1
+                return self._at(micro, near)
+        return wanted if not exact and self._hides(micro, length) else None
+
+    def _bucket(self, length: int) -> int:
+        """The length of few that a sequence is padded to; its own, where the longest is shorter."""
+        return max(length, bucket_length(length, longest=self._longest))
+
+    def _at(self, micro: Sequence[Batch], length: int) -> list[Batch]:
+        """The micro-batches at one length, with masks."""
+        return [self._read(batch, length) for batch in micro]
+
+    def _read(self, batch: Batch, length: int) -> Batch:
+        given = pad_batch(batch.kwargs, length)
+        return read_batch(
+            given, self._model, evaluate=batch.evaluates, keep_mask=True, settings=batch.settings
+        )
+
+    def _hides(self, micro: Sequence[Batch], length: int) -> bool:
+        """Whether the model hides the padding of all these to a length.
+
+        A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
+        model computes otherwise.
+        """
+        shortest, longer = min(map(length_of, micro)), self._read(micro[0], length)
+        if any(shortest <= turn < length for turn in self._turning):
+            return False
+        if shortest == length:
+            return True
+        kind = kind_of(longer)
+        if kind not in self._hidden or (self._hidden[kind] and not self._compiler.knows(longer)):
+            try:
+                self._hidden[kind] = self._judged(longer, kind in self._hidden)
+            except CaptureError:
+                return False
+        return self._hidden[kind]
+
+    def _judged(self, longer: Batch, known: bool) -> bool:
+        """The verdict on a padded batch's graph; where another dimension is as long, on one of a near length,
+        unless padding is ``known`` to be hidden.
+        """
+        frontend, length = self._compiler.frontend, length_of(longer)
+        if not computes_as_libraries_do(self._model):
+            return False
+        others = frontend.graphs
+        graph = frontend.captured(longer, evaluate=longer.evaluates)
+        telling = telling_length(length, others or [graph])
+        if telling != length and known:
+            return True
+        if telling != length:
+            longer = self._read(longer, telling)
+            graph = frontend.captured(longer, evaluate=longer.evaluates)
+        return hides_padding(self._model, graph, longer)

@@ -1,0 +1,77 @@
+"""Checkpoints that are written while training goes on, each by a thread of its own.
+
+In:  what :func:`~megacompile.storage.checkpoint.save_checkpoint` takes, the state as a snapshot.
+Out: the same folder, bit for bit, as it would have written at that moment.
+
+The thread waits for nothing that trains, and ends with the process at the latest when its folder is whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megacompile.host.snapshot import Snapshot
+from megacompile.host.state import HostState
+from megacompile.storage.checkpoint import Progress, checked_folder, save_checkpoint
+
+
+class BackgroundSave:
+    """One checkpoint; :meth:`start` it before anything changes."""
+
+    def __init__(
+        self, folder: Path, snapshot: Snapshot, loose: Mapping[str, Tensor], progress: Progress
+    ) -> None:
+        self._snapshot = snapshot
+        self._failures: list[BaseException] = []
+        work = (checked_folder(folder), {n: v.clone() for n, v in loose.items()}, progress)
+        arguments = (snapshot, *work, self._failures)
+        self._thread = threading.Thread(target=_write, args=arguments, name="megacompile-save")
+        weakref.finalize(self, _tell, self._failures)
+
+    def start(self, state: HostState) -> None:
+        """Let the thread begin; from now on the state, of which the snapshot is, may change."""
+        state.guard(self._snapshot)
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C may come at any line
+            self._snapshot.cancel()
+            raise
+
+    def finish(self) -> None:
+        """Return when the checkpoint is on disk, or raise why it is not."""
+        if self._snapshot.begun:
+            self._thread.join()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise, once, what kept the checkpoint from being written, if that is known."""
+        if self._failures:
+            raise self._failures.pop()
+
+
+def _write(
+    snapshot: Snapshot,
+    folder: Path,
+    loose: Mapping[str, Tensor],
+    progress: Progress,
+    failures: list[BaseException],
+) -> None:
+    try:
+        if snapshot.begin():
+            save_checkpoint(folder, snapshot, loose, progress)
+    except BaseException as error:  # for whoever calls the program next
+        failures.append(error)
+    finally:
+        snapshot.end()
+
+
+def _tell(failures: list[BaseException]) -> None:
+    """Nobody called the program again."""
+    for error in failures:
+        print(f"megacompile: {error}", file=sys.stderr)

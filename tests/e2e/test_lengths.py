@@ -1,0 +1,99 @@
+"""Batches of many lengths: few programs serve them, and what is trained is what eager PyTorch trains."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+
+
+class Pair:
+    """A tiny Llama as a program and eager."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
+        )  # fmt: skip
+        model: nn.Module = transformers.LlamaForCausalLM(config).train()
+        self.eager: Any = copy.deepcopy(model)
+        ours, self.theirs = (
+            torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, self.eager)
+        )
+        self.program = megacompile.compile(
+            model, "1GB", optimizer=ours, compute_dtype=torch.float32, planner="full-recompute"
+        )
+
+    def step(self, micro: list[dict[str, Tensor]]) -> None:
+        """One step of both, whose losses are equal."""
+        loss = torch.stack([self.eager(**batch).loss for batch in micro]).mean()
+        self.theirs.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.theirs.step()
+        assert float(self.program.train_step(micro).loss) == pytest.approx(loss.item(), rel=1e-6)
+
+    @property
+    def programs(self) -> int:
+        return self.program._session.compiler.programs
+
+    def close(self) -> None:
+        """The weights of both are equal."""
+        state = self.program.state_dict()
+        for name, value in self.eager.named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=2e-5)
+        self.program.close()
+
+
+def tokens(length: int) -> dict[str, Tensor]:
+    ids = torch.randint(5, 64, (2, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_an_epoch_of_random_lengths_needs_few_programs() -> None:
+    pair = Pair()
+    for _ in range(16):
+        pair.step([tokens(length) for length in torch.randint(5, 65, (4,)).tolist()])
+    assert pair.programs <= 4
+    pair.close()
+
+
+def test_micro_batches_with_and_without_padding_of_their_own_are_one_program() -> None:
+    pair = Pair()
+    for _ in range(2):
+        plain, masked = tokens(16), tokens(16)
+        mask = torch.ones_like(masked["input_ids"])
+        mask[0, -3:] = 0
+        masked |= {"attention_mask": mask, "labels": masked["labels"].masked_fill(mask == 0, -100)}
+        pair.step([plain, masked])
+    assert pair.programs == 1
+    pair.close()
+
+
+def test_a_length_gets_a_program_of_its_own_once_it_was_wanted_often() -> None:
+    pair = Pair()
+    pair.step([tokens(11), tokens(31)])
+    for _ in range(8):
+        pair.step([tokens(11), tokens(20)])
+    assert pair.programs == 1
+    pair.step([tokens(11), tokens(20)])
+    assert pair.programs == 2
+    pair.step([tokens(12), tokens(24)])
+    pair.step([tokens(10), tokens(15)])  # on that for 24, as 32 is more than twice as long
+    assert pair.programs == 2
+    pair.close()
+
+
+def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
+    pair = Pair()
+    pair.step([tokens(length) for length in (5, 6, 7, 8, 5, 64)])
+    shapes = {shape for key in pair.program._session.compiler.keys for shape, *_ in key[1]}
+    assert shapes == {(2, 8), (2, 64)}
+    pair.close()
