@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow simulated check format clean
+.PHONY: demo test test-all test-slow simulated docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,13 +27,14 @@ test-all: $(READY)
 test-slow: $(READY)
 	$(PYTEST) -m slow --slice $(SLICE)
 
-# A CUDA build of torch without NVIDIA's libraries: tests/simulated stands in for these. It takes 1.3 GB.
+# A CUDA build of torch without NVIDIA's libraries: tests/simulated stands in for these. It takes 2 GB.
 CUDA := .venv-cuda
 $(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simulated/runtime/*)
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==2.11.0
+	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==2.11.0 triton==3.6.0 \
+		accelerate==1.15.0
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools \
-		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest hypothesis transformers
+		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest hypothesis transformers psutil
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(CUDA)/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
@@ -42,6 +43,12 @@ $(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simula
 
 simulated: $(CUDA)/.ready
 	LD_LIBRARY_PATH=$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest tests/simulated
+
+# The documentation as a site, in build/site: an environment of its own, as nothing else needs a site's tools.
+docs:
+	test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet \
+		--disable-pip-version-check --constraint constraints.txt 'mkdocs-material>=9.5'; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -56,4 +63,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CUDA) build *.egg-info runs
+	rm -rf $(VENV) $(CUDA) .venv-docs build *.egg-info runs

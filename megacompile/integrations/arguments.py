@@ -1,0 +1,158 @@
+"""What each field of ``transformers.TrainingArguments`` means here: none is ignored in silence.
+
+The fields are those of transformers 5.23. What is not named here is done by upstream's own code; the others
+are mapped to options of :func:`megacompile.compile`, said to have no effect, or refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError
+from megacompile.host.formats import StateFormat
+
+MAPPED = {
+    "bf16": "compute_dtype=torch.bfloat16, over FP32 masters; without it, and for an FP32 model, float32",
+    "max_grad_norm": "max_grad_norm; at 0 no norm is computed, and updates overlap the backward",
+    "seed": "also the seed of the program's dropout",
+    "use_cpu": 'device="cpu"',
+    "optim": "AdamW on the host; its 8-bit and 4-bit kinds set optimizer_state",
+    "torch_compile": "inductor=True",
+    "use_liger_kernel": "kernels=True, the kernels of megacompile",
+    "enable_jit_checkpoint": "always on: SIGTERM and Ctrl-C save a checkpoint, and end the training",
+    "auto_find_batch_size": "a batch that does not fit the budget counts as out of memory",
+}
+NO_EFFECT = {
+    "activation_checkpointing": "the plan decides what is recomputed",
+    "activation_checkpointing_kwargs": "the plan decides what is recomputed",
+    "gradient_checkpointing": "the plan decides what is recomputed",
+    "gradient_checkpointing_kwargs": "the plan decides what is recomputed",
+    "torch_compile_backend": "Inductor compiles each block",
+    "torch_compile_mode": "Inductor compiles each block",
+    "torch_empty_cache_steps": "the plan holds every byte",
+    "logging_nan_inf_filter": "a loss that is not finite ends the training, with an error",
+    "bf16_full_eval": "evaluation computes as training does",
+    "average_tokens_across_devices": "there is one device",
+    "ddp_find_unused_parameters": "there is one device",
+    "ddp_bucket_cap_mb": "there is one device",
+    "ddp_broadcast_buffers": "there is one device",
+    "ddp_static_graph": "there is one device",
+    "ddp_backend": "there is one device",
+    "ddp_timeout": "there is one device",
+}
+REFUSED = {
+    "fp16": "use bf16=True, which needs no loss scaling",
+    "fp16_full_eval": "evaluation computes as training does",
+    "deepspeed": "megacompile does the offloading",
+    "fsdp": "megacompile trains on one device",
+    "fsdp_config": "megacompile trains on one device",
+    "parallelism_config": "megacompile trains on one device",
+    "optim_args": "the optimizer is AdamW",
+    "optim_target_modules": "the optimizer is AdamW over all trainable parameters",
+    "liger_kernel_config": "give kernels= of MegacompileConfig",
+    "debug": "hooks cannot look into a streamed model; on_nonfinite is an option of megacompile.compile",
+}
+_OPTIMIZERS: dict[str, StateFormat] = {
+    "adamw_torch": "fp32",
+    "adamw_torch_fused": "fp32",
+    "paged_adamw_32bit": "fp32",
+    "adamw_8bit": "int8",
+    "adamw_bnb_8bit": "int8",
+    "paged_adamw_8bit": "int8",
+    "adamw_torch_8bit": "int8",
+    "adamw_torch_4bit": "int4",
+}
+
+
+@dataclass(frozen=True)
+class MegacompileConfig:
+    """What a trainer is told beside its TrainingArguments: the options of :func:`megacompile.compile`.
+
+    ``optimizer_state`` None: as ``optim`` of the arguments says.
+    """
+
+    hbm_budget: float | str = "auto"
+    host_budget: float | str | None = None
+    offload_dir: str | None = None
+    optimizer_state: StateFormat | None = None
+    device: str | None = None
+    kernels: bool | None = None
+    max_seq_len: int | None = None
+    dump: str | None = None
+
+
+def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
+    """The config with what ``transformers.TrainingArguments`` say of it.
+
+    Refuses by name, as :class:`MegacompileError`, what cannot be done; says once what has no effect, and
+    switches it off.
+    """
+    for name, way_out in REFUSED.items():
+        if _is_set(arguments, name):
+            raise MegacompileError(f"TrainingArguments({name}=...) is not supported: {way_out}.")
+    if str(arguments.optim.value) not in _OPTIMIZERS:
+        raise MegacompileError(
+            f"TrainingArguments(optim={arguments.optim.value!r}) is not supported: use one of "
+            f"{', '.join(_OPTIMIZERS)}."
+        )
+    if arguments.world_size > 1:
+        raise MegacompileError(
+            f"This is one of {arguments.world_size} processes, and megacompile trains on one device: start "
+            "one process."
+        )
+    if arguments.save_only_model and arguments.load_best_model_at_end:
+        raise MegacompileError(
+            "load_best_model_at_end needs whole checkpoints: leave out save_only_model=True."
+        )
+    idle = [name for name in NO_EFFECT if _is_set(arguments, name)]
+    if idle:
+        reasons = "; ".join(dict.fromkeys(NO_EFFECT[name] for name in idle))
+        text = f"TrainingArguments that have no effect here: {', '.join(idle)} ({reasons})."
+        warnings.warn(text, stacklevel=5)
+    arguments.activation_checkpointing = arguments.gradient_checkpointing = False
+    arguments.enable_jit_checkpoint = False  # else its handler is left behind
+    _stay_on_host(arguments)
+    kernels, arguments.use_liger_kernel = arguments.use_liger_kernel, False  # else the model is patched
+    return dataclasses.replace(
+        config,
+        optimizer_state=config.optimizer_state or _OPTIMIZERS[arguments.optim.value],
+        device=config.device or ("cpu" if arguments.use_cpu else None),
+        kernels=config.kernels if config.kernels is not None else kernels or None,
+    )
+
+
+def _stay_on_host(arguments: Any) -> None:
+    """Let upstream keep its own tensors on the host, and make batches for one device: the program alone uses
+    the accelerator."""
+    on_cpu, arguments.use_cpu = arguments.use_cpu, True
+    vars(arguments).pop("_setup_devices", None)  # a cached property
+    assert arguments.device.type == "cpu"
+    arguments.use_cpu = on_cpu
+
+
+def _is_set(arguments: Any, name: str) -> bool:
+    """Whether somebody gave this field a value; what a switch left off brings with it does not count."""
+    if name.startswith("torch_compile_"):
+        return arguments.torch_compile and getattr(arguments, name) not in (None, "inductor")
+    default = next(f.default for f in dataclasses.fields(arguments) if f.name == name)
+    value = getattr(arguments, name)
+    return bool(value) and value != default
+
+
+def compile_options(arguments: Any, model: nn.Module, config: MegacompileConfig) -> dict[str, Any]:
+    """The keyword arguments of :func:`megacompile.compile` for these TrainingArguments and this model."""
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    in_bf16 = arguments.mixed_precision == "bf16" or any(
+        p.dtype == torch.bfloat16 for p in model.parameters()
+    )
+    options["compute_dtype"] = torch.bfloat16 if in_bf16 else torch.float32
+    options["max_grad_norm"] = arguments.max_grad_norm or None
+    options["seed"] = arguments.seed
+    options["inductor"] = bool(arguments.torch_compile)
+    return options

@@ -1,0 +1,70 @@
+"""What is left of a trainer's run: every logged number as CSV, and a report with its picture and schedule."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from megacompile.units import format_bytes
+
+
+class Logbook(TrainerCallback):
+    """Writes what a trainer logged to a CSV file, a row for each entry: at checkpoints and at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        names = dict.fromkeys(["step", "epoch", *(name for entry in state.log_history for name in entry)])
+        with self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(names))
+            writer.writeheader()
+            writer.writerows(state.log_history)
+
+    on_train_end = on_save
+
+
+def write_report(trainer: Any, folder: Path) -> None:
+    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it."""
+    from megacompile.schedule.plots import loss_curve
+
+    history, program = trainer.state.log_history, trainer.program
+    train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    held_out = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+    program.schedule.to_html(folder / "schedule.html")
+    lines = [f"# {type(trainer.model).__name__}, {trainer.state.global_step} steps", ""]
+    if train:
+        loss_curve(train, held_out, folder / "loss.png")
+        lines += ["![Loss during training](loss.png)", ""]
+    rows = {
+        "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
+        "loss": f"{train[0][1]:.4f} at step {train[0][0]}, {train[-1][1]:.4f} at step {train[-1][0]}"
+        if train
+        else "",
+        "loss of held-out data": f"{held_out[-1][1]:.4f}" if held_out else "",
+        **_speed(history),
+        "device memory": f"{format_bytes(program.memory.device_peak_bytes)} at most, "
+        f"of {format_bytes(program.memory.budget_bytes)}",
+        "host memory": ", ".join(f"{k} {format_bytes(v)}" for k, v in program.memory.host_bytes.items() if v),
+    }
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items() if value), ""]
+    lines += ["The model is in `model`, every logged number in `log.csv`, the keys in `config.yaml`.", ""]
+    lines += ["[The schedule of a step](schedule.html), with its timeline, memory and code.", ""]
+    (folder / "report.md").write_text("\n".join(lines))
+
+
+def _speed(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Of the last training that ended: its time, and what it did per second."""
+    ended = next((entry for entry in reversed(history) if "train_runtime" in entry), None)
+    if ended is None or not ended["train_runtime"]:
+        return {}
+    seconds = ended["train_runtime"]
+    found = {"time": f"{seconds:,.0f} s, {ended['train_steps_per_second']:.3g} steps per second"}
+    if "train_tokens_per_second" in ended:
+        found["tokens per second"] = f"{ended['train_tokens_per_second']:,.0f}"
+    if ended.get("total_flos"):
+        found["model TFLOP/s"] = f"{ended['total_flos'] / seconds / 1e12:.3g}"
+    return found

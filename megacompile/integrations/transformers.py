@@ -1,0 +1,341 @@
+"""``transformers.Trainer`` over a megacompile program: the same loop, arguments, callbacks and logs.
+
+Upstream's loop is not copied. :class:`Mixin` stands before upstream's class and answers the hooks in which it
+touches the model, the gradients or the optimizer's state; read beside transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import find_batch_size
+
+from megacompile.api import compile
+from megacompile.errors import BudgetError
+from megacompile.host.formats import StateFormat
+from megacompile.host.state import Weights
+from megacompile.integrations.arguments import MegacompileConfig, compile_options, settle
+from megacompile.integrations.checkpoints import (
+    check_checkpoint,
+    last_checkpoint,
+    save_state,
+    written_or_removed,
+)
+from megacompile.integrations.evaluation import Evaluation
+from megacompile.integrations.interrupt import Interruption
+from megacompile.integrations.losses import given_loss, smoothed_loss
+from megacompile.integrations.optimizer import ProgramOptimizer
+from megacompile.integrations.outside import OutsideModel
+from megacompile.program import Program
+from megacompile.runtime.ownership import is_owned
+from megacompile.runtime.results import StepOutput
+
+_KEPT = 100  # updates whose losses are summed only when they are logged
+
+
+class Mixin(Evaluation):
+    """What makes a trainer of transformers train through a program; comes before upstream's class.
+
+    ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state`` and ``weights`` are those of
+    :func:`megacompile.compile`; ``config`` gives the first four and more. ``program`` is the program once
+    training or evaluation has begun; ``release()`` ends it, and gives the model its values back.
+    """
+
+    model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        hbm_budget: float | str = "auto",
+        host_budget: float | str | None = None,
+        offload_dir: str | None = None,
+        optimizer_state: StateFormat | None = None,
+        config: MegacompileConfig | None = None,
+        weights: Weights | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
+        self._weights = weights
+        self.program: Program | None = None
+        self._waiting: list[tuple[dict[str, Any], float]] = []  # micro-batches of the next update
+        self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
+        self._last: StepOutput | None = None
+        self._checkpoint: Path | None = None  # to be loaded once the state is laid out
+        super().__init__(*args, **kwargs)
+        self._interruption = Interruption()
+        self.add_callback(self._interruption)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = next((base for base in cls.__mro__ if "compute_loss" in vars(base)), None)
+        if cls._outside is None and own is not None and not own.__module__.startswith("transformers."):
+            cls._outside = OutsideModel
+
+    # ---- before training ---------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._config = settle(self.args, self._config)
+        super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        from accelerate.utils import TorchDynamoPlugin
+
+        plain = {"mixed_precision": "no", "device_placement": False}  # autocast, and a model on the device
+        upstream: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return upstream | plain | {"dynamo_plugin": TorchDynamoPlugin("no")}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: weights come to the device as the schedule says."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Nothing: batches go to the device as the schedule says."""
+        return data
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As upstream; and counts the rows of a stream's last batch, as accelerate would on a device."""
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder == -1:
+            state.active_dataloader.remainder = find_batch_size(inputs) or -1
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return prepared
+
+    def create_optimizer(self, model: nn.Module | None = None) -> ProgramOptimizer:
+        given = self.optimizer
+        if isinstance(given, ProgramOptimizer):
+            return given
+        if given is None and self.optimizer_cls_and_kwargs is None:
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
+            self.optimizer_cls_and_kwargs = torch.optim.AdamW, settings
+        self.optimizer = made = ProgramOptimizer(super().create_optimizer(model), self._update)
+        return made
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._waiting.clear()
+        self._outputs.clear()
+        self._last = None
+        self._programmed()
+        return prepared
+
+    def _programmed(self) -> Program:
+        """The program of the model as it is now; ``model_init`` gives another one to each training."""
+        if self.program is not None and self.program.model is not self.model:
+            self.program.close()
+            self.program = None
+        if self.program is None:
+            optimizer = self.create_optimizer()
+            options = compile_options(self.args, self.model, self._config)
+            loss_fn = self._loss_fn()
+            self.program = compile(
+                self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options
+            )
+            counts = hasattr(self.model, "num_parameters")  # once, as it takes milliseconds
+            self._parameters = self.model.num_parameters(exclude_embeddings=True) if counts else 0
+        return self.program
+
+    def _loss_fn(self) -> Any:
+        if self._outside is not None:
+            return self._outside.loss_fn
+        if self.compute_loss_func is not None:
+            return functools.partial(given_loss, self.compute_loss_func)
+        if self.label_smoother is None:
+            return None
+        model = self.accelerator.unwrap_model(self.model)
+        name = type(model.base_model.model if hasattr(model, "peft_config") else model).__name__
+        shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return functools.partial(smoothed_loss, self.label_smoother, shifts)
+
+    def _laid_out(self, micro: list[dict[str, Any]]) -> Program:
+        """The program, with its state laid out for these micro-batches, and a checkpoint loaded into it."""
+        program = self._programmed()
+        if not is_owned(self.model):
+            try:
+                program.prepare(micro)
+            except BudgetError as error:
+                if self.args.auto_find_batch_size:  # in the words that accelerate looks for
+                    raise RuntimeError(f"{error} This counts as out of memory.") from error
+                raise
+        if self._checkpoint is not None:
+            program.load(self._checkpoint)
+            self._checkpoint = None
+        return program
+
+    # ---- training ----------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        weight = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / steps
+        if self._outside is not None:
+            return self._step_outside(
+                self._outside(self, len(self._waiting)), inputs, num_items_in_batch, weight
+            )
+        batch = self._batch(inputs, num_items_in_batch)
+        if not self.is_in_train:
+            return self._laid_out([batch]).forward_backward(batch, weight=weight).loss
+        self._waiting.append((batch, weight))
+        return torch.zeros((), device=self.args.device)
+
+    def _step_outside(
+        self, outside: OutsideModel, inputs: dict[str, Any], count: Tensor | int | None, weight: float
+    ) -> Tensor:
+        """The loss by the trainer's own code; its gradient by the model's outputs waits for the update."""
+        loss = self.compute_loss(outside, inputs, num_items_in_batch=count) * weight
+        loss.backward()
+        self._waiting.append((outside.trained_batch(), 1.0))
+        taken: Tensor = loss.detach()
+        return taken
+
+    def _batch(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
+        """What the program is given."""
+        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return dict(inputs) | ({"num_items_in_batch": count} if takes_count and count is not None else {})
+
+    def _is_scaled(self, count: Tensor | int | None) -> bool:
+        """Whether upstream takes a micro-batch's loss as its part in that of the whole update."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counted = self.model_accepts_loss_kwargs and count is not None
+        return counted or self.compute_loss_func is not None
+
+    def _update(self) -> None:
+        """One optimizer step on the micro-batches that wait."""
+        batches, weights = [batch for batch, _ in self._waiting], [weight for _, weight in self._waiting]
+        self._waiting.clear()
+        output = self._laid_out(batches).train_step(batches, weights=weights)
+        self._last = output
+        if len(self._outputs) >= _KEPT:
+            self._add_losses()
+        if self._outside is None:  # else upstream has the losses already
+            self._outputs.append((output, weights))
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: the program clips, as compiled."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: the norm is asked for where it is logged."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self._last is not None:
+            grad_norm = self._last.grad_norm
+            self._add_losses()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _add_losses(self) -> None:
+        """Add the losses of all updates so far to what is logged, as upstream does one by one."""
+        for output, weights in self._outputs:
+            for weight, loss in zip(weights, output.losses, strict=True):
+                self._tr_loss += (weight * loss).to(self._tr_loss.device)
+        self._outputs.clear()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream, which makes one step more where a training that has ended is resumed."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._add_losses()
+        if self._checkpoint is not None:  # there was no step left to make
+            self.prediction_step(self.model, next(iter(self.get_train_dataloader())), True)
+        limit = self.args.save_total_limit
+        if self._interruption.stopped:  # else upstream removes the checkpoint to go on from, if not the best
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 0 if ids is None else 6 * int(ids.numel()) * self._parameters
+
+    # ---- checkpoints -------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, if any.
+
+        On SIGINT or SIGTERM it finishes the update, saves a checkpoint and returns.
+        """
+        self._checkpoint = None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
+                warnings.warn(text, stacklevel=2)
+        with self._interruption.handled(self):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Only look whether it is whole: the state is read when it has been laid out, at the first update."""
+        self._checkpoint = check_checkpoint(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        assert self.program is not None
+        self.program.load(check_checkpoint(Path(self.state.best_model_checkpoint)))
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        best = super()._determine_best_metric(*args, **kwargs)
+        return best or self._interruption.stopped  # save_strategy="best" saves where this is true
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        with written_or_removed(folder, self.state):
+            super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.program is not None
+        save_state(self.program, self.lr_scheduler, Path(output_dir))
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model as ``from_pretrained`` loads it, with its tokenizer."""
+        if self.program is None or not is_owned(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        if hasattr(self.model, "peft_config"):
+            adapters = self.program.state_dict(trained=True)
+            self.model.save_pretrained(folder, state_dict=adapters)
+        else:
+            self.program.export(folder, dtype=None, beside=True)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")
+
+    def release(self) -> nn.Module:
+        """End the program: the model holds its values again, as an ordinary one."""
+        if self.program is not None:
+            self.program.release()
+            self.program = self.optimizer = None
+        model: nn.Module = self.model
+        return model
+
+
+class Trainer(Mixin, transformers.Trainer):
+    """``transformers.Trainer`` for a model whose training state is larger than the device's memory.
+
+    Takes what upstream's takes, and ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state``, or
+    a ``config``; see :class:`Mixin`.
+    """

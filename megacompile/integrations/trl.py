@@ -1,0 +1,197 @@
+"""TRL's trainers over a megacompile program: ``SFTTrainer`` and ``DPOTrainer``, a change of one import.
+
+TRL's losses are computed by TRL's own code, outside of the program (:mod:`megacompile.integrations.outside`).
+They read what TRL's fused head gives: for each token its log-probability, the entropy, whether it was the
+most likely one. A program of the forward gives these numbers, so no logits leave the device. Read beside
+TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from megacompile.capture.padding import bucket_length, pad_batch
+from megacompile.errors import MegacompileError
+from megacompile.integrations.outside import OutsideModel
+from megacompile.integrations.transformers import Mixin
+from megacompile.program import Program
+
+_QUARTERS = 4  # the lengths that batches are padded to, of the longest that the arguments allow
+_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What TRL's fused head computes of the logits of a causal language model, zero where labels are ignored.
+
+    ``names`` are fields of its output. Called as ``outputs`` of :meth:`~megacompile.program.Program.predict`:
+    beside the logits, an eighth of them is on the device at a time.
+    """
+
+    names: tuple[str, ...]
+    inputs: tuple[str, ...] = ("labels",)
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        labels = batch["labels"][:, 1:]
+        size = -(-labels.shape[1] // 8)
+        parts = zip(outputs.logits[:, :-1].split(size, dim=1), labels.split(size, dim=1), strict=True)
+        values = [self._of(logits.float(), wanted) for logits, wanted in parts]
+        found = {name: torch.cat([value[name] for value in values], dim=1) for name in values[0]}
+        aux_loss = getattr(outputs, "aux_loss", None)
+        return found if aux_loss is None else found | {"aux_loss": aux_loss}
+
+    def _of(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        mask = labels != -100
+        made = {name: _FIELDS[name](logits, labels).masked_fill(~mask, 0) for name in self.names}
+        return made | {"label_mask": mask}
+
+
+def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return -losses.view(labels.shape)
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+_FIELDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_probs": _log_probs,
+    "entropy": _entropy,
+    "log_sum_sq_probs": lambda logits, labels: (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1),
+    "mean_logits": lambda logits, labels: logits.mean(-1),
+    "is_top1": lambda logits, labels: logits.argmax(-1) == labels,
+}
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """A loss with given gradients by the log-probabilities, and by a router's loss where there is one."""
+
+    inputs: tuple[str, ...] = ("labels", "by_log_probs", "by_aux_loss")
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        log_probs = _log_probs(outputs.logits[:, :-1].float(), batch["labels"][:, 1:])
+        loss: Tensor = (log_probs * batch["by_log_probs"]).sum()
+        if "by_aux_loss" in batch:
+            loss = loss + outputs.aux_loss * batch["by_aux_loss"]
+        return loss
+
+
+class TokenModel(OutsideModel):
+    """Gives what TRL's fused head would."""
+
+    loss_fn = Cotangents()
+
+    def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        micro_batch, batch = self._followed(), {n: v for n, v in inputs.items() if n not in _PACKED}
+        if not fused_lm_head and micro_batch is not None:
+            raise MegacompileError(
+                "This loss needs all logits, which stay on the device: leave out label_smoothing_factor and "
+                "compute_loss_func, or use megacompile.integrations.transformers.Trainer."
+            )
+        if not fused_lm_head:
+            return self._laid_out(batch).predict(batch)
+        length = batch["input_ids"].shape[1]
+        batch = self._padded(batch)
+        wanted = self._trainer._token_outputs
+        outputs = self._laid_out(batch).predict(batch, outputs=wanted, micro_batch=micro_batch)
+        found = {n: v[:, : length - 1] if v.dim() == 2 else v for n, v in outputs.items()}
+        if micro_batch is not None:
+            self._batch = batch
+            self._leaves = {n: found[n].requires_grad_() for n in ("log_probs", "aux_loss") if n in found}
+        return FusedCausalLMOutput(**found)
+
+    def _laid_out(self, batch: dict[str, Any]) -> Program:
+        return super()._laid_out(_with_cotangents(batch, {}))
+
+    def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Longer on the right, where causal attention and ignored labels hide it, to one of few lengths."""
+        ids, longest = batch["input_ids"], getattr(self._trainer.args, "max_length", None)
+        packed = batch.get("attention_mask") is None
+        if longest is None:
+            length = bucket_length(ids.shape[1])
+        else:
+            quarter = -(-longest * (self._trainer._train_batch_size if packed else 1) // _QUARTERS)
+            length = -(-ids.shape[1] // quarter) * quarter
+        padded: dict[str, Any] = pad_batch(batch, length)
+        if packed:  # a mask would hide where sequences begin; what is added is a sequence of its own
+            padded.pop("attention_mask", None)
+            if "position_ids" in batch:
+                padded["position_ids"][:, ids.shape[1] :] = torch.arange(length - ids.shape[1])
+        return padded
+
+    def trained_batch(self) -> dict[str, Any]:
+        return _with_cotangents(self._batch, {n: leaf.grad for n, leaf in self._leaves.items()})
+
+
+def _with_cotangents(batch: dict[str, Any], gradients: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    labels, by_log_probs = batch["labels"], gradients.get("log_probs")
+    whole = torch.zeros(labels.shape[0], labels.shape[1] - 1)
+    if by_log_probs is not None:
+        whole[:, : by_log_probs.shape[1]] = by_log_probs
+    found = batch | {"by_log_probs": whole}
+    if batch.get("output_router_logits"):
+        by_aux_loss = gradients.get("aux_loss")
+        found["by_aux_loss"] = torch.zeros(()) if by_aux_loss is None else by_aux_loss
+    return found
+
+
+class TokenMixin(Mixin):
+    """A trainer of TRL whose loss is computed from what its fused head gives; before TRL's class."""
+
+    _outside = TokenModel
+    _token_outputs: TokenOutputs
+
+    def _programmed(self) -> Program:
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        vars(model).pop("forward", None)  # TRL's fused head, which the program computes itself
+        return super()._programmed()
+
+
+class SFTTrainer(TokenMixin, trl.SFTTrainer):
+    """``trl.SFTTrainer`` for a model whose training state is larger than the device's memory.
+
+    Takes what TRL's takes, and ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state``, or a
+    ``config``.
+    """
+
+    _token_outputs = TokenOutputs(("log_probs", "entropy", "is_top1"))
+
+
+class DPOTrainer(TokenMixin, trl.DPOTrainer):
+    """``trl.DPOTrainer`` for a model whose training state is larger than the device's memory.
+
+    The policy as it is given is the reference: its log-probabilities are computed before training, under the
+    same budget, and no second model is held.
+    """
+
+    _token_outputs = TokenOutputs(("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
+    ref_model: Any
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        if ref_model is not None:
+            raise MegacompileError(
+                "DPOTrainer(ref_model=...) is not supported: leave it out, and the model as it is given is "
+                "the reference."
+            )
+        args = args or trl.DPOConfig()
+        args.precompute_ref_log_probs = True
+        super().__init__(model, None, args, *rest, **kwargs)
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """TRL's, of the policy: nothing has trained it yet, so its adapters need not be switched off."""
+        self.ref_model = outside = TokenModel(self, None)
+        try:
+            return super().compute_ref_log_probs(outside, inputs)
+        finally:
+            self.ref_model = None

@@ -1,0 +1,390 @@
+"""The Trainer beside transformers' own: the same logs, the same weights, checkpoints that both can use."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.integrations import arguments
+from megacompile.integrations.arguments import MegacompileConfig, compile_options
+from tests.support.models import build
+
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
+Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
+
+_BY_UPSTREAM = """
+output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
+gradient_accumulation_steps label_smoothing_factor tf32 use_cache neftune_noise_alpha
+logging_strategy logging_steps logging_first_step log_on_each_node include_num_input_tokens_seen
+log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
+trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy
+save_steps save_only_model save_on_each_node save_total_limit push_to_hub
+hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+restore_callback_states_from_checkpoint full_determinism data_seed accelerator_config
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+remove_unused_columns label_names train_sampling_strategy length_column_name skip_memory_metrics
+do_train do_eval do_predict resume_from_checkpoint local_rank
+"""
+CLOCK = {"runtime", "samples_per_second", "steps_per_second", "model_preparation_time"}
+
+
+def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+    """Token sequences of 12, some with labels that are ignored at the start."""
+    ids = torch.randint(3, 60, (count, 12), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[: count // 4, :4] = -100
+    return [{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)]
+
+
+def trainer(kind: Any, folder: Path, make: Callable[[], nn.Module] | None = None, **given: Any) -> Any:
+    """Upstream's trainer or ours over the same model, data and arguments."""
+    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "callbacks"):
+        given.setdefault("of_trainer", {})[name] = given.pop(name, None)
+    of_trainer = given.pop("of_trainer")
+    if kind is Trainer:
+        of_trainer = {"hbm_budget": "20MB"} | of_trainer
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "report_to": [],
+        "use_cpu": True,
+    }
+    return kind(
+        model=(make or (lambda: build("llama")))(),
+        args=transformers.TrainingArguments(**settings | given),
+        train_dataset=rows(22, 1),
+        eval_dataset=rows(8, 2),
+        **of_trainer,
+    )
+
+
+def logs(of: Any) -> list[dict[str, float]]:
+    """What was logged, but for what the clock says."""
+    return [
+        {k: v for k, v in entry.items() if not any(k.endswith(c) for c in CLOCK)}
+        for entry in of.state.log_history
+    ]
+
+
+def assert_same_logs(ours: Any, plain: Any) -> None:
+    assert len(logs(ours)) == len(logs(plain)) > 0
+    for mine, theirs in zip(logs(ours), logs(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def mean_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, targets = outputs[0][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    model: nn.Module = peft.get_peft_model(
+        build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="accumulation, clipping, cosine"),
+        pytest.param({"label_smoothing_factor": 0.1, "max_steps": 3}, id="label smoothing"),
+        pytest.param({"compute_loss_func": mean_of_tokens, "max_steps": 3}, id="compute_loss_func"),
+        pytest.param(
+            {"max_grad_norm": 0, "gradient_accumulation_steps": 2, "max_steps": 3}, id="no clipping"
+        ),
+        pytest.param({"make": lora, "max_steps": 3}, id="LoRA"),
+    ],
+)
+def test_logs_what_plain_transformers_does(given: Mapping[str, Any], tmp_path: Path) -> None:
+    """Loss, norm, learning rate, evaluation: each entry to 1e-6; weights as after plain training."""
+    ours, plain = (trainer(kind, tmp_path, **given) for kind in (Trainer, transformers.Trainer))
+    for one in (ours, plain):
+        one.train()
+    assert_same_logs(ours, plain)
+    values = ours.program.state_dict()
+    for name, value in plain.model.named_parameters():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
+
+
+def test_resumes_bitwise_from_what_plain_transformers_loads(tmp_path: Path) -> None:
+    whole = trainer(Trainer, tmp_path, save_strategy="steps", save_steps=3)
+    whole.train()
+    values = whole.program.state_dict()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert all(torch.equal(value, values[name]) for name, value in again.named_parameters())
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()  # as a writer that was killed leaves it
+    resumed = trainer(Trainer, tmp_path, save_strategy="no")
+    resumed.train(resume_from_checkpoint=True)
+    assert logs(resumed)[:-1] == logs(whole)[:-1]  # the last has the mean of the steps made here
+    assert all(torch.equal(value, values[name]) for name, value in resumed.program.state_dict().items())
+    again = trainer(Trainer, tmp_path, save_strategy="no", max_steps=3)
+    again.train(resume_from_checkpoint=True)  # with no step left to make
+    checkpoint = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
+    assert all(torch.equal(v, checkpoint[name]) for name, v in again.program.state_dict().items())
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "eval_strategy": "no"}
+    plain, ours = (
+        trainer(kind, tmp_path / kind.__module__, **settings) for kind in (transformers.Trainer, Trainer)
+    )
+    for one in (plain, ours):
+        one.train()
+    theirs, mine = (Path(one.args.output_dir) / "checkpoint-1" for one in (plain, ours))
+    with pytest.raises(megacompile.MegacompileError, match="it has no program"):
+        ours.train(resume_from_checkpoint=str(theirs))
+    with pytest.raises(KeyError, match="param_groups"):  # rather than fresh moments, and no word of it
+        plain.train(resume_from_checkpoint=str(mine))
+
+
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    ours = trainer(Trainer, tmp_path, make=lora, max_steps=2, eval_strategy="no")
+    ours.train()
+    ours.save_model()
+    loaded = peft.PeftModel.from_pretrained(build("llama"), tmp_path).state_dict()
+    trained = ours.program.state_dict(trained=True)
+    assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
+
+
+def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "num_train_epochs": 3,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "learning_rate": 1e-3,
+    }
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        callbacks = [transformers.EarlyStoppingCallback(1)]
+        one = trainer(kind, tmp_path / kind.__module__, callbacks=callbacks, **settings)
+        one.train()
+        found.append(one)
+    assert_same_logs(*found)
+    ours, plain = found
+    assert Path(ours.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
+    assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, rel=1e-6)
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    return {"accuracy": float((predicted.predictions[:, :-1] == predicted.label_ids[:, 1:]).mean())}
+
+
+def most_likely(logits: Any, labels: Tensor) -> Tensor:
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def test_metrics_and_predictions(tmp_path: Path) -> None:
+    """Before training, when the state is laid out from a batch for evaluation; and the logits themselves."""
+    settings = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely, "max_steps": 2}
+    ours, plain = (trainer(kind, tmp_path, **settings) for kind in (Trainer, transformers.Trainer))
+    assert ours.evaluate()["eval_accuracy"] == plain.evaluate()["eval_accuracy"]
+    for one in (ours, plain):
+        one.train()
+        one.preprocess_logits_for_metrics = one.compute_metrics = None
+    assert_same_logs(ours, plain)
+    mine, theirs = (one.predict(rows(4, 3)) for one in (ours, plain))
+    torch.testing.assert_close(torch.from_numpy(mine.predictions), torch.from_numpy(theirs.predictions))
+    assert mine.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
+
+
+@pytest.fixture
+def without_tf32() -> Iterator[list[Any]]:
+    backends: Any = torch.backends
+    flags = [backends, backends.cudnn.conv, backends.cudnn.rnn]
+    before = [flag.fp32_precision for flag in flags]
+    for flag in flags:
+        flag.fp32_precision = "ieee"
+    yield flags
+    for flag, precision in zip(flags, before, strict=True):
+        flag.fp32_precision = precision
+
+
+def test_trains_without_tf32(tmp_path: Path, without_tf32: list[Any]) -> None:
+    """As ``tf32=False`` sets it on a GPU; torch.export alone cannot read the flags then."""
+    trainer(Trainer, tmp_path, max_steps=1, eval_strategy="no").train()
+    assert [flag.fp32_precision for flag in without_tf32] == ["ieee"] * 3
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(rows(5, 4))  # the last batch for evaluation has one row of four
+
+
+def test_a_stream_is_evaluated_as_by_plain_transformers(tmp_path: Path) -> None:
+    ours, plain = (trainer(kind, tmp_path) for kind in (Trainer, transformers.Trainer))
+    losses = [one.evaluate(Stream())["eval_loss"] for one in (ours, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
+    """Where plain transformers goes on with weights that are NaN, and leaves the loss out of its logs."""
+
+    def poisoned() -> nn.Module:
+        model = build("llama")
+        model.model.embed_tokens.weight.data[20] = float("nan")  # type: ignore[union-attr, operator, index]
+        return model
+
+    ours = trainer(Trainer, tmp_path, make=poisoned, eval_strategy="no")
+    with pytest.raises(FloatingPointError, match="was nan"):
+        ours.train()
+
+
+def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 16, "max_steps": 1, "gradient_accumulation_steps": 1}
+    given = {"of_trainer": {"hbm_budget": "0.45MB"}, "eval_strategy": "no", **settings}
+    with pytest.raises(megacompile.BudgetError, match="least feasible budget"):
+        trainer(Trainer, tmp_path, **given).train()
+    ours = trainer(Trainer, tmp_path, auto_find_batch_size=True, **given)
+    ours.train()
+    assert 1 <= ours._train_batch_size < 16
+
+
+def test_a_released_model_is_plain_again(tmp_path: Path) -> None:
+    ours = trainer(Trainer, tmp_path, max_steps=2, eval_strategy="no")
+    ours.train()
+    values = ours.program.state_dict()
+    model = ours.release()
+    assert all(torch.equal(value, values[name]) for name, value in model.named_parameters())
+    ours.train()  # from these values, with moments of its own
+    assert ours.state.global_step == 2
+
+
+def test_each_argument_is_honoured_mapped_or_refused() -> None:
+    kinds = [set(_BY_UPSTREAM.split()), arguments.MAPPED, arguments.NO_EFFECT, arguments.REFUSED]
+    fields = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    assert sum(map(len, kinds)) == len(fields)
+    assert fields == set().union(*kinds)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text()
+    assert [name for kind in kinds[1:] for name in kind if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"optim": "adafactor"}, "optim='adafactor'"),
+        ({"optim_args": "a=1"}, "optim_args"),
+        ({"debug": "underflow_overflow"}, "debug"),
+        ({"fp16_full_eval": True}, "fp16_full_eval"),
+        ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config"),
+        (
+            {
+                "load_best_model_at_end": True,
+                "save_only_model": True,
+                "save_strategy": "steps",
+                "save_steps": 2,
+            },
+            "needs whole checkpoints",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(given: Mapping[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(megacompile.MegacompileError, match=words):
+        trainer(Trainer, tmp_path, **given)
+
+
+class Penalized:
+    """A subclass's own loss: the model's, and a penalty on confident logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        loss = loss + 1e-2 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_a_subclass_runs_outside_of_the_program(tmp_path: Path) -> None:
+    """Upstream's ``compute_loss`` in it as it is; with metrics, over several micro-batches."""
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        given = {"hbm_budget": "20MB"} if kind is Trainer else {}
+        own = type("Own", (Penalized, kind), {})
+        settings = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely}
+        one = trainer(own, tmp_path, max_steps=3, of_trainer=given, **settings)
+        one.train()
+        found.append(one)
+    assert_same_logs(*found)
+
+
+def test_a_loss_that_no_program_can_train_on_is_named(tmp_path: Path) -> None:
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss + model(**inputs).loss
+
+    class Constant(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return torch.ones((), requires_grad=True)
+
+    for kind, words in (
+        (Twice, "calls the model twice"),
+        (Constant, "without a gradient by the model's outputs"),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            trainer(kind, tmp_path, eval_strategy="no").train()
+
+
+def test_arguments_become_options_of_compile(tmp_path: Path) -> None:
+    given = transformers.TrainingArguments(
+        str(tmp_path),
+        bf16=True,
+        optim="adamw_torch_4bit",
+        use_liger_kernel=True,
+        seed=7,
+        use_cpu=True,
+        max_grad_norm=0,
+    )
+    options = compile_options(given, build("llama"), arguments.settle(given, MegacompileConfig(hbm_budget=1)))
+    expected = {
+        "compute_dtype": torch.bfloat16,
+        "optimizer_state": "int4",
+        "kernels": True,
+        "seed": 7,
+        "device": "cpu",
+        "max_grad_norm": None,
+        "inductor": False,
+    }
+    assert {name: options[name] for name in expected} == expected
+
+
+def test_what_has_no_effect_is_said_once(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = trainer(Trainer, tmp_path, gradient_checkpointing=True, max_steps=1, eval_strategy="no")
+        ours.train()
+    said = [str(w.message) for w in caught if "no effect" in str(w.message)]
+    assert len(said) == 1
+    assert "gradient_checkpointing" in said[0]
+    shutil.rmtree(tmp_path)

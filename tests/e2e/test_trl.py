@@ -1,0 +1,202 @@
+"""TRL's trainers over a program beside TRL's own: every logged number, of chats, packed rows, preferences."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from tests.support.models import build
+from tests.support.text import sentences, tokenizer
+
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # each trainer would say that it was made
+trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
+datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
+ours = pytest.importorskip("megacompile.integrations.trl")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
+
+CLOCK = ("runtime", "per_second", "preparation_time")
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-6,  # else one sign of a gradient near zero moves a weight
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+    "max_length": 64,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+def lora(dropout: float = 0.0) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", lora_dropout=dropout)
+    model: nn.Module = peft.get_peft_model(build("llama"), settings)
+    return model
+
+
+def sft(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) -> Any:
+    chats = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
+        for a, b in zip(sentences(12, 1), sentences(12, 2), strict=True)
+    ]
+    data = datasets.Dataset.from_dict({"messages": chats})
+    settings = {"assistant_only_loss": True} | SETTINGS | given
+    return kind(
+        model=make(),
+        args=trl.SFTConfig(output_dir=str(folder), **settings),
+        train_dataset=data.select(range(8)),
+        eval_dataset=data.select(range(8, 12)),
+        processing_class=tokenizer(),
+        **({"hbm_budget": "20MB"} if kind is ours.SFTTrainer else {}),
+    )
+
+
+def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) -> Any:
+    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
+    data = datasets.Dataset.from_dict(texts)
+    return kind(
+        model=make(),
+        args=trl.DPOConfig(output_dir=str(folder), **SETTINGS | given | {"precompute_ref_log_probs": True}),
+        train_dataset=data.select(range(4)),
+        eval_dataset=data.select(range(4, 8)),
+        processing_class=tokenizer(),
+        **({"hbm_budget": "20MB"} if kind is ours.DPOTrainer else {}),
+    )
+
+
+def logs(of: Any) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in entry.items() if not any(c in k for c in CLOCK)} for entry in of.state.log_history
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        pytest.param(lambda: build("llama"), {}, id="chats"),
+        pytest.param(
+            lambda: build("llama"),
+            {"packing": True, "loss_type": "dft"},
+            id="packed, DFT",
+        ),
+        pytest.param(lora, {}, id="LoRA"),
+    ],
+)
+def test_sft_logs_what_trl_does(
+    make: Callable[[], nn.Module], given: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Loss, norm, entropy, accuracy, tokens, of training and evaluation; TRL's loss is TRL's code."""
+    compare([sft(kind, tmp_path, make, **given) for kind in (ours.SFTTrainer, trl.SFTTrainer)])
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        pytest.param(lambda: build("llama"), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
+        pytest.param(lora, {}, id="LoRA"),
+    ],
+)
+def test_dpo_logs_what_trl_does(
+    make: Callable[[], nn.Module], given: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Also rewards and log-probabilities; the reference is the policy before training."""
+    compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+
+
+def compare(both: list[Any]) -> None:
+    for one in both:
+        one.train()
+    mine, theirs = both
+    assert len(logs(mine)) == len(logs(theirs)) > 3
+    for found, wanted in zip(logs(mine), logs(theirs), strict=True):
+        if abs(found.get("rewards/margins", 1.0)) < 1e-6:  # the sign of what rounding left
+            del found["rewards/accuracies"], wanted["rewards/accuracies"]
+        assert found == pytest.approx(wanted, rel=2e-6, abs=1e-6)  # rewards are differences near zero
+    values = mine.program.state_dict()
+    for name, value in theirs.model.named_parameters():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
+
+
+def test_both_forwards_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, the gradient by the first forward's outputs is one by the second's."""
+    expected, found = [], []
+    taken = ours.TokenModel.trained_batch
+
+    def noted(self: Any) -> Any:
+        graded = [v.detach() * v.grad for v in self._leaves.values() if v.grad is not None]
+        expected.append(float(sum(v.sum() for v in graded)))
+        return taken(self)
+
+    monkeypatch.setattr(ours.TokenModel, "trained_batch", noted)
+    trainer = sft(ours.SFTTrainer, tmp_path, lambda: lora(0.5), eval_strategy="no")
+    step = megacompile.Program.train_step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        found.extend(map(float, output.losses))
+        return output
+
+    monkeypatch.setattr(megacompile.Program, "train_step", stepped)
+    trainer.train()
+    assert len(expected) == 6
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:
+    trainer = sft(ours.SFTTrainer, tmp_path, lambda: build("llama"), label_smoothing_factor=0.1)
+    with pytest.raises(megacompile.MegacompileError, match="leave out label_smoothing_factor"):
+        trainer.train()
+
+
+def test_a_second_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(megacompile.MegacompileError, match=r"ref_model=...\) is not supported"):
+        ours.DPOTrainer(build("llama"), build("llama"))
+
+
+def test_trls_own_script_runs_with_one_import_changed(tmp_path: Path) -> None:
+    """``trl/scripts/sft.py`` as it is installed, from a command line."""
+    source = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()
+    changed = source.replace("from trl import SFTTrainer, get_dataset", "from trl import get_dataset", 1)
+    changed = changed.replace(
+        "    from trl import get_dataset",
+        "    from megacompile.integrations.trl import SFTTrainer\n    from trl import get_dataset",
+        1,
+    )
+    assert changed.count("SFTTrainer") == source.count("SFTTrainer")
+    build("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"text": text}) for text in sentences(8)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+    script: dict[str, Any] = {"__name__": "script"}
+    exec(compile(changed, "sft.py", "exec"), script)
+    given = {
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data",
+        "output_dir": tmp_path / "out",
+        "max_steps": 2,
+        "max_length": 48,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    script["main"](*script["make_parser"]().parse_args_and_config(arguments))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(loaded.lm_head.weight, build("llama").lm_head.weight)  # type: ignore[union-attr]
