@@ -200,7 +200,7 @@ def report(
     listing = settings.out / "schedule.txt"
     listing.write_text(f"{schedule}\n")
     loss = loss_curve(
-        history.losses, history.held_out, settings.out / "loss.png", unit="nats per byte",
+        list(enumerate(history.losses)), history.held_out, settings.out / "loss.png", unit="nats per byte",
         subtitle=f"a byte-level Qwen3 trained in {format_bytes(budget)}; {plain}",
     )  # fmt: skip
     memory = memory_timeline(

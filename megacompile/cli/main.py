@@ -1,4 +1,4 @@
-"""The ``megacompile`` command: plan, inspect, diff, models, machines, doctor, bench.
+"""The ``megacompile`` command: plan, train, inspect, diff, models, machines, doctor, bench.
 
 A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
 """
@@ -16,57 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from megacompile.cli import examples
 from megacompile.cli.bench import add_kernels, run_kernels
 from megacompile.cli.bench_nvme import add_nvme, run_nvme
 from megacompile.errors import MegacompileError
-
-_EXAMPLES = """examples:
-  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
-  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --hbm-budget 80 --dump out
-  megacompile inspect out -o schedule.html
-  megacompile doctor
-
-`megacompile COMMAND --help` says more. Exit code: 0 yes, 1 no (it does not fit, the plans differ),
-2 the question is wrong. No weights, no GPU and no triton are needed."""
-_PLAN_EXAMPLES = """examples:
-  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
-  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\
-      --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
-  megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
-  megacompile plan --model qwen2.5-7b --machine a6000 --explain layers.7 --html schedule.html
-
-Budgets are GB (10^9 bytes) or text such as 24GiB, 90%, auto. Exit code: 0 it fits, 1 it does not,
-2 the question is wrong. No weights, no GPU and no triton are needed."""
-_INSPECT_EXAMPLES = """examples:
-  megacompile plan --model llama-3.1-8b --machine rtx-4090 --dump out
-  megacompile inspect out -o schedule.html
-  megacompile inspect out/train/plan.json --trace trace.json    # after editing the plan
-
-A dump is what --dump, compile(dump=…) or MEGACOMPILE_DUMP wrote. The page needs no network; the trace
-opens at ui.perfetto.dev. Nothing in a dump is executed."""
-_DIFF_EXAMPLES = """examples:
-  megacompile diff out-24GB out-48GB
-  megacompile diff a/plan.json b/plan.json
-
-Exit code: 0 the plans are equal, 1 they differ, 2 they cannot be compared."""
-_MODELS_EXAMPLES = """example:
-  megacompile models
-
-Any path to a config.json and any hub id works as well; of these only the geometry is read."""
-_PROFILE_EXAMPLES = """example:
-  megacompile profile --out machine.json --nvme /mnt/drive
-  megacompile plan --model llama-3.1-8b --machine machine.json"""
-_MACHINES_EXAMPLES = """example:
-  megacompile machines
-
-Each figure stands with its source; what no datasheet says is marked as assumed. A machine.json
-replaces a built-in machine."""
-_DOCTOR_EXAMPLES = """example:
-  megacompile doctor"""
-_BENCH_EXAMPLES = """examples:
-  megacompile bench kernels
-  megacompile bench kernels --op rms_norm --shape 8192x4096 --check
-  megacompile bench nvme --dir /mnt/nvme"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,11 +62,22 @@ def _above_zero(text: str) -> float:
     return value
 
 
+def _new_arguments(new: argparse.ArgumentParser) -> None:
+    new.add_argument("file", help="the file to write, which must not exist")
+    new.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what the data is for (sft)")
+
+
+def _train_arguments(train: argparse.ArgumentParser) -> None:
+    train.add_argument("config", help="a YAML file, such as megacompile new writes")
+    text = "keys of the file, as --learning_rate 1e-5; --dry_run only says whether it fits"
+    train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help=text)
+
+
 def _build() -> tuple[_Parser, dict[str, _Parser]]:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        prog="megacompile", description="Plan the training of models larger than device memory.",
-        epilog=_EXAMPLES, formatter_class=raw, allow_abbrev=False,
+        prog="megacompile", description="Plan and run the training of models larger than device memory.",
+        epilog=examples.ALL, formatter_class=raw, allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     found: dict[str, _Parser] = {}
@@ -249,36 +213,45 @@ class _Command(NamedTuple):
     description: str
     examples: str
     run: Callable[[argparse.Namespace], int]
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
 
 
 _COMMANDS = {
     "plan": _Command(
         "will it fit and how fast, before you rent the machine",
         "Plan a training step and predict its time and memory.",
-        _PLAN_EXAMPLES, _later("run", "run_plan"), _plan_arguments),
+        examples.PLAN, _later("run", "run_plan"), _plan_arguments),
+    "new": _Command(
+        "write a commented example of what train reads", "Write a commented YAML file for megacompile train.",
+        examples.NEW, _later("train", "run_new"), _new_arguments),
+    "train": _Command(
+        "fine-tune a model on your data as a YAML file says",
+        "Fine-tune a language model, by TRL's trainers, in the device memory that you name.",
+        examples.TRAIN, _later("train", "run_train"), _train_arguments),
     "inspect": _Command(
         "look at a dumped schedule: a page of timeline, memory and code",
         "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
-        _INSPECT_EXAMPLES, _later("inspect", "run_inspect"), _inspect_arguments),
+        examples.INSPECT, _later("inspect", "run_inspect"), _inspect_arguments),
     "diff": _Command(
         "what changed between two plans", "Compare two dumps or two plans, equal layers folded.",
-        _DIFF_EXAMPLES, _later("inspect", "run_diff"), _diff_arguments),
+        examples.DIFF, _later("inspect", "run_diff"), _diff_arguments),
     "models": _Command(
-        "built-in models and their sizes", "List the built-in models.", _MODELS_EXAMPLES, _run_models),
+        "built-in models and their sizes", "List the built-in models.", examples.MODELS, _run_models),
     "machines": _Command(
         "built-in machines, their rates and sources",
-        "List the built-in machines with the source of each figure.", _MACHINES_EXAMPLES, _run_machines),
+        "List the built-in machines with the source of each figure.", examples.MACHINES, _run_machines),
     "profile": _Command(
         "measure this machine into a machine.json",
         "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
-        _PROFILE_EXAMPLES, _run_profile, _profile_arguments),
+        examples.PROFILE, _run_profile, _profile_arguments),
     "doctor": _Command(
         "what this machine would limit", "Show in one screen what this machine would limit.",
-        _DOCTOR_EXAMPLES, _later("doctor", "run_doctor")),
+        examples.DOCTOR, _later("doctor", "run_doctor"),
+        lambda parser: parser.add_argument(
+            "--gpu", action="store_true", help="also train a tiny model on the GPU, and by plain PyTorch")),
     "bench": _Command(
         "measure parts of megacompile on this machine", "Measure parts of megacompile on this machine.",
-        _BENCH_EXAMPLES, lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
+        examples.BENCH, lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
         _bench_arguments),
 }  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_pictures_of_edge_cases_are_drawn(tmp_path: Path, budget: int) -> None:
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'megacompile\[plots\]'"):
-        loss_curve([1.0], [], tmp_path / "l.png")
+        loss_curve([(1, 1.0)], [], tmp_path / "l.png")
 
 
 def test_arguments_become_settings(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

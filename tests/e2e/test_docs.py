@@ -6,7 +6,9 @@ import argparse
 import fnmatch
 import re
 import shlex
+import tempfile
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,15 @@ from megacompile.machine.catalog import load_machine
 from megacompile.schedule.page import _SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "cli.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("cli.md", "how-to/fit.md", "how-to/train.md")),
+)
+GUIDES = (
+    ROOT / "docs" / "index.md",
+    *sorted(p for p in (ROOT / "docs" / "how-to").glob("*.md") if "```python\n" in p.read_text()),
+    ROOT / "docs" / "troubleshooting.md",
+)
 
 
 def shown(path: Path) -> list[list[str]]:
@@ -45,6 +55,29 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
             assert model in PRESETS or model.endswith("config.json") or model.count("/") == 1
             if not options.machine.endswith(".json"):
                 load_machine(options.machine)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
+def test_the_python_of_a_guide_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, in their order, as one program: what a reader who copies them all runs."""
+    source = "\n".join(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S))
+    assert "megacompile." in source
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(source, str(path), "exec"), {"__name__": "page"})
+
+
+def test_the_site_shows_every_page() -> None:
+    """And every link between pages goes to one that is there: `make docs` is strict, this needs no site."""
+    shown_pages = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert shown_pages == pages
+    for page in pages:
+        path = ROOT / "docs" / page
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / link).is_file(), (page, link)
 
 
 def test_every_option_of_every_command_is_documented() -> None:

@@ -1,0 +1,298 @@
+"""``megacompile train`` and ``megacompile new``: from a YAML file to a fine-tuned model, by TRL's trainers.
+
+The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file for
+TRL's scripts runs as it is, and those of :class:`TrainConfig`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from megacompile.cli.main import main
+from megacompile.errors import MegacompileError
+
+EXAMPLE = """\
+# Run: megacompile train {name}      Look first: megacompile train {name} --dry_run
+# Every key is also a flag: --learning_rate 1e-5. Run it again after an interruption, and it goes on.
+
+# ---- what is trained, on what
+model_name_or_path: ./model        # a folder as from_pretrained takes it, or a hub id
+{data}
+test_split_size: 0.05              # a share of the data, kept for evaluation
+output_dir: ./out                  # checkpoints, logs, report.md, and the trained model in out/model
+
+# ---- where: the memory to use
+hbm_budget: auto                   # of the device: 22GB, 90%, or auto
+# host_budget: 200GB               # of RAM; what it has no room for goes to offload_dir
+# offload_dir: /mnt/nvme
+# optimizer_state: int8            # Adam's moments in a quarter of the bytes
+
+# ---- how
+max_length: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 16
+num_train_epochs: 1
+learning_rate: {rate}
+lr_scheduler_type: cosine
+warmup_steps: 0.03
+max_grad_norm: 1.0
+bf16: true                         # computes in bf16, over FP32 masters
+# use_peft: true                   # LoRA adapters instead of all weights
+seed: 0
+
+# ---- what is told and kept
+logging_steps: 10
+report_to: none                    # tensorboard, wandb, trackio, ...
+include_num_input_tokens_seen: true   # logs tokens per second
+eval_strategy: steps
+eval_steps: 200
+save_steps: 200
+save_total_limit: 2
+"""
+_DATA = {
+    "sft": "method: sft\n"
+    "data: ./chats.jsonl                # chats (messages, or ShareGPT's conversations), Alpaca's\n"
+    "                                   # instructions, prompt and completion, or a file of plain text\n"
+    "assistant_only_loss: true          # chats: train on what the assistant says, in all turns\n"
+    "packing: false                     # true: sequences share rows, each seeing itself alone",
+    "dpo": "method: dpo\n"
+    "data: ./preferences.jsonl         # prompt, chosen and rejected, as texts or as chats\n"
+    "beta: 0.1                          # how near the policy stays to the model as it was",
+}
+_FILES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
+
+
+@dataclass
+class TrainConfig:
+    """The keys that TRL's scripts do not have."""
+
+    method: Literal["sft", "dpo"] = field(default="sft", metadata={"help": "what the data is for"})
+    data: str | None = field(default=None, metadata={"help": "a file, a pattern of files, or a hub id"})
+    hbm_budget: str = field(default="auto", metadata={"help": "device memory: 22GB, 90%%, auto"})
+    host_budget: str | None = field(default=None, metadata={"help": "host memory for the state"})
+    offload_dir: str | None = field(default=None, metadata={"help": "a directory on a drive, for the rest"})
+    optimizer_state: str | None = field(default=None, metadata={"help": "fp32, int8 or int4"})
+    device: str | None = field(default=None, metadata={"help": "cuda or cpu"})
+    from_scratch: bool = field(default=False, metadata={"help": "random weights, of the model's config"})
+    dry_run: bool = field(default=False, metadata={"help": "only say whether it fits, and how long it takes"})
+
+
+def run_new(options: argparse.Namespace) -> int:
+    """Write a commented example; 2 where the file exists."""
+    path = Path(options.file).expanduser()
+    rate = {"sft": "1.0e-5", "dpo": "1.0e-6"}[options.method]
+    try:
+        with path.open("x") as file:
+            file.write(EXAMPLE.format(name=path.name, data=_DATA[options.method], rate=rate))
+    except OSError as error:
+        raise MegacompileError(f"{path} was not written: {error.strerror}.") from error
+    print(f"{path}: edit it, then run megacompile train {path}")
+    return 0
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import trl
+
+        from megacompile.integrations.checkpoints import last_checkpoint
+        from megacompile.integrations.report import write_report
+    except ImportError as error:
+        raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
+    keys = _parse(trl, Path(options.config), options.overrides)
+    ours, _, arguments, model_config, _ = keys
+    if ours.dry_run:
+        return _dry_run(ours, arguments, model_config)
+    folder = Path(arguments.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(Path(options.config).read_text())
+    try:
+        trainer = _trainer(*keys)
+    except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
+        raise MegacompileError(f"{options.config}: {error}") from error
+    resumed = last_checkpoint(arguments.output_dir)
+    if resumed is not None:
+        print(f"megacompile: going on from {resumed}; another output_dir starts anew")
+    trainer.train(resume_from_checkpoint=resumed)
+    trainer.save_model(str(folder / "model"))
+    write_report(trainer, folder)
+    print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
+    return 0
+
+
+def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, mixture: Any) -> Any:
+    """TRL's trainer for the method, over a program, with its model and data."""
+    from trl import get_peft_config
+
+    from megacompile.integrations.arguments import MegacompileConfig
+    from megacompile.integrations.report import Logbook
+    from megacompile.integrations.trl import DPOTrainer, SFTTrainer
+
+    train_data, eval_data = _data(ours, script, mixture, arguments)
+    names = {f.name for f in dataclasses.fields(MegacompileConfig)}
+    return {"sft": SFTTrainer, "dpo": DPOTrainer}[ours.method](
+        args=arguments,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        peft_config=get_peft_config(model_config),
+        callbacks=[Logbook(Path(arguments.output_dir) / "log.csv")],
+        config=MegacompileConfig(**{k: v for k, v in vars(ours).items() if k in names}),
+        **_model(ours, model_config, arguments),
+    )
+
+
+def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
+    """The file and the flags as dataclasses: ours, TRL's of scripts, training, the model, the data."""
+    import torch
+    import yaml
+
+    try:
+        keys = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise MegacompileError(f"{path} is no YAML file that can be read: {error}.") from error
+    if not isinstance(keys, dict):
+        raise MegacompileError(f"{path} holds no keys: write one by megacompile new.")
+    given = list(overrides)
+    method = given[given.index("--method") + 1] if "--method" in given[:-1] else keys.get("method", "sft")
+    training = trl.DPOConfig if method == "dpo" else trl.SFTConfig
+    if "use_cpu" not in keys and "--use_cpu" not in given and not torch.cuda.is_available():
+        given += ["--use_cpu", "True"]
+    kinds = (TrainConfig, trl.ScriptArguments, training, trl.ModelConfig, trl.DatasetMixtureConfig)
+    parser = trl.TrlParser(kinds)
+    flags = {flag.removeprefix("--") for flag in parser._option_string_actions} | {"env"}
+    names = [str(key) for key in keys] + [
+        flag.removeprefix("--").split("=")[0] for flag in given if flag[:2] == "--"
+    ]
+    for name in names:
+        if name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f": did you mean {near[0]}?" if near else "."
+            raise MegacompileError(f"{path}: there is no key {name!r}{hint}")
+    parser.error = _refuse  # rather than a page of usage
+    try:
+        return parser.parse_args_and_config(["--config", str(path), *given])
+    except (ValueError, TypeError) as error:
+        raise MegacompileError(f"{path}: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise MegacompileError(message)
+
+
+def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple[Any, Any]:
+    """(training, evaluation): from ``data``, or as TRL's own keys say; None where nothing is kept for it."""
+    from datasets import Dataset, load_dataset
+    from trl import get_dataset
+
+    if ours.data is not None:
+        kind = _FILES.get(Path(ours.data).suffix)
+        try:
+            found = load_dataset(kind, data_files=ours.data) if kind else load_dataset(ours.data)
+        except Exception as error:  # of many kinds, of the reader of each format
+            raise MegacompileError(f"data: {ours.data} cannot be read: {error}") from error
+    elif mixture.datasets:
+        found = get_dataset(mixture)
+    elif script.dataset_name:
+        found = load_dataset(
+            script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+        )
+    else:
+        raise MegacompileError("There is nothing to train on: give data, dataset_name or datasets.")
+    train, test = found[script.dataset_train_split], found.get(script.dataset_test_split)
+    if isinstance(train, Dataset) and test is None and mixture.test_split_size:
+        parts = train.train_test_split(test_size=mixture.test_split_size, seed=arguments.seed)
+        train, test = parts["train"], parts["test"]
+    if arguments.eval_strategy == "no":
+        test = None
+    elif test is None:
+        raise MegacompileError("eval_strategy needs data for evaluation: give test_split_size, or 'no'.")
+    return tuple(part if part is None else _as_messages(part) for part in (train, test))  # type: ignore
+
+
+def _as_messages(data: Any) -> Any:
+    """ShareGPT's conversations and Alpaca's instructions as chats; other data as it is."""
+    names = set(data.column_names or ())
+    kinds = {("conversations",): _from_sharegpt, ("instruction", "output"): _from_alpaca}
+    chat = next((made for columns, made in kinds.items() if names.issuperset(columns)), None)
+    if chat is None:
+        return data
+    return data.map(lambda row: {"messages": chat(row)}, remove_columns=data.column_names)
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    roles = {"human": "user", "gpt": "assistant"}
+    turns = ((turn["from"], turn["value"]) for turn in row["conversations"])
+    return [{"role": roles.get(speaker, speaker), "content": said} for speaker, said in turns]
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+
+
+def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
+    """The trainer's arguments that say what is trained.
+
+    A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
+    """
+    import transformers
+
+    from megacompile.pretrained import Shards, build_empty
+
+    name = model_config.model_name_or_path
+    if name is None:
+        raise MegacompileError("There is no model: give model_name_or_path.")
+    folder = Path(name)
+    if ours.from_scratch:
+        transformers.set_seed(arguments.seed)
+        made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
+        return {"model": made, "processing_class": transformers.AutoTokenizer.from_pretrained(name)}
+    plain = not (model_config.use_peft or getattr(arguments, "chat_template_path", None))
+    if ours.method == "sft" and plain and (folder / "config.json").is_file():
+        empty, shards = build_empty(folder), Shards(folder)
+        shards.fit(empty)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return {"model": empty, "weights": shards.read, "processing_class": tokenizer}
+    given = {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+    }
+    arguments.model_init_kwargs = given | (arguments.model_init_kwargs or {})
+    return {"model": name}
+
+
+def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:
+    """What ``megacompile plan`` says of the same model, batch and budgets."""
+    import torch
+
+    config = Path(str(model_config.model_name_or_path)) / "config.json"
+    asked = ["plan", "--model", str(config if config.is_file() else model_config.model_name_or_path)]
+    if torch.cuda.is_available() and ours.device != "cpu":
+        machine = Path(arguments.output_dir) / "machine.json"
+        main(["profile", "--out", str(machine)])
+    else:
+        machine = Path("this-cpu")
+    asked += ["--machine", str(machine), "--seq", str(arguments.max_length or 1024)]
+    asked += ["--batch", str(arguments.per_device_train_batch_size)]
+    asked += ["--micro-batches", str(arguments.gradient_accumulation_steps)]
+    asked += ["--dtype", "bf16" if arguments.bf16 else "fp32"]
+    asked += [] if arguments.max_grad_norm else ["--no-clip"]
+    for flag, value in (("--hbm-budget", ours.hbm_budget), ("--host-budget", ours.host_budget)):
+        asked += [flag, value] if value is not None else []
+    return main(asked)

@@ -1,0 +1,146 @@
+"""``megacompile train``: from a YAML file and a file of chats to a model that plain transformers loads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.cli.main import main
+from tests.support.models import build
+from tests.support.text import tokenizer
+
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+pytest.importorskip("trl", reason="trl is missing: pip install trl")
+datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
+
+PAIRS = [("what is it?", "a fox."), ("who is it?", "a dog."), ("where?", "here.")]
+SMALL = [
+    f"--{key}={value}"
+    for key, value in {
+        "max_length": 48,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 2,
+        "eval_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 2,
+        "hbm_budget": "5MB",
+        "bf16": "false",
+        "disable_tqdm": "true",
+    }.items()
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a command is run: a model with its tokenizer, and chats."""
+    build("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tokenizer().save_pretrained(tmp_path / "model")
+    lines = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in PAIRS * 14
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "config.yaml"]) == 0
+    return tmp_path
+
+
+def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example file as it is written; run again, it finds nothing left to do and writes the same model."""
+    assert main(["train", "config.yaml", *SMALL]) == 0
+    first = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
+    before = build("llama").state_dict()
+    assert not torch.equal(first["lm_head.weight"], before["lm_head.weight"])
+    assert transformers.AutoTokenizer.from_pretrained("out/model").chat_template
+    logged = list(csv.DictReader((folder / "out" / "log.csv").open()))
+    assert [row["step"] for row in logged if row["loss"]] == ["2", "4"]
+    report = (folder / "out" / "report.md").read_text()
+    assert "4 steps" in report and "of 5 MB" in report
+    for name in ("loss.png", "schedule.html", "config.yaml"):
+        assert (folder / "out" / name).stat().st_size
+    capsys.readouterr()
+    assert main(["train", "config.yaml", *SMALL]) == 0
+    assert "going on from out/checkpoint-4" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
+    assert all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["train", "config.yaml", "--dry_run", "true", "--max_length", "32", "--hbm_budget", "5MB"]) == 0
+    )
+    assert "FITS" in capsys.readouterr().out
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"instruction": "what is it?", "input": "", "output": "a fox."},
+        {"conversations": [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "a fox."}]},
+        {
+            "messages": [
+                {"role": "user", "content": "what is it?"},
+                {"role": "assistant", "content": "a fox."},
+            ]
+        },
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_kinds_of_chats(rows: dict[str, Any]) -> None:
+    from megacompile.cli.train import _as_messages
+
+    (row,) = _as_messages(datasets.Dataset.from_list([rows]))
+    asked, said = row["messages"]
+    assert (asked["role"], asked["content"], said["role"], said["content"]) == (
+        "user",
+        "what is it?",
+        "assistant",
+        "a fox.",
+    )
+
+
+def test_an_instruction_with_an_input() -> None:
+    from megacompile.cli.train import _as_messages
+
+    rows = [{"instruction": "translate", "input": "ein fuchs", "output": "a fox"}]
+    (row,) = _as_messages(datasets.Dataset.from_list(rows))
+    assert row["messages"][0]["content"] == "translate\n\nein fuchs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["train", "config.yaml", "--learning_rat", "1"],
+            "there is no key 'learning_rat': did you mean learning_rate?",
+        ),
+        (["train", "config.yaml", "--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["train", "config.yaml", "--data", "nothing.jsonl"], "data: nothing.jsonl cannot be read"),
+        (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "./nowhere"),
+        (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
+        (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
+        (["train", "missing.yaml"], "missing.yaml is no YAML file that can be read"),
+        (["train", "model/config.json", "--output_dir", "x"], "there is no key 'architectures'"),
+        (["new", "config.yaml"], "config.yaml was not written: File exists"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_the_example_for_preferences_is_understood(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "preferences.yaml", "--method", "dpo"]) == 0
+    assert main(["train", "preferences.yaml", "--data", "nothing.jsonl"]) == 2
+    assert "data: nothing.jsonl cannot be read" in capsys.readouterr().err
