@@ -28,7 +28,7 @@ class Forward(Inspection):
         return loss
 
     @alone
-    def predict(self, batch: Any, *, outputs: OutputsFn | None = None, micro_batch: int | None = None) -> Any:
+    def predict(self, batch: Any, *, outputs: OutputsFn | None = None) -> Any:
         """What the forward returns for a batch in eval mode, on the host, under the same budget as training.
 
         A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
@@ -38,11 +38,8 @@ class Forward(Inspection):
         output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries
         of the batch that the forward does not take, and an attribute ``inputs`` of it names entries that the
         forward is not given. Another function, or the same one over other values, is another program.
-
-        ``micro_batch``: instead of in eval mode, as the next ``train_step`` computes this batch as the
-        micro-batch of this number, with the same random numbers.
         """
-        return self._forward("predict", batch, outputs or all_outputs, micro_batch)
+        return self._forward("predict", batch, outputs or all_outputs)
 
     @alone
     def generate(self, /, input_ids: Tensor, **options: Any) -> Any:
@@ -61,27 +58,26 @@ class Forward(Inspection):
         return generate(self._session.model, self.predict, input_ids, **options)
 
     @alone
-    def prepare(self, batch: Any) -> None:
-        """Compile the training program for an example batch and take over the model's storage."""
-        micro = self._session.micro_batches(batch)
+    def prepare(self, batch: Any, *, outputs: OutputsFn | None = None) -> None:
+        """Compile the training program for an example batch and take over the model's storage.
+
+        ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
+        """
+        micro = self._session.micro_batches(batch, outputs=outputs)
         self._session.schedule(micro[0], self._session.training(micro))
 
-    def _forward(
-        self, name: str, batch: Any, outputs: OutputsFn | None, micro_batch: int | None = None
-    ) -> Any:
+    def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()
         session = self._session
-        micro = session.micro_batches(
-            batch, evaluate=True, outputs=outputs, in_training=micro_batch is not None
-        )
+        micro = session.micro_batches(batch, evaluate=True, outputs=outputs)
         if len(micro) > 1:
             raise MegacompileError(f"{name} takes one batch, not a list of {len(micro)}: call it for each.")
         if session.runtime is None:
             self._allocate(batch, outputs)
-        results = session.run(micro, Mode("evaluate"), [1.0], first=micro_batch or 0)
+        results = session.run(micro, Mode("evaluate"), [1.0])
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
-        return compiled.captured.structure.around([results.outputs[v] for v in compiled.part.results])
+        return compiled.captured.structure.around([results.outputs[v, 0] for v in compiled.part.results])
 
     def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
         """Lay out the state, which is allocated for training."""

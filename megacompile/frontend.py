@@ -153,7 +153,6 @@ class Frontend:
                     loss_fn=self.loss_fn,
                     evaluate=evaluate,
                     outputs=batch.outputs,
-                    in_training=batch.in_training,
                 )
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
@@ -171,7 +170,9 @@ class Frontend:
         _check_uses(part, self.layouts)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
         parameters = cut_parameters(self.parameters, cuts)
-        assembly = assemble(part, templates, parameters, constants, self.layouts)
+        assembly = assemble(
+            part, templates, parameters, constants, self.layouts, outside=front.captured.outside
+        )
         assembly = with_state(assembly, self._form)
         _check_trains(assembly)
         return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)

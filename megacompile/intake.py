@@ -36,7 +36,6 @@ class Intake:
         evaluate: bool,
         first: bool,
         outputs: OutputsFn | None = None,
-        in_training: bool = False,
     ) -> list[Batch]:
         """The micro-batches of one step, the ``first`` or a later one; padded where that saves compiling and
         is hidden, as it would not be in ``outputs``, nor from a loss function."""
@@ -51,7 +50,6 @@ class Intake:
                 keep_mask=own is not None,
                 settings=settings,
                 outputs=outputs,
-                in_training=in_training,
             )
             check_signature(model, batch, function=own)
             micro.append(batch)
@@ -63,4 +61,9 @@ class Intake:
         ids = batch.kwargs.get("input_ids")
         if self._max_seq_len is None or not isinstance(ids, Tensor) or ids.shape[1] >= self._max_seq_len:
             return None
-        return read_batch(pad_batch(batch.kwargs, self._max_seq_len), self._model)
+        return read_batch(
+            pad_batch(batch.kwargs, self._max_seq_len),
+            self._model,
+            settings=batch.settings,
+            outputs=batch.outputs,
+        )

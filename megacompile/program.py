@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch, micro_weights
-from megacompile.errors import ProgramError
+from megacompile.capture.outputs import OutputsFn, all_outputs
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.forward import Forward
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
 from megacompile.host.state import HostState
+from megacompile.outside import LossOfOutputs
 from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
@@ -47,12 +49,24 @@ class Program(Forward):
     # ---- training --------------------------------------------------------------------------------
 
     @alone
-    def train_step(self, batch: Any, *, weights: Sequence[float] | None = None) -> StepOutput:
+    def train_step(
+        self,
+        batch: Any,
+        *,
+        weights: Sequence[float] | None = None,
+        loss: LossOfOutputs | None = None,
+        outputs: OutputsFn | None = None,
+    ) -> StepOutput:
         """One optimizer step on a batch (a dict, a tuple or a tensor), or on a list of micro-batches.
 
         A list trains on the mean of the micro-batches' losses (their sum where the batches carry
         ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last
         block's backward is done; updates go on in the background.
+
+        ``loss(i, output)`` is computed outside of the program, by any code, from what the forward returns for
+        micro-batch i: tensors on the host, whose gradients by this scalar the backward starts from. It is
+        called once for each, between forward and backward. ``outputs(output, batch)`` is compiled with the
+        model, as for :meth:`predict`, and what it returns comes in the place of the output.
         """
         self._ready()
         session = self._session
@@ -60,34 +74,39 @@ class Program(Forward):
             raise ProgramError(
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
-        micro = session.micro_batches(batch)
+        micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
         if weights is None:
             session.check_counts(micro)
         weights = micro_weights(micro, weights)
         if len({m.key for m in micro}) > 1:
-            return self._step_by_accumulation(micro, weights)
+            return self._step_by_accumulation(micro, weights, loss)
         try:
-            results = session.run(micro, session.training(micro), weights)
+            results = session.run(micro, session.training(micro), weights, loss=loss)
         except BaseException:
             session.drop_gradients()
             raise
         return StepOutput(self._session, results, weights)
 
     @alone
-    def forward_backward(self, batch: Any, *, weight: float | None = None) -> StepOutput:
+    def forward_backward(
+        self,
+        batch: Any,
+        *,
+        weight: float | None = None,
+        loss: LossOfOutputs | None = None,
+        outputs: OutputsFn | None = None,
+    ) -> StepOutput:
         """Add the gradient of ``weight`` (None: 1) times the batch's loss to those that wait on the host.
 
         Parameters have no ``.grad``: ``max_grad_norm`` clips, when :meth:`optimizer_step` applies them.
+        ``loss`` and ``outputs`` are those of :meth:`train_step`.
         """
         self._ready()
-        micro = self._session.micro_batches(batch)
+        micro = self._session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
         if weight is None:
             self._session.check_counts(micro)
         weights = [1.0 if weight is None else weight] * len(micro)
-        losses: list[Tensor] = []
-        for one in micro:
-            losses += self._session.run([one], Mode("accumulate"), weights[:1]).losses
-        return StepOutput(self._session, StepResults(losses), weights)
+        return StepOutput(self._session, StepResults(self._accumulate(micro, weights, loss)), weights)
 
     @alone
     def optimizer_step(self) -> StepOutput:
@@ -276,11 +295,20 @@ class Program(Forward):
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _step_by_accumulation(self, micro: list[Batch], weights: list[float]) -> StepOutput:
+    def _accumulate(
+        self, micro: list[Batch], weights: list[float], loss: LossOfOutputs | None
+    ) -> list[Tensor]:
         losses: list[Tensor] = []
+        for i, (one, weight) in enumerate(zip(micro, weights, strict=True)):
+            of_one = _numbered(loss, i)
+            losses += self._session.run([one], Mode("accumulate"), [weight], loss=of_one).losses
+        return losses
+
+    def _step_by_accumulation(
+        self, micro: list[Batch], weights: list[float], loss: LossOfOutputs | None
+    ) -> StepOutput:
         try:
-            for one, weight in zip(micro, weights, strict=True):
-                losses += self._session.run([one], Mode("accumulate"), [weight]).losses
+            losses = self._accumulate(micro, weights, loss)
         except BaseException:
             self._session.drop_gradients()
             raise
@@ -297,3 +325,19 @@ class Program(Forward):
                 f"Gradients are waiting: call optimizer_step() or drop_gradients(), then {what}."
             )
         return runtime.state
+
+
+def _outputs_for(loss: LossOfOutputs | None, outputs: OutputsFn | None) -> OutputsFn | None:
+    """What a program computes in the place of the loss, where that is computed outside."""
+    if loss is not None:
+        return outputs or all_outputs
+    if outputs is not None:
+        raise MegacompileError(
+            "outputs= is given without loss=, which would be computed from them: give both."
+        )
+    return None
+
+
+def _numbered(loss: LossOfOutputs | None, number: int) -> LossOfOutputs | None:
+    """The loss for a run of this micro-batch alone."""
+    return None if loss is None else lambda _, outputs: loss(number, outputs)

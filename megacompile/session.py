@@ -29,6 +29,7 @@ from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
+from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.runtime import ownership
 from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
@@ -90,6 +91,7 @@ class Session:
         self._last_batch: Batch | None = None
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
+        self.outside: OutsideLoss | None = None  # of the last run
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""
@@ -107,7 +109,6 @@ class Session:
         *,
         evaluate: bool = False,
         outputs: OutputsFn | None = None,
-        in_training: bool = False,
     ) -> list[Batch]:
         """What a batch, or a list of them, holds: padded where that saves compiling another program."""
         items = batch if isinstance(batch, list) else [batch]
@@ -122,15 +123,9 @@ class Session:
         if not evaluate:
             self.check_model()
         function = identity(outputs) if outputs is not None else self.compiler.frontend.loss_fn
-        in_eval_mode = evaluate and not in_training  # settings are read once for all of them
-        settings = model_settings(self.model, evaluate=in_eval_mode, function=function)
+        settings = model_settings(self.model, evaluate=evaluate, function=function)  # once for all of them
         return self._intake.read(
-            items,
-            settings,
-            evaluate=evaluate,
-            first=self.current is None,
-            outputs=outputs,
-            in_training=in_training,
+            items, settings, evaluate=evaluate, first=self.current is None, outputs=outputs
         )
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
@@ -225,9 +220,17 @@ class Session:
             self._bound[id(scheduled)] = found
         return found
 
-    def run(self, micro: list[Batch], mode: Mode, weights: Sequence[float], *, first: int = 0) -> StepResults:
-        """One run of the program for these micro-batches in a mode; ``first`` is the number of the first."""
-        bound = self._bind(self.schedule(micro[0], mode))
+    def run(
+        self,
+        micro: list[Batch],
+        mode: Mode,
+        weights: Sequence[float],
+        *,
+        loss: LossOfOutputs | None = None,
+    ) -> StepResults:
+        """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it."""
+        scheduled = self.schedule(micro[0], mode)
+        bound = self._bind(scheduled)
         runtime = self.runtime
         assert runtime is not None
         if bound is not self._previous:
@@ -235,13 +238,15 @@ class Session:
             self._previous = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
+        self.outside = OutsideLoss(loss, scheduled.compiled, weights) if loss is not None else None
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
-            seeds=[step_seed(self.seed, self.calls, first + i) for i in range(len(micro))],
+            seeds=[step_seed(self.seed, self.calls, i) for i in range(len(micro))],
             loss_weights=list(weights),
             hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
+            outside=self.outside,
         )
         with whole_step(), self._noting_faults():
             results = runtime.run(bound, inputs)

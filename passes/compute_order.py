@@ -1,6 +1,7 @@
 """The plain step: loads of the batch, forwards and backwards, in the plan's loop order.
 
-A forward alone is followed by copies of those of its outputs that are results of the step.
+A forward alone is followed by copies of those of its outputs that are results of the step. So is one whose
+loss is computed outside; gradients by the results then come before the backwards that read them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ class _Order:
         self.token_bytes[token] = nbytes
         return token
 
+    @property
+    def _gives_results(self) -> bool:
+        return self.work.outside or self.mode.kind == "evaluate"
+
+    def _load_grad(self, v: int, m: int) -> Op:
+        nbytes, reads = self.work.values[v].nbytes, tuple(Result(r, m) for r in self.work.results)
+        assert ValueGrad(v, m) not in self.token_bytes, "no block reads a result, so none gives it a gradient"
+        given = self._take(ValueGrad(v, m), nbytes)
+        return Op("load_grad", "compute", micro=m, reads=reads, writes=(given,), nbytes=nbytes)
+
     def load(self, m: int) -> None:
         for v, value in enumerate(self.work.values):
             if value.batch:
@@ -70,13 +81,13 @@ class _Order:
         if keeps:
             outputs.append(self._take(Saved(b, m), policy.saved_bytes))
         op = compute_op("forward", b, m, policy, policy.forward, (), tuple(outputs))
-        seeds = self.work.loss in block.tangents and self.mode.kind != "evaluate"
+        seeds = self.work.loss in block.tangents and not self._gives_results
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
             seed = self._take(ValueGrad(self.work.loss, m), nbytes)
             op = op.with_(writes=(*op.writes, seed), peak_bytes=op.peak_bytes + nbytes)
         self.ops.append(op)
-        for v in block.outputs if self.mode.kind == "evaluate" else ():
+        for v in block.outputs if self._gives_results else ():
             if v in self.work.results:
                 given, nbytes = (Value(v, m),), self.work.values[v].nbytes
                 copied = (Result(v, m),)
@@ -88,6 +99,8 @@ class _Order:
         block, policy, values = self.work.blocks[b], self._policy(b), self.work.values
         if self.mode.kind == "evaluate" or policy.backward is None:
             return
+        if self.work.outside:
+            self.ops += [self._load_grad(v, m) for v in block.tangents if v in self.work.results]
         given = [v for v in block.tangents if ValueGrad(v, m) in self.token_bytes]
         missing = sum(values[v].nbytes for v in block.tangents if v not in given)
         kept = policy.saved_bytes or policy.recompute is not None

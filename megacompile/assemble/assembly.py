@@ -114,11 +114,13 @@ def assemble(
     parameters: Mapping[str, Parameter],
     constant_bytes: int,
     groups: tuple[GroupLayout, ...] = (),
+    *,
+    outside: bool = False,
 ) -> Assembly:
     """Group the parameters and describe every block by numbers.
 
     ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep,
-    those of an earlier program over the same parameters.
+    those of an earlier program over the same parameters. ``outside``: see :class:`Workload`.
     """
     groups = groups or _group(part, templates, parameters)
     places = {s.parameter.name: (g.index, i) for g in groups for i, s in enumerate(g.slots)}
@@ -142,6 +144,7 @@ def assemble(
         loss=part.results[0],
         constant_bytes=constant_bytes + SEED_BYTES,
         results=part.results,
+        outside=outside,
     )
     return Assembly(groups, places, work)
 

@@ -111,7 +111,8 @@ class GroupWork:
 class Workload:
     """Blocks in execution order over shared values and weight groups.
 
-    A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss.
+    A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss. Where
+    the loss is computed ``outside``, training gives the results too, and is given gradients by them.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -120,6 +121,7 @@ class Workload:
     loss: int
     constant_bytes: int = 0
     results: tuple[int, ...] = ()
+    outside: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", self.results or (self.loss,))
@@ -176,4 +178,4 @@ class Workload:
         return work
 
 
-WORKLOAD_VERSION = 1
+WORKLOAD_VERSION = 2

@@ -22,8 +22,7 @@ class Batch:
     """One micro-batch: the call's arguments, all their leaves, and the key of its program.
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
-    ``outputs`` is what the program computes of the forward in the place of the loss, and ``in_training`` says
-    that it does so in the modes of training.
+    ``outputs`` is what the program computes of the forward in the place of the loss.
     """
 
     args: tuple[Any, ...]
@@ -31,7 +30,6 @@ class Batch:
     leaves: list[Any]
     key: tuple[Any, ...]
     outputs: OutputsFn | None = None
-    in_training: bool = False
 
     @property
     def tokens(self) -> int:
@@ -73,7 +71,6 @@ def read_batch(
     keep_mask: bool = False,
     settings: ModelSettings | None = None,
     outputs: OutputsFn | None = None,
-    in_training: bool = False,
 ) -> Batch:
     """Normalise what a user passes: a mapping goes to the forward by name, a tuple by position.
 
@@ -101,7 +98,7 @@ def read_batch(
     shapes = tuple(_described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
-    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate), outputs, in_training)
+    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate), outputs)
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ class Captured:
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
     index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
+    ``outside`` says that the results are trained on, by a loss that the graph does not hold;
     ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
     values that the host makes of a batch and of parameters.
     """
@@ -51,6 +52,7 @@ class Captured:
     fake_mode: FakeTensorMode
     structure: Structure
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    outside: bool = False
 
     def placeholder(self, name: str) -> fx.Node:
         node: fx.Node
@@ -67,8 +69,11 @@ def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def given_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that the loss has a gradient for, should they require one: ``detach`` hands none on."""
-    found = set(results_of(graph))
+    """Nodes that the loss, or any result, has a gradient for, should they require one.
+
+    ``detach`` hands none on.
+    """
+    found = {node for node in results_of(graph) if _differentiable(node)}
     for node in reversed(graph.nodes):
         if node in found and node.target is not torch.ops.aten.detach.default:
             found.update(n for n in node.all_input_nodes if _differentiable(n))

@@ -33,7 +33,7 @@ from megacompile.capture.effects import Effects, refuse_constants, refuse_other_
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
-from megacompile.capture.outputs import OutputsFn, Structure, copy_views, split
+from megacompile.capture.outputs import OutputsFn, Structure, copy_results, split
 from megacompile.capture.patching import REFUSED, Patch, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
@@ -47,10 +47,13 @@ aten = torch.ops.aten
 
 class _Forward(nn.Module):
     """Runs the model on (args, kwargs) with our operators and returns what is wanted of it: the scalar loss,
-    or the tensors of what ``outputs`` returns. ``structure`` is what surrounds them.
+    or the tensors of what ``outputs`` returns.
+
+    ``structure`` is what surrounds them; ``outside`` says that they are trained on.
     """
 
     structure: Structure
+    outside = False
     _loss_fn: LossFn | None
     _outputs: OutputsFn | None
 
@@ -96,13 +99,12 @@ def capture(
     loss_fn: LossFn | None = None,
     evaluate: bool = False,
     outputs: OutputsFn | None = None,
-    in_training: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
     ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
-    traces without gradients instead, and in eval mode unless ``in_training``; what ``outputs`` makes of the
-    forward, if it is given, in the place of the loss.
+    traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
+    takes the place of the loss.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -113,14 +115,14 @@ def capture(
     copied = fake_copy(model, forms, mode, trained)
     if evaluate:
         copied.requires_grad_(False)
-        if not in_training:
-            copied.eval()
+        copied.eval()
     _no_cache(copied)
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
     effects = Effects()
     forward, inputs = _Forward(copied, loss_fn, outputs, effects), (rng, args, kwargs)
+    forward.outside = outputs is not None and not evaluate
     captured = _trace(forward, inputs, model)
     changed = effects.first
     if changed:  # by the first forward: all later ones must compute the same
@@ -128,8 +130,9 @@ def capture(
         again = _trace(forward, inputs, model)
         refuse_other_forward(captured.graph, again.graph, changed, effects.first)
     if trained and not evaluate and not captured.trainable:
+        what = "loss" if outputs is None else "output"
         raise CaptureError(
-            f"The loss of {type(model).__name__} has no gradient for any parameter that the optimizer "
+            f"The {what} of {type(model).__name__} has no gradient for any parameter that the optimizer "
             "trains: look for a detach, a no_grad or an argmax on the way to it."
         )
     return captured
@@ -240,7 +243,7 @@ def _flatten(
     inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
     if forward._outputs is not None:
-        copy_views(graph, fake_mode)
+        copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)
     refuse_mixed_products(graph, buffers)
@@ -256,6 +259,7 @@ def _flatten(
         trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
         fake_mode=fake_mode,
         structure=forward.structure,
+        outside=forward.outside,
     )
 
 

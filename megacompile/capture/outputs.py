@@ -79,14 +79,19 @@ def identity(function: Callable[..., Any]) -> Any:
     return function.__code__, function.__defaults__, function.__kwdefaults__, closed
 
 
-def copy_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Let each result have memory of its own: an input, or a view of something larger, is copied."""
+def copy_results(graph: fx.Graph, mode: FakeTensorMode, *, shared: bool) -> None:
+    """Let each result be dense, in memory of its own: an input, or a view of something larger, is copied.
+
+    So is, where ``shared``, what something else in the graph reads: no other gradient is added to a result's.
+    """
     output = graph.output_node()
+    dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     for node in dict.fromkeys(output.all_input_nodes):
-        if node.op == "placeholder" or is_view(node):
+        own = node.op != "placeholder" and not is_view(node) and not (shared and len(node.users) > 1)
+        if not own or not node.meta["val"].is_contiguous():
             before = output if node.op == "placeholder" else node.next
             with graph.inserting_before(before):
-                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,), dense)
             with mode:
-                copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+                copy.meta = {**node.meta, "val": node.meta["val"].clone(**dense)}
             output.replace_input_with(node, copy)

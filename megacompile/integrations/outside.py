@@ -1,88 +1,114 @@
 """Losses that a trainer computes itself, outside of the program, from what the model returns.
 
-A program of the forward gives the model's outputs, in the modes of training and with its random numbers. The
-trainer's code computes the loss from them, and autograd its gradient by each output. With these the program
-trains: its loss is the sum of outputs times gradients. So a micro-batch takes one more forward.
+For each micro-batch the trainer's code runs in a thread of its own, which waits where it calls the model. So
+the batch is known before the program runs, and one pass serves all code: the program's forward gives the
+outputs, the code goes on to the loss, and the program's backward starts from the loss's gradient by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from megacompile.capture.outputs import all_outputs
 from megacompile.errors import MegacompileError
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 
-_MOST = 64  # tensors in an output
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of the next update: what the program is given, the loss's weight, who computes it."""
 
-class GivenGradients:
-    """The ``loss_fn`` whose gradient by output number i is the batch's entry ``by_i``; without any of them, a
-    loss that trains what they would."""
-
-    inputs = tuple(f"by_{i}" for i in range(_MOST))
-
-    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        numbered = enumerate(pytree.tree_leaves(outputs))
-        leaves = {f"by_{i}": x for i, x in numbered if isinstance(x, Tensor) and x.is_floating_point()}
-        terms = [(leaf * batch[name]).sum() for name, leaf in leaves.items() if name in batch]
-        return torch.stack(terms or [leaf.mean() for leaf in leaves.values()]).sum()
+    batch: dict[str, Any]
+    weight: float
+    outside: OutsideModel | None = None
 
 
 class OutsideModel:
-    """Stands where a trainer's own loss calls the model, and keeps the gradient that comes back.
+    """Stands where a trainer's own loss calls the model.
 
-    ``micro_batch`` is the number of the micro-batch in the next update; None: in eval mode, without gradient.
+    ``compute`` is that code, a function of this object; None: only calls in eval mode come. ``batch`` is what
+    the program is given, once :meth:`begin` has returned.
     """
 
-    loss_fn: Any = GivenGradients()
-
-    def __init__(self, trainer: Any, micro_batch: int | None) -> None:
-        self._trainer, self._micro_batch = trainer, micro_batch
-        self._batch: dict[str, Any] = {}
-        self._leaves: dict[str, Tensor] = {}
+    def __init__(self, trainer: Any, compute: Callable[[Any], Tensor] | None = None) -> None:
+        self._trainer, self._compute = trainer, compute
+        self._batch: Future[dict[str, Any]] = Future()
+        self._outputs: Future[Any] = Future()
+        self._loss: Future[Tensor] = Future()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer.model, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        micro_batch = self._followed()
-        outputs = self._laid_out(inputs).predict(inputs, micro_batch=micro_batch)
-        leaves, spec = pytree.tree_flatten(outputs)
-        if micro_batch is not None:
-            floats = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()}
-            self._batch, self._leaves = inputs, {f"by_{i}": x.requires_grad_() for i, x in floats.items()}
-            for i, leaf in floats.items():
-                leaves[i] = leaf.clone()  # which may be changed in place, as a model's output may
-        return pytree.tree_unflatten(leaves, spec)
+        if not self._is_trained():
+            return self._laid_out(inputs).predict(inputs)
+        return self._awaited(inputs)
 
-    def trained_batch(self) -> dict[str, Any]:
-        """The batch that the model was called with, and the gradients that came back."""
-        gradients = {name: leaf.grad for name, leaf in self._leaves.items() if leaf.grad is not None}
-        if not gradients:
-            raise MegacompileError(
-                "compute_loss returned a loss without a gradient by the model's outputs: compute it from "
-                "what model(**inputs) returns."
-            )
-        return self._batch | gradients
+    @staticmethod
+    def outputs(trainer: Any) -> Any:
+        """What the program computes of the forward."""
+        return all_outputs
 
-    def _followed(self) -> int | None:
-        """The number of the micro-batch, if the loss of this call is trained on."""
-        if self._micro_batch is None or not torch.is_grad_enabled():
-            return None
-        if self._leaves:
+    def begin(self) -> dict[str, Any]:
+        """Run the code until it calls the model; returns the batch of that call."""
+        threading.Thread(target=self._run, name="megacompile loss", daemon=True).start()
+        either: tuple[Future[Any], ...] = (self._batch, self._loss)
+        wait(either, return_when=FIRST_COMPLETED)
+        if not self._batch.done():
+            self._loss.result()
             raise MegacompileError(
-                "compute_loss calls the model twice, and one call can be trained on: make the other one "
-                "under torch.no_grad()."
+                "compute_loss returned a loss without calling the model: compute it from model(**inputs)."
             )
-        return self._micro_batch
+        return self._batch.result()
+
+    def loss(self, outputs: Any) -> Tensor:
+        """The loss that the code makes of the model's outputs."""
+        self._outputs.set_result(outputs)
+        return self._loss.result()
+
+    def cancel(self) -> None:
+        """End the code, if it still waits for outputs."""
+        self._outputs.cancel()
+
+    def _run(self) -> None:
+        assert self._compute is not None
+        try:
+            self._loss.set_result(self._compute(self))
+        except BaseException as error:
+            self._loss.set_exception(error)
+
+    def _awaited(self, batch: dict[str, Any]) -> Any:
+        """The outputs for the call that is trained on."""
+        self._batch.set_result(batch)
+        return self._outputs.result()
+
+    def _is_trained(self) -> bool:
+        """Whether the loss of this call is trained on."""
+        if self._compute is None:
+            return False
+        if self._batch.done():
+            raise MegacompileError(
+                "compute_loss calls the model again after the call that is trained on: make one such call, "
+                "and others before it, under torch.no_grad()."
+            )
+        return torch.is_grad_enabled()
 
     def _laid_out(self, batch: dict[str, Any]) -> Program:
         owned = is_owned(self._trainer.model)
         program: Program = self._trainer._laid_out([] if owned else self._trainer._like_training(batch))
         return program
+
+
+def cancel(waiting: list[MicroBatch]) -> None:
+    """End what still waits for outputs that never come."""
+    for micro in waiting:
+        if micro.outside is not None:
+            micro.outside.cancel()

@@ -33,7 +33,7 @@ from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
-from megacompile.integrations.outside import OutsideModel
+from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 from megacompile.runtime.results import StepOutput
@@ -67,7 +67,7 @@ class Mixin(Evaluation):
         self._config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
         self._weights = weights
         self.program: Program | None = None
-        self._waiting: list[tuple[dict[str, Any], float]] = []  # micro-batches of the next update
+        self._waiting: list[MicroBatch] = []  # of the next update
         self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
         self._last: StepOutput | None = None
         self._checkpoint: Path | None = None  # to be loaded once the state is laid out
@@ -122,6 +122,7 @@ class Mixin(Evaluation):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
+        cancel(self._waiting)
         self._waiting.clear()
         self._outputs.clear()
         self._last = None
@@ -146,7 +147,7 @@ class Mixin(Evaluation):
 
     def _loss_fn(self) -> Any:
         if self._outside is not None:
-            return self._outside.loss_fn
+            return None
         if self.compute_loss_func is not None:
             return functools.partial(given_loss, self.compute_loss_func)
         if self.label_smoother is None:
@@ -161,7 +162,7 @@ class Mixin(Evaluation):
         program = self._programmed()
         if not is_owned(self.model):
             try:
-                program.prepare(micro)
+                program.prepare(micro, outputs=self._outputs_of_forward())
             except BudgetError as error:
                 if self.args.auto_find_batch_size:  # in the words that accelerate looks for
                     raise RuntimeError(f"{error} This counts as out of memory.") from error
@@ -171,6 +172,10 @@ class Mixin(Evaluation):
             self._checkpoint = None
         return program
 
+    def _outputs_of_forward(self) -> Any:
+        """What the program gives a loss that is computed outside; None: it computes the loss."""
+        return self._outside.outputs(self) if self._outside is not None else None
+
     # ---- training ----------------------------------------------------------------------------------
 
     def training_step(
@@ -179,27 +184,33 @@ class Mixin(Evaluation):
         """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged."""
         model.train()
         inputs = self._prepare_inputs(inputs)
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        weight = 1.0 if self._is_scaled(num_items_in_batch) else 1.0 / steps
-        if self._outside is not None:
-            return self._step_outside(
-                self._outside(self, len(self._waiting)), inputs, num_items_in_batch, weight
-            )
-        batch = self._batch(inputs, num_items_in_batch)
+        micro = self._micro_batch(inputs, num_items_in_batch)
         if not self.is_in_train:
-            return self._laid_out([batch]).forward_backward(batch, weight=weight).loss
-        self._waiting.append((batch, weight))
+            program, loss = self._laid_out([micro.batch]), self._loss_outside([micro])
+            return program.forward_backward(micro.batch, weight=micro.weight, **loss).loss
+        self._waiting.append(micro)
         return torch.zeros((), device=self.args.device)
 
-    def _step_outside(
-        self, outside: OutsideModel, inputs: dict[str, Any], count: Tensor | int | None, weight: float
-    ) -> Tensor:
-        """The loss by the trainer's own code; its gradient by the model's outputs waits for the update."""
-        loss = self.compute_loss(outside, inputs, num_items_in_batch=count) * weight
-        loss.backward()
-        self._waiting.append((outside.trained_batch(), 1.0))
-        taken: Tensor = loss.detach()
-        return taken
+    def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        weight = 1.0 if self._is_scaled(count) else 1.0 / steps
+        if self._outside is None:
+            return MicroBatch(self._batch(inputs, count), weight)
+        compute = functools.partial(self.compute_loss, inputs=inputs, num_items_in_batch=count)
+        outside = self._outside(self, compute)
+        return MicroBatch(outside.begin(), weight, outside)
+
+    def _loss_outside(self, waiting: list[MicroBatch]) -> dict[str, Any]:
+        """How a program is told that the trainer computes the loss, where it does."""
+        if self._outside is None:
+            return {}
+
+        def loss(number: int, outputs: Any) -> Tensor:
+            outside = waiting[number].outside
+            assert outside is not None
+            return outside.loss(outputs)
+
+        return {"loss": loss, "outputs": self._outputs_of_forward()}
 
     def _batch(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
         """What the program is given."""
@@ -215,14 +226,16 @@ class Mixin(Evaluation):
 
     def _update(self) -> None:
         """One optimizer step on the micro-batches that wait."""
-        batches, weights = [batch for batch, _ in self._waiting], [weight for _, weight in self._waiting]
-        self._waiting.clear()
-        output = self._laid_out(batches).train_step(batches, weights=weights)
-        self._last = output
+        waiting, self._waiting = self._waiting, []
+        batches, weights = [micro.batch for micro in waiting], [micro.weight for micro in waiting]
+        try:
+            program, loss = self._laid_out(batches), self._loss_outside(waiting)
+            self._last = output = program.train_step(batches, weights=weights, **loss)
+        finally:
+            cancel(waiting)
         if len(self._outputs) >= _KEPT:
             self._add_losses()
-        if self._outside is None:  # else upstream has the losses already
-            self._outputs.append((output, weights))
+        self._outputs.append((output, weights))
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Nothing: the program clips, as compiled."""

@@ -31,8 +31,8 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 class TokenOutputs:
     """What TRL's fused head computes of the logits of a causal language model, zero where labels are ignored.
 
-    ``names`` are fields of its output. Called as ``outputs`` of :meth:`~megacompile.program.Program.predict`:
-    beside the logits, an eighth of them is on the device at a time.
+    ``names`` are fields of its output; ``log_probs`` alone carries a gradient. Called as ``outputs`` of a
+    program: beside the logits, an eighth of them is on the device at a time.
     """
 
     names: tuple[str, ...]
@@ -71,46 +71,30 @@ _FIELDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Cotangents:
-    """A loss with given gradients by the log-probabilities, and by a router's loss where there is one."""
-
-    inputs: tuple[str, ...] = ("labels", "by_log_probs", "by_aux_loss")
-
-    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        log_probs = _log_probs(outputs.logits[:, :-1].float(), batch["labels"][:, 1:])
-        loss: Tensor = (log_probs * batch["by_log_probs"]).sum()
-        if "by_aux_loss" in batch:
-            loss = loss + outputs.aux_loss * batch["by_aux_loss"]
-        return loss
-
-
 class TokenModel(OutsideModel):
     """Gives what TRL's fused head would."""
 
-    loss_fn = Cotangents()
+    @staticmethod
+    def outputs(trainer: Any) -> Any:
+        return trainer._token_outputs
 
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        micro_batch, batch = self._followed(), {n: v for n, v in inputs.items() if n not in _PACKED}
-        if not fused_lm_head and micro_batch is not None:
+        trained, batch = self._is_trained(), {n: v for n, v in inputs.items() if n not in _PACKED}
+        if not fused_lm_head and trained:
             raise MegacompileError(
                 "This loss needs all logits, which stay on the device: leave out label_smoothing_factor and "
                 "compute_loss_func, or use megacompile.integrations.transformers.Trainer."
             )
         if not fused_lm_head:
             return self._laid_out(batch).predict(batch)
-        length = batch["input_ids"].shape[1]
-        batch = self._padded(batch)
-        wanted = self._trainer._token_outputs
-        outputs = self._laid_out(batch).predict(batch, outputs=wanted, micro_batch=micro_batch)
-        found = {n: v[:, : length - 1] if v.dim() == 2 else v for n, v in outputs.items()}
-        if micro_batch is not None:
-            self._batch = batch
-            self._leaves = {n: found[n].requires_grad_() for n in ("log_probs", "aux_loss") if n in found}
-        return FusedCausalLMOutput(**found)
-
-    def _laid_out(self, batch: dict[str, Any]) -> Program:
-        return super()._laid_out(_with_cotangents(batch, {}))
+        length, batch = batch["input_ids"].shape[1], self._padded(batch)
+        if trained:
+            outputs = self._awaited(batch)
+        else:
+            outputs = self._laid_out(batch).predict(batch, outputs=self.outputs(self._trainer))
+        return FusedCausalLMOutput(
+            **{n: v[:, : length - 1] if v.dim() == 2 else v for n, v in outputs.items()}
+        )
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Longer on the right, where causal attention and ignored labels hide it, to one of few lengths."""
@@ -127,21 +111,6 @@ class TokenModel(OutsideModel):
             if "position_ids" in batch:
                 padded["position_ids"][:, ids.shape[1] :] = torch.arange(length - ids.shape[1])
         return padded
-
-    def trained_batch(self) -> dict[str, Any]:
-        return _with_cotangents(self._batch, {n: leaf.grad for n, leaf in self._leaves.items()})
-
-
-def _with_cotangents(batch: dict[str, Any], gradients: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    labels, by_log_probs = batch["labels"], gradients.get("log_probs")
-    whole = torch.zeros(labels.shape[0], labels.shape[1] - 1)
-    if by_log_probs is not None:
-        whole[:, : by_log_probs.shape[1]] = by_log_probs
-    found = batch | {"by_log_probs": whole}
-    if batch.get("output_router_logits"):
-        by_aux_loss = gradients.get("aux_loss")
-        found["by_aux_loss"] = torch.zeros(()) if by_aux_loss is None else by_aux_loss
-    return found
 
 
 class TokenMixin(Mixin):

@@ -29,6 +29,10 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
     def call(program: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         session = program._session
         session.same_process()  # before the lock, which a fork may have copied as it was held
+        if session.outside is not None and session.outside.running:  # maybe in a thread that the step awaits
+            raise ProgramError(
+                f"{method.__name__} was called while a step computes loss=: call it before or after the step."
+            )
         with session.lock, plain_torch():
             return method(program, *args, **kwargs)
 

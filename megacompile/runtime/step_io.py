@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +12,10 @@ from megacompile.host.adam import AdamHyper
 
 @dataclass
 class StepInputs:
-    """What one run of a step is given: tensor leaves, seeds and loss weights per micro-batch."""
+    """What one run of a step is given: tensor leaves, seeds and loss weights per micro-batch.
+
+    ``outside`` makes of a micro-batch's number and its results, by value, the loss and the gradient by each.
+    """
 
     leaves: list[list[Tensor]]
     seeds: list[int]
@@ -19,15 +23,16 @@ class StepInputs:
     hypers: list[AdamHyper] = field(default_factory=list)  # by param group
     max_grad_norm: float | None = None
     check_loss: bool = False
+    outside: Callable[[int, Mapping[int, Tensor]], tuple[Tensor, dict[int, Tensor]]] | None = None
 
 
 @dataclass
 class StepResults:
     """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
-    forward alone ``outputs``, its results by value."""
+    forward alone ``outputs``, its results by (value, micro-batch)."""
 
     losses: list[Tensor] = field(default_factory=list)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     takes_norm: bool = False
     grad_norm: Tensor | None = None
     skipped: bool = False

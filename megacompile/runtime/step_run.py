@@ -16,9 +16,9 @@ import torch
 
 from megacompile.errors import ProgramError
 from megacompile.host.rows import gather_rows
-from megacompile.runtime.step_updates import StepUpdates
+from megacompile.runtime.step_updates import StepUpdates, check_finite
 from megacompile.step.operations import Event
-from megacompile.step.spec import Offloaded, Stream, Token, Value, typed
+from megacompile.step.spec import Offloaded, Stream, Token, Value, ValueGrad, typed
 
 
 class StepRun(StepUpdates):
@@ -46,9 +46,30 @@ class StepRun(StepUpdates):
 
     def copy_result(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
         self._device.wait(after)
-        self.results.outputs[value] = self._device.read(self._blocks.values[Value(value, micro)])
+        self.results.outputs[value, micro] = self._device.read(self._blocks.values[Value(value, micro)])
         self._device.reached(("copy_result", value, micro))
         self._blocks.free(free)
+
+    def load_grad(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
+        self._device.wait(after)
+        if micro not in self._given:
+            self._given[micro] = self._from_outside(micro)
+        gradient = self._given[micro].pop(value).to(self._bound.part.values[value].dtype)
+        self._blocks.values[ValueGrad(value, micro)] = self._device.load(gradient)
+        self._device.reached(("load_grad", value, micro))
+        self._blocks.free(free)
+
+    def _from_outside(self, micro: int) -> dict[int, torch.Tensor]:
+        """Gradients by the results of a micro-batch, which are on the host when the forward is over."""
+        assert self._inputs.outside is not None
+        self._device.await_reads()
+        outputs = self.results.outputs
+        of_this = {v: outputs.pop((v, m)) for v, m in list(outputs) if m == micro}
+        loss, gradients = self._inputs.outside(micro, of_this)
+        self.results.losses.append(loss)
+        if self._inputs.check_loss:
+            check_finite(loss)
+        return gradients
 
     def prefetch(
         self, *, group: int, offset: int, slot: int | None = None, after: Sequence[Event] = ()

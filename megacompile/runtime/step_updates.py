@@ -73,6 +73,7 @@ class StepUpdates:
         self._norms: dict[str, torch.Tensor] = {}
         self._scale = 1.0
         self._loss_checked = False
+        self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
 
     @contextmanager
     def _computing(self, event: Event, after: Sequence[Event], free: Sequence[Token] = ()) -> Iterator[None]:
@@ -258,8 +259,13 @@ class StepUpdates:
         self._device.await_reads()
         self._loss_checked = True
         for loss in self.results.losses:
-            if not bool(torch.isfinite(loss)):
-                raise NonFiniteError(
-                    f"The loss is {float(loss)}: the step was stopped before its backward, and no "
-                    "parameter was changed."
-                )
+            check_finite(loss)
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """Raise :class:`NonFiniteError` for a loss that is not finite."""
+    if not bool(torch.isfinite(loss)):
+        raise NonFiniteError(
+            f"The loss is {float(loss)}: the step was stopped before its backward, and no "
+            "parameter was changed."
+        )

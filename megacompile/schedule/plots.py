@@ -95,7 +95,7 @@ def _layers(step: Step) -> tuple[list[Op], dict[str, list[int]]]:
     fixed = step.slab_bytes + step.constant_bytes
     constants = " and constants" if step.constant_bytes > fixed / 100 else ""
     before = kept_before(step)
-    takes = ("load", "gather", "reload", *COMPUTES)
+    takes = ("load", "gather", "load_grad", "reload", *COMPUTES)
     curve = [(i, total) for i, total in memory_curve(step) if step.ops[i].kind in takes]
     return [step.ops[i] for i, _ in curve], {
         f"weight slots{constants}": [fixed for _ in curve],
@@ -118,7 +118,7 @@ def _draw_budget(axes: Axes, budget_bytes: int, unit: float, width: int) -> None
 def _name_phases(axes: Axes, ops: Sequence[Op]) -> None:
     """Name runs of forward and of backward operations above the curve, and part them by a line."""
     start = 0
-    going = ("load", "gather", "forward")
+    going = ("load", "gather", "copy_result", "forward")
     for phase, run in groupby(ops, key=lambda op: "forward" if op.kind in going else "backward"):
         length = len(list(run))
         if start:

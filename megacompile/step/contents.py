@@ -60,12 +60,19 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
 
 
 def check_results(step: Step, work: Workload, mode: Mode | None) -> None:
-    """A forward alone gives each of its results once to the host, from the value itself."""
+    """A forward alone gives each of its results once to the host, from the value itself; so does one whose
+    loss is computed outside, which gives the gradient of each once.
+    """
     copies = [op for op in step.ops if op.kind == "copy_result"]
     for op in copies:
         if op.reads != (Value(op.value, op.micro),):
             raise ScheduleError(f"{name(op)} takes {op.reads} for the value {op.value}.")
-    if not copies and (mode is None or mode.kind != "evaluate"):
+    trains = any(op.kind == "backward" for op in step.ops)
+    given = Counter((op.value, op.micro) for op in step.ops if op.kind == "load_grad")
+    for (value, micro), times in given.items():
+        if times > 1 or value not in work.results:
+            raise ScheduleError(f"The gradient by the value {value} of micro-batch {micro} is not due.")
+    if not copies and not (trains and work.outside) and (mode is None or mode.kind != "evaluate"):
         return
     copied = Counter((op.value, op.micro) for op in copies)
     wanted = {(v, m) for v in work.results for m in range(step.micro_batches)}

@@ -78,7 +78,7 @@ class Value(OfValue, tag="x", on_device=True):
 
 
 class Result(OfValue, tag="result"):
-    """A value on the host, as a forward alone gives it."""
+    """A value on the host, as a forward alone gives it, or what a loss outside of the program reads."""
 
 
 class ValueGrad(OfValue, tag="g", on_device=True):
@@ -161,9 +161,9 @@ class Spill(Buffer, tag="spill"):
 
 
 Kind = Literal[
-    "load", "gather", "copy_result", "prefetch", "evict", "forward", "recompute", "backward", "free",
-    "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad", "push_rows",
-    "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
+    "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
+    "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
+    "push_rows", "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
 ]  # fmt: skip
 
 Cost = Literal["nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write"]
@@ -204,6 +204,8 @@ SPECS: dict[Kind, Spec] = {
                    "compute", "value micro", "value micro", "upload", Master, Value),
     "copy_result": Spec("a result of the forward from the device to the host",
                         "compute", "value micro", "value micro", "download", Value, Result),
+    "load_grad": Spec("the gradient by a result, of a loss that is computed outside, to the device",
+                      "compute", "value micro", "value micro", "upload", Result, ValueGrad),
     "prefetch": Spec("a weight group from the host to a slot",
                      "h2d", "group", "group offset", "upload", Master | Staged, Weights),
     "evict": Spec("the end of a weight group's stay in its slot",

@@ -349,8 +349,8 @@ def test_a_loss_that_no_program_can_train_on_is_named(tmp_path: Path) -> None:
             return torch.ones((), requires_grad=True)
 
     for kind, words in (
-        (Twice, "calls the model twice"),
-        (Constant, "without a gradient by the model's outputs"),
+        (Twice, "calls the model again after the call that is trained on"),
+        (Constant, "without calling the model"),
     ):
         with pytest.raises(megacompile.MegacompileError, match=words):
             trainer(kind, tmp_path, eval_strategy="no").train()

@@ -132,31 +132,6 @@ def compare(both: list[Any]) -> None:
         torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
 
 
-def test_both_forwards_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, the gradient by the first forward's outputs is one by the second's."""
-    expected, found = [], []
-    taken = ours.TokenModel.trained_batch
-
-    def noted(self: Any) -> Any:
-        graded = [v.detach() * v.grad for v in self._leaves.values() if v.grad is not None]
-        expected.append(float(sum(v.sum() for v in graded)))
-        return taken(self)
-
-    monkeypatch.setattr(ours.TokenModel, "trained_batch", noted)
-    trainer = sft(ours.SFTTrainer, tmp_path, lambda: lora(0.5), eval_strategy="no")
-    step = megacompile.Program.train_step
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
-        found.extend(map(float, output.losses))
-        return output
-
-    monkeypatch.setattr(megacompile.Program, "train_step", stepped)
-    trainer.train()
-    assert len(expected) == 6
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
 def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:
     trainer = sft(ours.SFTTrainer, tmp_path, lambda: build("llama"), label_smoothing_factor=0.1)
     with pytest.raises(megacompile.MegacompileError, match="leave out label_smoothing_factor"):

@@ -571,3 +571,45 @@ def test_a_result_that_is_copied_after_it_was_freed() -> None:
     index = find(FORWARD, "copy_result", micro=0)
     after = find(FORWARD, "forward", block=3) + 1
     refuse_forward(moved(FORWARD, index, after), "copy_result", "after forward of block 3")
+
+
+# ---- a loss outside of the program ----------------------------------------------------------------
+
+
+OUTSIDE_WORK = replace(
+    WORK, blocks=(*WORK.blocks[:-1], replace(WORK.blocks[-1], tangents=(5,))), results=(5,), outside=True
+)
+OUTSIDE = lower(OUTSIDE_WORK, uniform(OUTSIDE_WORK), Mode("train", 2))
+
+
+def test_gradients_of_results_come_between_forward_and_backward() -> None:
+    verify(OUTSIDE, OUTSIDE_WORK, mode=Mode("train", 2))
+    for micro in (0, 1):
+        copied, given = (find(OUTSIDE, kind, micro=micro) for kind in ("copy_result", "load_grad"))
+        assert find(OUTSIDE, "forward", block=4, micro=micro) < copied < given
+        assert given < find(OUTSIDE, "backward", block=4, micro=micro)
+
+
+def test_a_gradient_that_comes_before_its_result() -> None:
+    bad = moved(OUTSIDE, find(OUTSIDE, "load_grad"), find(OUTSIDE, "copy_result"))
+    refuse(bad, OUTSIDE_WORK, "load_grad", "('result', 5, 0), which nothing has written")
+
+
+def test_a_gradient_that_never_comes() -> None:
+    ops = [op for op in OUTSIDE.ops if op.kind != "load_grad"]
+    refuse(OUTSIDE.with_(ops=tuple(ops)), OUTSIDE_WORK, "backward of block 4", "('g', 5, 0)")
+
+
+def test_a_gradient_that_comes_twice() -> None:
+    ops, index = list(OUTSIDE.ops), find(OUTSIDE, "load_grad")
+    ops.insert(index, ops[index])
+    refuse(OUTSIDE.with_(ops=tuple(ops)), OUTSIDE_WORK, "the value 5 of micro-batch 0", "not due")
+
+
+def test_a_gradient_by_what_is_no_result() -> None:
+    refuse(OUTSIDE, replace(OUTSIDE_WORK, results=(3,)), "the value 5", "not due")
+
+
+def test_a_step_that_gives_the_loss_no_result() -> None:
+    inside = lower(WORK, uniform(WORK), Mode("train", 2))
+    refuse(inside, OUTSIDE_WORK, "value 5", "0 times, where 1 is due")
