@@ -72,7 +72,8 @@ def linear_cross_entropy(node: fx.Node) -> Match | None:
         return _emit(emit, inputs, terms, linear, dtype)
 
     inputs = (hidden, matrix, labels, *bias)
-    return Match("linear_cross_entropy", node, ordered(inside | {node}), inputs, build, linear, views=views)
+    nodes = ordered(inside | {node})
+    return Match("linear_cross_entropy", node, nodes, inputs, build, linear, views=views, stays=True)
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, Any, int, int, float]:

@@ -8,7 +8,7 @@ targets, constants, shapes and dtypes, never the name of a module's class.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -33,7 +33,8 @@ class Match:
     ``fixed`` are positions of inputs for which the operator has no gradient. ``home`` names the place
     in reports; ``views`` are nodes whose shape argument follows the number of rows. ``also`` are inner
     nodes whose values are replaced too: ``build`` then returns one node for the root and one for each.
-    ``takes`` is the pattern whose placement at the same home this one takes over.
+    ``takes`` is the pattern whose placement at the same home this one takes over. ``stays`` allows that
+    others read inner values without a gradient: these are computed beside it, again.
     """
 
     pattern: str
@@ -46,6 +47,7 @@ class Match:
     views: tuple[fx.Node, ...] = ()
     also: tuple[fx.Node, ...] = ()
     takes: str = ""
+    stays: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -195,12 +197,16 @@ def ordered(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(sorted(nodes))
 
 
-def outside_user(match: Match) -> str | None:
-    """Why a value inside a match must stay: the name of what else reads it."""
+def outside_user(match: Match, graded: Collection[fx.Node]) -> str | None:
+    """Why a value inside a match must stay: the name of what else reads it.
+
+    What ``stays`` may be read beside, where no gradient comes back: not by nodes that are ``graded``.
+    """
     inside = set(match.nodes)
     for node in match.nodes:
         for user in node.users:
             shown = node in match.results and match.root < user
-            if user not in inside and not shown:
+            beside = match.stays and user not in graded
+            if user not in inside and not shown and not beside:
                 return f"{node.name}, which the fused operator would not compute, is also read by {user.name}"
     return None

@@ -2,7 +2,8 @@
 
 In: :class:`~megacompile.capture.captured.Captured`. Out: the same with a rewritten copy of the graph, and
 :class:`~megacompile.fuse.report.Fusions`, which says what was replaced where, what nearly was and why
-not. Invariants: a subgraph is replaced only if nothing else reads its inner values, and only after the
+not. Invariants: a subgraph is replaced only if nothing else reads its inner values, but logits without a
+gradient, which are computed again in the parts that are read; and only after the
 fused operator agreed with it on random inputs, gradients included; a new node carries a value of its
 result and stands in the module whose work it does.
 """
@@ -23,6 +24,7 @@ from megacompile.fuse.check import disagreement, signature
 from megacompile.fuse.gates import glu
 from megacompile.fuse.head import linear_cross_entropy
 from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, outside_user
+from megacompile.fuse.narrow import narrow
 from megacompile.fuse.norms import add_rms_norm, layer_norm, rms_norm
 from megacompile.fuse.report import Fusions, NearMiss, Placement
 from megacompile.fuse.rope import rope
@@ -63,6 +65,7 @@ def fuse(captured: Captured, enabled: Mapping[str, bool]) -> tuple[Captured, Fus
         if name not in off:
             rewriter.run(name, pattern)
     graph = rewriter.finish()
+    narrow(graph, captured.fake_mode)
     return replace(captured, graph=graph), Fusions(tuple(rewriter.placed), tuple(rewriter.near), off)
 
 
@@ -100,7 +103,7 @@ class _Rewriter:
 
     def _accept(self, match: Match) -> None:
         """Raise NearMissError where a match must not be made."""
-        reason = outside_user(match)
+        reason = outside_user(match, self._graded)
         if reason is not None:
             raise NearMissError(reason)
         for i in match.fixed:
@@ -127,8 +130,9 @@ class _Rewriter:
             if old in self._graded:
                 self._graded.add(new)
         for node in reversed(match.nodes):
-            self.graph.erase_node(node)
-            self._gone.add(node)
+            if not node.users:
+                self.graph.erase_node(node)
+                self._gone.add(node)
 
     def finish(self) -> fx.Graph:
         """Bring what depends on changed strides up to date, and check the graph."""

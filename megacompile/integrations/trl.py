@@ -24,6 +24,7 @@ from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest that the arguments allow
+_PARTS = 16  # in which logits are made for metrics
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
 
@@ -31,26 +32,28 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 class TokenOutputs:
     """What TRL's fused head computes of the logits of a causal language model, zero where labels are ignored.
 
-    ``names`` are fields of its output; ``log_probs`` alone carries a gradient. Called as ``outputs`` of a
-    program: beside the logits, an eighth of them is on the device at a time.
+    ``metrics`` are fields of its output beside the log-probabilities, which alone carry a gradient. Called as
+    ``outputs`` of a program: for metrics a sixteenth of the logits is on the device at a time.
     """
 
-    names: tuple[str, ...]
+    metrics: tuple[str, ...]
     inputs: tuple[str, ...] = ("labels",)
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        labels = batch["labels"][:, 1:]
-        size = -(-labels.shape[1] // 8)
-        parts = zip(outputs.logits[:, :-1].split(size, dim=1), labels.split(size, dim=1), strict=True)
-        values = [self._of(logits.float(), wanted) for logits, wanted in parts]
-        found = {name: torch.cat([value[name] for value in values], dim=1) for name in values[0]}
+        labels, logits = batch["labels"][:, 1:], outputs.logits.detach()
+        mask, length = labels != -100, labels.shape[1]
+        size = -(-length // _PARTS)
+        ranges = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        parts = [self._of(logits[:, part], labels[:, part]) for part in ranges]
+        found = {name: torch.cat([part[name] for part in parts], dim=1) for name in self.metrics}
+        found["log_probs"] = _log_probs(outputs.logits[:, :-1].float(), labels)
+        found = {name: value.masked_fill(~mask, 0) for name, value in found.items()} | {"label_mask": mask}
         aux_loss = getattr(outputs, "aux_loss", None)
         return found if aux_loss is None else found | {"aux_loss": aux_loss}
 
     def _of(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        mask = labels != -100
-        made = {name: _FIELDS[name](logits, labels).masked_fill(~mask, 0) for name in self.names}
-        return made | {"label_mask": mask}
+        logits = logits.float()
+        return {name: _METRICS[name](logits, labels) for name in self.metrics}
 
 
 def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -62,8 +65,7 @@ def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
-_FIELDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "log_probs": _log_probs,
+_METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "entropy": _entropy,
     "log_sum_sq_probs": lambda logits, labels: (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1),
     "mean_logits": lambda logits, labels: logits.mean(-1),
@@ -132,7 +134,7 @@ class SFTTrainer(TokenMixin, trl.SFTTrainer):
     ``config``.
     """
 
-    _token_outputs = TokenOutputs(("log_probs", "entropy", "is_top1"))
+    _token_outputs = TokenOutputs(("entropy", "is_top1"))
 
 
 class DPOTrainer(TokenMixin, trl.DPOTrainer):
@@ -142,7 +144,7 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
     same budget, and no second model is held.
     """
 
-    _token_outputs = TokenOutputs(("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
+    _token_outputs = TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
     ref_model: Any
 
     def __init__(

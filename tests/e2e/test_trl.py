@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import megacompile
@@ -130,6 +131,24 @@ def compare(both: list[Any]) -> None:
     values = mine.program.state_dict()
     for name, value in theirs.model.named_parameters():
         torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
+
+
+def test_logits_are_never_whole_on_the_device() -> None:
+    """Neither for the log-probabilities, nor for metrics, where a budget asks for it."""
+    config = transformers.LlamaConfig(
+        vocab_size=16000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(0, 16000, (2, 512))
+    program = megacompile.compile(model, "2kB", optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(megacompile.BudgetError) as refused:
+        program.prepare({"input_ids": ids, "labels": ids}, outputs=ours.SFTTrainer._token_outputs)
+    assert refused.value.least_bytes is not None
+    assert refused.value.least_bytes < ids.numel() * 16000 * 2  # of the logits in bf16
 
 
 def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:

@@ -132,6 +132,65 @@ def _train(name: str, steps: list[Any], on: bool) -> list[Tensor]:
     return trace
 
 
+def test_a_head_is_fused_beside_metrics_of_its_logits() -> None:
+    """The metrics' logits have no gradient: they are made in parts, none longer than what reads them."""
+
+    class WithMetrics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(8, 40)
+
+        def forward(self, x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+            logits = self.head(x)
+            known = logits.detach()
+            parts = [known[:, :4], known[:, 4:8][:, 1:]]
+            certain = torch.cat([part.softmax(-1).amax(-1) for part in parts], 1)
+            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+            return (losses * weight.flatten()).sum() + certain.sum()
+
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "x": torch.randn(2, 8, 8, generator=generator),
+        "labels": torch.randint(0, 40, (2, 7), generator=generator),
+        "weight": torch.randn(2, 7, generator=generator),
+    }
+    ours, fusions = fuse(captured(WithMetrics(), batch), read_switches(True))
+    assert fusions.counts == {"linear_cross_entropy": 1}
+    linears = [n for n in ours.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert [tuple(n.meta["val"].shape) for n in linears] == [(2, 4, 40), (2, 3, 40)]
+    model = WithMetrics()
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), kernels=True,
+        compute_dtype=torch.float32,
+    )  # fmt: skip
+    eager = WithMetrics()
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss = eager(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(program.train_step(batch).loss, loss.detach())
+    assert program.fusions.counts == {"linear_cross_entropy": 1}
+
+
+def test_logits_that_a_gradient_comes_back_from_are_not_made_twice() -> None:
+    class TwoLosses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 40)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(x)
+            return F.cross_entropy(logits, labels) + logits[:2].square().mean()
+
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
+    found = fused(captured(TwoLosses(), batch))
+    assert not found.placements
+    assert "is also read by" in found.near_misses[0].reason
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_gradients_with_fused_kernels_are_the_same(name: str) -> None:
     plain = known(name)
