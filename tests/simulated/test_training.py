@@ -48,3 +48,27 @@ def test_losses_and_state_are_those_of_the_cpu_backend(
     assert losses == expected
     assert all(torch.equal(ours[n], v) for n, v in state.items())
     assert runtime.count("copies") > before
+
+
+def test_a_loss_outside_of_the_program(streamed: None) -> None:
+    """The results are waited for, and gradients by them come back, over two micro-batches."""
+    given = [batch_for("gpt2-dropout", i, size=4, length=64) for i in range(2)]
+
+    def loss(number: int, outputs: Any) -> torch.Tensor:
+        labels = given[number]["labels"][:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels)
+
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        trained = program(build("gpt2-dropout"), device, BUDGET, max_grad_norm=0.5)
+        outputs = [trained.train_step(given, loss=loss, outputs=logits) for _ in range(3)]
+        found.append(([float(out.loss) for out in outputs], trained.state_dict()))
+        trained.close()
+    (expected, state), (losses, ours) = found
+    assert losses == expected
+    assert all(torch.equal(ours[n], v) for n, v in state.items())
+
+
+def logits(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+    return {"logits": outputs.logits}
