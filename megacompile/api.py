@@ -26,7 +26,8 @@ from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
 from megacompile.runtime.backends import open_backend
 from megacompile.runtime.preflight import check_triton
-from megacompile.session import Session, Settings
+from megacompile.session import Session
+from megacompile.settings import Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 

@@ -1,6 +1,6 @@
 """Intake: what a user gives as a batch, read, checked, and padded where that saves compiling.
 
-In: the batches of a step as the training loop has them, and the settings of the model's modules. Out: a
+In: the batches of a step as the training loop has them. Out: a
 :class:`~megacompile.capture.batch.Batch` for each, whose key says which program it runs on.
 """
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, read_batch
 from megacompile.capture.loss import divides
-from megacompile.capture.outputs import OutputsFn
+from megacompile.capture.outputs import OutputsFn, identity
 from megacompile.capture.padding import pad_batch
-from megacompile.capture.snapshot import ModelSettings
+from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler
+from megacompile.errors import CaptureError, MegacompileError
 from megacompile.padder import Padder
 
 
@@ -25,22 +26,18 @@ class Intake:
 
     def __init__(self, model: nn.Module, compiler: Compiler, max_seq_len: int | None) -> None:
         self._model, self._max_seq_len = model, max_seq_len
-        self._loss_fn = compiler.frontend.loss_fn
+        self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
         self._padder = Padder(model, compiler, max_seq_len)
 
     def read(
-        self,
-        items: Sequence[Any],
-        settings: ModelSettings,
-        *,
-        evaluate: bool,
-        first: bool,
-        outputs: OutputsFn | None = None,
+        self, given: Any, *, evaluate: bool, first: bool, outputs: OutputsFn | None = None
     ) -> list[Batch]:
         """The micro-batches of one step, the ``first`` or a later one; padded where that saves compiling and
         is hidden, as it would not be in ``outputs``, nor from a loss function."""
+        function = identity(outputs) if outputs is not None else self._loss_fn
+        settings = model_settings(self._model, evaluate=evaluate, function=function)  # once for all of them
         model, micro = self._model, []
-        for item in items:
+        for item in _items(given):
             kwargs = dict(item.items()) if hasattr(item, "items") else {}
             own = (outputs or self._loss_fn) if divides(kwargs, self._loss_fn, outputs) else None
             batch = read_batch(
@@ -56,6 +53,19 @@ class Intake:
         padded = self._loss_fn is None and outputs is None
         return self._padder.padded(micro, first=first) if padded else micro
 
+    def check_counts(self, micro: Sequence[Batch]) -> None:
+        """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
+        for batch in micro:
+            count = batch.kwargs.get("num_items_in_batch")
+            if count is None:
+                continue
+            captured = self._frontend.captured(batch, evaluate=False)
+            if all(batch.leaves[index] is not count for index in captured.inputs.values()):
+                raise CaptureError(
+                    "The model's loss does not read num_items_in_batch, so that micro-batches would be "
+                    "weighted wrongly: remove it from the batch, or give the weights yourself."
+                )
+
     def longest(self, batch: Batch) -> Batch | None:
         """The batch as long as batches may become; None where it is, or where no length was promised."""
         ids = batch.kwargs.get("input_ids")
@@ -67,3 +77,17 @@ class Intake:
             settings=batch.settings,
             outputs=batch.outputs,
         )
+
+
+def _items(given: Any) -> list[Any]:
+    """The micro-batches of a list; anything else is one."""
+    if not isinstance(given, list):
+        return [given]
+    if not given:
+        raise MegacompileError("The list of micro-batches is empty.")
+    if any(isinstance(item, Tensor) for item in given):
+        raise MegacompileError(
+            "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
+            "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
+        )
+    return given

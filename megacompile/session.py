@@ -9,55 +9,32 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
-from megacompile.capture.outputs import OutputsFn, identity
-from megacompile.capture.snapshot import model_settings
+from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import CaptureError, MegacompileError, ProgramError
-from megacompile.host.formats import StateFormat
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.optimizer import hypers, refuse_moments
-from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.runtime import ownership
 from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
-from megacompile.runtime.device import Device
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults, step_seed
 from megacompile.runtime.values import ModelValues
+from megacompile.settings import Settings
 from megacompile.step.bind import BoundStep
 from megacompile.storage.background import BackgroundSave
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What :func:`megacompile.compile` was told of how to train; see there."""
-
-    open_device: Callable[[], Device]
-    host_budget_bytes: int
-    max_grad_norm: float | None
-    on_nonfinite: str | None
-    seed: int
-    max_seq_len: int | None
-    optimizer_state: StateFormat
-    offload_dirs: tuple[str, ...]
-
-    @property
-    def defers_updates(self) -> bool:
-        """Whether updates wait for the end of the backward, in every mode."""
-        return self.max_grad_norm is not None or self.on_nonfinite is not None
 
 
 class Session:
@@ -104,42 +81,17 @@ class Session:
         return self.current
 
     def micro_batches(
-        self,
-        batch: Any,
-        *,
-        evaluate: bool = False,
-        outputs: OutputsFn | None = None,
+        self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None
     ) -> list[Batch]:
         """What a batch, or a list of them, holds: padded where that saves compiling another program."""
-        items = batch if isinstance(batch, list) else [batch]
-        if not items:
-            raise MegacompileError("The list of micro-batches is empty.")
-        if isinstance(batch, list) and any(isinstance(item, Tensor) for item in items):
-            raise MegacompileError(
-                "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
-                "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
-            )
         refuse_autocast()
         if not evaluate:
             self.check_model()
-        function = identity(outputs) if outputs is not None else self.compiler.frontend.loss_fn
-        settings = model_settings(self.model, evaluate=evaluate, function=function)  # once for all of them
-        return self._intake.read(
-            items, settings, evaluate=evaluate, first=self.current is None, outputs=outputs
-        )
+        return self._intake.read(batch, evaluate=evaluate, first=self.current is None, outputs=outputs)
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
-        for batch in micro:
-            count = batch.kwargs.get("num_items_in_batch")
-            if count is None:
-                continue
-            captured = self.compiler.frontend.captured(batch, evaluate=False)
-            if all(batch.leaves[index] is not count for index in captured.inputs.values()):
-                raise CaptureError(
-                    "The model's loss does not read num_items_in_batch, so that micro-batches would be "
-                    "weighted wrongly: remove it from the batch, or give the weights yourself."
-                )
+        self._intake.check_counts(micro)
 
     def check_model(self) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled."""
@@ -293,14 +245,6 @@ class Session:
         if self.runtime is not None:
             with self._noting_faults(Exception):
                 self.runtime.synchronize()
-
-    def snapshot(self) -> Snapshot:
-        """The state as it is, for a checkpoint; copies get what the host budget leaves."""
-        runtime = self.runtime
-        assert runtime is not None
-        updated = [op.group for op in self.scheduled().planned.step.ops if op.kind == "adam"]
-        taken = runtime.state.arena.nbytes + runtime.buffers.beside_bytes
-        return runtime.state.snapshot(updated, self.settings.host_budget_bytes - taken)
 
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written any more; raise why one was not written."""

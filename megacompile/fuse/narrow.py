@@ -8,6 +8,7 @@ the ranges hold no more positions than the whole.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -46,12 +47,13 @@ def _only_sliced(source: fx.Node, slices: list[fx.Node]) -> bool:
 def _swap(graph: fx.Graph, part: fx.Node, source: fx.Node, mode: FakeTensorMode) -> fx.Node:
     """Write a slice of what ``source`` computes as what it computes of a slice; returns the new node."""
     given, *rest = operands(source)
+    target: Any = source.target
     with graph.inserting_before(part), mode, torch.no_grad():
         inner = graph.call_function(aten.slice.Tensor, (given, *operands(part)[1:]))
         inner.meta = dict(part.meta, val=aten.slice.Tensor(value(given), *operands(part)[1:]))
-        outer = graph.call_function(source.target, (inner, *rest))
+        outer = graph.call_function(target, (inner, *rest))
         values = [value(a) if isinstance(a, fx.Node) else a for a in (inner, *rest)]
-        outer.meta = dict(part.meta, val=source.target(*values))
+        outer.meta = dict(part.meta, val=target(*values))
     part.replace_all_uses_with(outer)
     graph.erase_node(part)
     return outer

@@ -1,0 +1,28 @@
+"""What a program was told of how to train, for all of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megacompile.host.formats import StateFormat
+from megacompile.runtime.device import Device
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`megacompile.compile` was told of how to train; see there."""
+
+    open_device: Callable[[], Device]
+    host_budget_bytes: int
+    max_grad_norm: float | None
+    on_nonfinite: str | None
+    seed: int
+    max_seq_len: int | None
+    optimizer_state: StateFormat
+    offload_dirs: tuple[str, ...]
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the end of the backward, in every mode."""
+        return self.max_grad_norm is not None or self.on_nonfinite is not None
