@@ -1,11 +1,12 @@
-"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama's first steps of two lengths.
+"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama to its first two lengths.
 
     python -m benchmarks.compile_time [--layers 80 40 20] [--tokens 4096] [--against PYTHON]
     python -m benchmarks.compile_time --lengths [--layers 6 24]
 
 Each measurement runs in its own process, so that peak RSS is its own; imports are left out. No weight of the
-72B shape exists at any time. ``--lengths`` measures the tiny model alone. ``--against`` names the interpreter of another installed tree: each measurement
-is then made there too, in turns, and its CPU time divided by that of the other.
+72B shape exists at any time. ``--lengths`` measures the tiny model alone. ``--against`` names the interpreter
+of another installed tree: each measurement is then made there too, in turns, and its CPU time divided by that
+of the other.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _compare(python: str, layers: int, tokens: int) -> None:
     print("|:--|--:|--:|--:|")
     for rows, size in (
         ({f"72B shape, {layers} layers, to its source": "cpu_seconds"}, (layers, tokens)),
-        ({"tiny Llama, first step": "cpu_seconds", "tiny Llama, second length": "second_cpu_seconds"}, (6, 0)),
+        ({"tiny Llama, first step": "cpu_seconds", "its second length": "second_cpu_seconds"}, (6, 0)),
     ):
         turns = [[_child(p, *size) for p in (sys.executable, python)] for _ in range(_TURNS)]
         for name, key in rows.items():
