@@ -24,10 +24,10 @@ _SHAPE = {
 }
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE))
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE | {"num_hidden_layers": layers}))
 
 
 def qwen3() -> nn.Module:
@@ -78,6 +78,7 @@ class Plain(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
+    "llama-small": lambda: llama(2),
     "qwen3": qwen3,
     "gpt2": gpt2,
     "gpt2-dropout": lambda: gpt2(0.1),
