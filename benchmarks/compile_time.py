@@ -1,10 +1,12 @@
-"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama up to its first step.
+"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama to its first two lengths.
 
     python -m benchmarks.compile_time [--layers 80 40 20] [--tokens 4096] [--against PYTHON]
+    python -m benchmarks.compile_time --lengths [--layers 6 24]
 
 Each measurement runs in its own process, so that peak RSS is its own; imports are left out. No weight of the
-72B shape exists at any time. ``--against`` names the interpreter of another installed tree: each measurement
-is then made there too, in turns, and its CPU time divided by that of the other.
+72B shape exists at any time. ``--lengths`` measures the tiny model alone. ``--against`` names the interpreter
+of another installed tree: each measurement is then made there too, in turns, and its CPU time divided by that
+of the other.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     }
 
 
-def measure_tiny() -> dict[str, float]:
-    """Seconds from ``compile`` to the end of the first step of a six-layer Llama."""
+def measure_tiny(layers: int = 6) -> dict[str, float]:
+    """Seconds from ``compile`` to the end of a tiny Llama's first step, and of its first longer step."""
     import torch
     import torch._functorch.aot_autograd
     import torch.export._trace  # both imported when torch traces first
@@ -82,20 +84,28 @@ def measure_tiny() -> dict[str, float]:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    ids = torch.randint(0, 256, (2, 32))
+    short, long = (torch.randint(0, 256, (2, length)) for length in (32, 48))
     clock = _Clock()
     program = megacompile.compile(model, "1GB", device="cpu")
-    program.train_step({"input_ids": ids, "labels": ids})
+    program.train_step({"input_ids": short, "labels": short})
     total, cpu = clock.read()
-    return {"total_seconds": total, "cpu_seconds": cpu}
+    clock = _Clock()
+    program.train_step({"input_ids": long, "labels": long})  # no program fits it: it gets its own
+    second, second_cpu = clock.read()
+    return {
+        "total_seconds": total,
+        "cpu_seconds": cpu,
+        "second_seconds": second,
+        "second_cpu_seconds": second_cpu,
+    }
 
 
 def _child(python: str, layers: int, tokens: int) -> dict[str, float]:
-    """One measurement by an interpreter, far from this tree's folder; no layers: the tiny model."""
+    """One measurement by an interpreter, far from this tree's folder; no tokens: the tiny model."""
     command = [
         python,
         str(Path(__file__).resolve()),
@@ -118,12 +128,24 @@ def _compare(python: str, layers: int, tokens: int) -> None:
     """Print CPU seconds of this tree and another, and their ratio, for the 72B shape and the tiny model."""
     print("| CPU time | here | there | ratio |")
     print("|:--|--:|--:|--:|")
-    for name, size in ((f"72B shape, {layers} layers, to its source", layers), ("tiny Llama, first step", 0)):
-        turns = [
-            [_child(p, size, tokens)["cpu_seconds"] for p in (sys.executable, python)] for _ in range(_TURNS)
-        ]
-        here, there = (min(seconds) for seconds in zip(*turns, strict=True))
-        print(f"| {name} | {here:.2f} s | {there:.2f} s | {here / there:.2f} |", flush=True)
+    for rows, size in (
+        ({f"72B shape, {layers} layers, to its source": "cpu_seconds"}, (layers, tokens)),
+        ({"tiny Llama, first step": "cpu_seconds", "its second length": "second_cpu_seconds"}, (6, 0)),
+    ):
+        turns = [[_child(p, *size) for p in (sys.executable, python)] for _ in range(_TURNS)]
+        for name, key in rows.items():
+            here, there = (min(run[key] for run in runs) for runs in zip(*turns, strict=True))
+            print(f"| {name} | {here:.2f} s | {there:.2f} s | {here / there:.2f} |", flush=True)
+
+
+def _lengths(sizes: list[int]) -> None:
+    """Print what a tiny Llama's first step takes, and its first step of another length."""
+    print("| layers | first length, CPU | second length, CPU | ratio |")
+    print("|--:|--:|--:|--:|")
+    for layers in sizes:
+        runs = [_child(sys.executable, layers, 0) for _ in range(_TURNS)]
+        first, second = (min(run[key] for run in runs) for key in ("cpu_seconds", "second_cpu_seconds"))
+        print(f"| {layers} | {first:.2f} s | {second:.2f} s | {second / first:.2f} |", flush=True)
 
 
 def _table(sizes: list[int], tokens: int) -> None:
@@ -151,23 +173,26 @@ def _table(sizes: list[int], tokens: int) -> None:
 def main() -> None:
     """Print a Markdown table of sizes, or of ratios to another tree."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[20, 40, 80])
+    parser.add_argument("--layers", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--lengths", action="store_true", help="a tiny model's first and second length")
     parser.add_argument("--against", metavar="PYTHON", help="the interpreter of another installed tree")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    sizes = options.layers or ([6, 24] if options.lengths else [20, 40, 80])
     if options.one:
         warnings.simplefilter("ignore")
-        layers = options.layers[0]
-        print(json.dumps(measure(layers, options.tokens) if layers else measure_tiny()))
+        print(json.dumps(measure(sizes[0], options.tokens) if options.tokens else measure_tiny(sizes[0])))
         return
     from benchmarks.report import machine_line  # not from a child, which runs this file alone
 
     print(f"{machine_line()}\n")
-    if options.against:
-        _compare(options.against, max(options.layers), options.tokens)
+    if options.lengths:
+        _lengths(sizes)
+    elif options.against:
+        _compare(options.against, max(sizes), options.tokens)
     else:
-        _table(options.layers, options.tokens)
+        _table(sizes, options.tokens)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind
-from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -34,7 +33,7 @@ from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
 from megacompile.capture.outputs import OutputsFn, Structure, copy_results, split
-from megacompile.capture.patching import REFUSED, Patch, our_operators, replaced
+from megacompile.capture.patching import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
     refuse_mutations,
@@ -143,7 +142,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
         with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__), replaced(_FLAGS):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
-            with _graphs_alone():
+            with graphs_alone():
                 exported = torch.export.export(forward, inputs, strict=False)
             refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
@@ -175,16 +174,6 @@ def _quiet(logger: str) -> Iterator[None]:
         log.disabled = before
 
 
-@contextmanager
-def _graphs_alone() -> Iterator[None]:
-    """Let export make graphs alone, without their Python source and a stack trace for each node."""
-    patches = [Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs")]
-    if hasattr(fx_config, "do_not_emit_stack_traces"):  # new in later torchs
-        patches.append(Patch(fx_config, "do_not_emit_stack_traces", True, "nobody reads them"))
-    with replaced(patches):
-        yield
-
-
 def _as_they_are(_theirs: Callable[..., Any], *flags: Any) -> tuple[Any, ...]:
     """Export sets cuDNN's flags and sets them back: it reads TF32's older flag, which torch refuses where the
     newer ones say another, and its write fixes them for whatever a user sets later.
@@ -193,16 +182,6 @@ def _as_they_are(_theirs: Callable[..., Any], *flags: Any) -> tuple[Any, ...]:
 
 
 _FLAGS = (Patch(torch.backends.cudnn, "set_flags", _as_they_are, "TF32 would not be restored"),)
-
-
-def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> None:
-    """Write a graph's source when it is called."""
-
-    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        theirs(self)
-        return self.forward(*args, **kwargs)
-
-    type(module).forward = forward  # each module of a graph has a class of its own
 
 
 def _no_cache(model: nn.Module) -> None:

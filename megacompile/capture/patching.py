@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Distribution
+from torch.fx import config as fx_config
 from torch.nn.modules import transformer
 
 from megacompile.capture import calls, effects, recurrent, refusals, rotary, substitute
@@ -173,3 +174,23 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
         return theirs(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def graphs_alone() -> Iterator[None]:
+    """Let torch make graphs alone, without their Python source and a stack trace for each node."""
+    patches = [Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs")]
+    if hasattr(fx_config, "do_not_emit_stack_traces"):  # new in later torchs
+        patches.append(Patch(fx_config, "do_not_emit_stack_traces", True, "nobody reads them"))
+    with replaced(patches):
+        yield
+
+
+def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> None:
+    """Write a graph's source when it is called."""
+
+    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        theirs(self)
+        return self.forward(*args, **kwargs)
+
+    type(module).forward = forward  # each module of a graph has a class of its own

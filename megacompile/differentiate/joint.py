@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacompile.capture.patching import graphs_alone
 from megacompile.capture.views import storage_nbytes
 from megacompile.differentiate.meter import is_oversized
 from megacompile.errors import CaptureError
@@ -22,6 +23,7 @@ RefKind = Literal["in", "out", "saved", "grad"]
 Ref = tuple[RefKind, int]
 
 
+@graphs_alone()
 def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
     """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
     module = fx.GraphModule({}, template.graph)

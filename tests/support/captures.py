@@ -1,8 +1,8 @@
 """Captures of equal models, remembered: most of a small test's time is tracing what another one traced.
 
 In: what a :class:`~megacompile.frontend.Frontend` asks of its stages. Out: what they gave before for an
-equal model and batch. Only modules of torch, transformers, peft and ``tests.support`` are told equal, and
-only while nothing but plain data is attached to them; any other model is captured anew.
+equal model, loss and batch. Only modules and functions of torch, transformers, peft, ``tests.support`` and
+our own are told equal, and only while nothing but plain data is attached to them; any other is captured anew.
 """
 
 from __future__ import annotations
@@ -23,8 +23,22 @@ from megacompile.capture.captured import Captured
 from megacompile.capture.graph import capture
 from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.frontend import Frontend
+from megacompile.runtime.ownership import _Refuser as Refuser
 
-_KNOWN = ("torch.", "transformers.", "peft.", "tests.support.", "megacompile.capture.outputs.")
+_KNOWN = (
+    "torch.",
+    "transformers.",
+    "peft.",
+    "tests.support.",
+    "megacompile.capture.outputs.",
+    "megacompile.generate.",
+    "megacompile.integrations.",
+)
+_OF_PLAIN_DATA = (
+    "transformers.",
+    "peft.",
+    "megacompile.",
+)  # whose objects are told by what they hold: configurations
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weight_refs"}  # of an LSTM's own parameters
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL = tuple(f"_global{name}" for name in _HOOKS[:3])
@@ -68,10 +82,10 @@ class Captures:
 
 def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
     """A key that two calls of capture share only if they give the same graph."""
-    if options.get("loss_fn") is not None or any(getattr(global_hooks, name) for name in _GLOBAL):
+    if any(getattr(global_hooks, name) for name in _GLOBAL):
         raise _UnknownError
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = {name: value for name, value in options.items() if name not in ("loss_fn", "trained")}
+    given = {name: value for name, value in options.items() if name != "trained"}
     modes = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
@@ -92,7 +106,8 @@ def _model(model: nn.Module) -> tuple[Any, ...]:
 
 def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
     kind, values = type(module), vars(module)
-    if not f"{kind.__module__}.".startswith(_KNOWN) or any(values.get(name) for name in _HOOKS):
+    hooks = [hook for name in _HOOKS for hook in (values.get(name) or {}).values()]
+    if not f"{kind.__module__}.".startswith(_KNOWN) or any(type(hook) is not Refuser for hook in hooks):
         raise _UnknownError
     tensors = [
         (name, seen.setdefault(id(t), len(seen)), None if t is None else (*_tensor(t), t.requires_grad))
@@ -118,9 +133,11 @@ def _plain(value: Any) -> Any:
         return type(value), tuple((_plain(k), _plain(v)) for k, v in value.items())
     if isinstance(value, functools.partial):
         return functools.partial, _plain(value.func), _plain(value.args), _plain(value.keywords)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return _plain(value.__func__), type(value.__self__)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         if f"{value.__module__}.".startswith(_KNOWN):
             return value
-    elif type(value).__module__.startswith("transformers."):  # configurations
-        return type(value), _plain(vars(value))
+    elif f"{type(value).__module__}.".startswith(_OF_PLAIN_DATA):
+        return type(value), _plain({k: v for k, v in vars(value).items() if k != "_name_or_path"})
     raise _UnknownError

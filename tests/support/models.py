@@ -24,10 +24,10 @@ _SHAPE = {
 }
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE))
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE | {"num_hidden_layers": layers}))
 
 
 def qwen3() -> nn.Module:
@@ -76,7 +76,7 @@ class Plain(nn.Module):
         return nn.functional.mse_loss(self.last(h), y)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "qwen3": qwen3,
     "gpt2": gpt2,
@@ -102,10 +102,10 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """A model in train mode with seeded weights."""
+def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
+    """A model in train mode with seeded weights; ``options`` are those of its function here, as ``layers=``."""
     torch.manual_seed(seed)
-    return MODELS[name]().train()
+    return MODELS[name](**options).train()
 
 
 def batch_for(name: str, seed: int = 0, size: int = 2, length: int = 24) -> dict[str, Any]:
