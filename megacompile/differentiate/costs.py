@@ -11,17 +11,18 @@ from torch.utils.flop_counter import flop_registry
 
 from megacompile.capture.operators import attention, attention_backward
 from megacompile.capture.views import is_view
+from megacompile.differentiate.scratch import SORTED_FROM
 
 aten = torch.ops.aten
 _FORWARD, _BACKWARD = attention._opoverload, attention_backward._opoverload
-_LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_launches.py`` counts them
+_LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_blocks.py`` counts them
     _BACKWARD: 9,  # torch's: sums of rows and of heads, zeros, conversions
     aten.constant_pad_nd.default: 2,
     aten.nll_loss_backward.default: 2,
-    aten.embedding_dense_backward.default: 2,
     aten.slice_backward.default: 2,
     aten.select_backward.default: 2,
 }
+_SORTING = 21  # of a gradient of an embedding that sorts its indices
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
@@ -95,4 +96,6 @@ def launches(node: fx.Node) -> int:
         return 0
     if target._schema.name.removeprefix("aten::") in _EMPTY:
         return 0
+    if target is aten.embedding_dense_backward.default:
+        return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
     return _LAUNCHES.get(target, 1)
