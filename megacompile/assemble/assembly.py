@@ -258,4 +258,6 @@ def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
         end_bytes=function.end_bytes,
         flops=function.flops,
         moved_bytes=function.moved_bytes,
+        launches=function.launches,
+        attention_flops=function.attention_flops,
     )

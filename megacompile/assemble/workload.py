@@ -21,7 +21,9 @@ class Call:
 
     ``peak_bytes`` is the most it holds beyond what is alive at entry, ``end_bytes`` what it leaves
     beyond that when it returns (negative where it frees more than it returns). ``seconds`` is what it was
-    measured to take on the machine that is planned for; 0: it was not measured.
+    measured to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the
+    kernels that a GPU is asked to run, ``attention_flops`` what of ``flops`` is attention's forward and its
+    backward, which are slower than products.
     """
 
     reads: tuple[int, ...]
@@ -31,6 +33,8 @@ class Call:
     flops: int
     moved_bytes: int
     seconds: float = 0.0
+    launches: int = 1
+    attention_flops: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,9 +200,13 @@ def _streams(shown: Prediction) -> str:
         share = f"busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
         lines.append(f"  {_STREAMS[stream]:<20} {share}")
         if stream == "compute":
-            lines.append(f"{'':<23}{'; '.join(parts)}")
-        lines.append(f"{'':<23}{_idle(idle.get(stream, {}))}")
+            lines.append(_below("; ".join(parts)))
+        lines.append(_below(_idle(idle.get(stream, {}))))
     return "\n".join(lines)
+
+
+def _below(text: str) -> str:
+    return textwrap.fill(text, 110, initial_indent=" " * 23, subsequent_indent=" " * 23)
 
 
 def _idle(causes: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What one node of a graph costs: floating-point operations and bytes moved."""
+"""What one node of a graph costs: floating-point operations, bytes moved, kernels launched on a GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from megacompile.capture.operators import attention, attention_backward
 from megacompile.capture.views import is_view
+from megacompile.differentiate.scratch import SORTED_FROM
 
 aten = torch.ops.aten
-
+_FORWARD, _BACKWARD = attention._opoverload, attention_backward._opoverload
+_LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_blocks.py`` counts them
+    _BACKWARD: 9,  # torch's: sums of rows and of heads, zeros, conversions
+    aten.constant_pad_nd.default: 2,
+    aten.nll_loss_backward.default: 2,
+    aten.slice_backward.default: 2,
+    aten.select_backward.default: 2,
+}
+_SORTING = 21  # of a gradient of an embedding that sorts its indices
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
                 "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
@@ -57,6 +68,12 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
     return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
 
 
+def attention_flops(node: fx.Node) -> tuple[int, int]:
+    """What of a node's :func:`flops` is attention's: forward, backward."""
+    work = flops(node) if node.target in (_FORWARD, _BACKWARD) else 0
+    return (work, 0) if node.target is _FORWARD else (0, work)
+
+
 def _grouped_flops(node: fx.Node) -> int:
     """Two per multiply-add of a product whose rows are split over experts; torch has no formula yet."""
     first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
@@ -70,3 +87,15 @@ def moved(node: fx.Node) -> int:
         return 0
     values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
     return sum(v.numel() * v.element_size() for v in values)
+
+
+def launches(node: fx.Node) -> int:
+    """Kernels that one node launches on a GPU; views and fresh memory take none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_view(node):
+        return 0
+    if target._schema.name.removeprefix("aten::") in _EMPTY:
+        return 0
+    if target is aten.embedding_dense_backward.default:
+        return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
+    return _LAUNCHES.get(target, 1)

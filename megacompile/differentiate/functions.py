@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.capture.views import storage_nbytes
 from megacompile.differentiate import inductor
 from megacompile.differentiate.codegen import function_source, load_functions
-from megacompile.differentiate.costs import flops, moved
+from megacompile.differentiate.costs import attention_flops, flops, is_heavy, launches, moved
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
 from megacompile.differentiate.meter import StorageMeter
@@ -37,8 +37,9 @@ class BlockFunction:
     gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
     the function holds beyond what was alive when it was called; saved tensors and gradients among its
     arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
-    when it returns: results less donations. ``kernels`` counts the calls of our own operators.
-    ``fused`` says that ``source`` is Inductor's, not our own.
+    when it returns: results less donations. ``launches`` counts the kernels that a GPU is asked to run,
+    ``attention_flops`` what of ``flops`` is attention's forward and its backward. ``kernels`` counts the
+    calls of our own operators. ``fused`` says that ``source`` is Inductor's, not our own.
     """
 
     name: str
@@ -50,6 +51,8 @@ class BlockFunction:
     end_bytes: int
     flops: int
     moved_bytes: int
+    launches: int
+    attention_flops: tuple[int, int]
     kernels: Calls = ()
     fused: bool = False
 
@@ -75,6 +78,8 @@ def block_function(
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
+    attention = [attention_flops(n) for n in counted]
+    asked = sum(map(launches, counted))
     reuse(graph, owned)
     source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
     plain = load_functions(source, torch.device("cpu"))[name]
@@ -89,6 +94,8 @@ def block_function(
         end_bytes=taken.end_bytes,
         flops=work[0],
         moved_bytes=work[1],
+        launches=asked,
+        attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
         kernels=work[2],
     )
 
@@ -112,11 +119,13 @@ def fused(
     if (taken.forms, taken.end_bytes) != (expected.forms, expected.end_bytes):
         return function
     by_ours = sum(moved(n) for n in graph.nodes if is_ours(n))
+    others = sum(launches(n) for n in graph.nodes if is_heavy(n) or is_ours(n))
     return replace(
         function,
         source=source,
         peak_bytes=taken.peak_bytes,
         moved_bytes=sum(by_kernels) + by_ours,
+        launches=len(by_kernels) + others,
         fused=True,
     )
 

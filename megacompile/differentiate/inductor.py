@@ -99,8 +99,8 @@ def load(source: str) -> Callable[[list[Any]], list[Any]]:
 
 
 def dry(source: str, moved: list[int]) -> Callable[[list[Any]], list[Any]]:
-    """The function of a wrapper for fake tensors: it allocates and frees, and its kernels do nothing but
-    add the bytes of their arguments to ``moved``."""
+    """The function of a wrapper for fake tensors: it allocates and frees, and its kernels do nothing; each
+    call of one adds the bytes of its arguments to the list ``moved``."""
     from torch._inductor import async_compile
 
     patch = Patch(async_compile, "AsyncCompile", lambda theirs: _NoKernels(moved), "nothing is compiled")
@@ -151,6 +151,6 @@ class _Counting:
         self._moved = moved
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        self._moved += [a.numel() * a.element_size() for a in arguments if isinstance(a, Tensor)]
+        self._moved.append(sum(a.numel() * a.element_size() for a in arguments if isinstance(a, Tensor)))
 
     run = __call__

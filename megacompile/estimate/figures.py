@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import duration
+from megacompile.machine.simulate import attention_delay, duration
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import alive_before
 from megacompile.step.operations import Step, memory_curve
@@ -36,16 +36,21 @@ def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
 
 
 def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str, float]:
-    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), memory traffic, launches,
-    and what of gradients and updates is done there."""
+    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), what attention takes longer
+    than products, memory traffic, what launches of kernels add to these, and what of gradients and updates is
+    done there."""
     updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
     ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
+    attention = sum(attention_delay(op, machine) for op in ops)
+    traffic = sum(op.moved_bytes for op in ops) / machine.memory_bandwidth
+    worked = flops / machine.flops + attention + traffic
     return {
         "model FLOPs": model_flops / machine.flops,
         "FLOPs beyond, mostly recompute": max(0.0, flops - model_flops) / machine.flops,
-        "memory traffic": sum(op.moved_bytes for op in ops) / machine.memory_bandwidth,
-        "launches": machine.launch_seconds * len(ops),
+        "slower attention": attention,
+        "memory traffic": traffic,
+        "launches": max(0.0, sum(duration(op, machine) for op in ops) - worked),
         "updates on the device": sum(duration(op, machine) for op in updates),
     }
 

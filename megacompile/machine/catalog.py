@@ -19,7 +19,7 @@ from megacompile.errors import MegacompileError
 from megacompile.machine.rates import Machine, this_cpu
 from megacompile.units import host_available
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 Dtype = Literal["bf16", "fp32"]
 
 # Efficiencies: sustained over peak.
@@ -28,7 +28,12 @@ GEMM_SOURCE = "best product measured, ml-engineering MAMF table"
 DEVICE_MEMORY = 0.90  # assumed: what tuned elementwise kernels reach on an H100 (QuACK: 3 of 3.35 TB/s)
 LINK = 0.80  # assumed: pinned copies over PCIe after packet headers
 HOST_MEMORY = 0.75  # assumed: mixed reads and writes over the channels' peak
-LAUNCH_SECONDS = 20e-6  # assumed: fixed cost of one block function
+LAUNCH_SECONDS = 8e-6  # assumed: a call of one operator from Python, its launch included
+# FlashAttention 2, of the card's bf16 peak: its authors' figures for 8192 causal tokens, heads of 128 columns
+# and the deterministic backward on an H100 (306 and 166 TFLOP/s; pull request 1893 of flash-attention);
+# assumed of other cards.
+ATTENTION, ATTENTION_BACKWARD = 0.31, 0.168
+ATTENTION_SOURCE = "FlashAttention 2 on an H100"
 COPY_SECONDS = 10e-6  # assumed: fixed cost of one transfer
 
 _PCIE4, _PCIE5 = 31.5e9, 63.0e9  # 16 lanes · 16 or 32 GT/s · 128/130 ÷ 8, each direction
@@ -64,9 +69,14 @@ class MachineProfile:
 
     def rates(self, dtype: Dtype) -> Machine:
         """The machine as the simulator sees it when blocks compute in ``dtype``."""
-        if dtype == "fp32" and self.fp32_flops is not None:
-            return replace(self.machine, flops=self.fp32_flops)
-        return self.machine
+        machine = self.machine
+        if dtype == "bf16" or self.fp32_flops is None:
+            return machine
+        slower = self.fp32_flops / machine.flops
+        forward, backward = (
+            rate and rate * slower for rate in (machine.attention_forward, machine.attention_backward)
+        )
+        return replace(machine, flops=self.fp32_flops, attention_forward=forward, attention_backward=backward)
 
     def peak(self, dtype: Dtype) -> float:
         """Datasheet peak of ``dtype``, or the sustained rate where no peak is known."""
@@ -116,6 +126,7 @@ def _built_in(
         h2d_bandwidth=_LINKS[link] * LINK, d2h_bandwidth=_LINKS[link] * LINK,
         host_bandwidth=_HOSTS[host] * HOST_MEMORY, launch_seconds=LAUNCH_SECONDS,
         copy_seconds=COPY_SECONDS, shared_memory=True, processors=processors,
+        attention_forward=bf16 * 1e12 * ATTENTION, attention_backward=bf16 * 1e12 * ATTENTION_BACKWARD,
     )  # fmt: skip
     return MachineProfile(
         machine, title, device_bytes=gigabytes * 10**9, host_bytes=480 * 10**9 if on_chip else None,
@@ -124,6 +135,9 @@ def _built_in(
             "device memory": f"{gigabytes} GB; {source}",
             "multiprocessors": f"{processors}; {source}",
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
+            "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
+            f"({ATTENTION_SOURCE})",
+            "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",
             "link": f"{link}, {_LINKS[link] / 1e9:g} GB/s each way × {LINK:g} (assumed)",

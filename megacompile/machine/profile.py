@@ -1,8 +1,9 @@
 """Profile: measure this machine into a :class:`~megacompile.machine.catalog.MachineProfile`.
 
-With a CUDA device: products on it, copies from and to pinned host memory, each direction alone and both
-together. Without: what the CPU backend uses in their stead. Host memory and Adam are measured in both
-cases, and a drive where a folder on it is given. All figures and how they came about are in ``sources``.
+With a CUDA device: products, attention and launches on it, copies from and to pinned host memory, each
+direction alone and both together. Without: what the CPU backend uses in their stead. Host memory and Adam are
+measured in both cases, and a drive where a folder on it is given. All figures and how they came about are in
+``sources``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megacompile.capture import operators
 from megacompile.host.nvme_bench import measure_drive
 from megacompile.machine.catalog import MachineProfile
 from megacompile.machine.rates import Machine, adam_bandwidth, copy_bandwidth, this_cpu
@@ -24,6 +27,8 @@ _SIZES = (512, 1024, 2048, 4096, 8192)
 _COPY = 256 << 20  # bytes of one copy over a link
 _SCRATCH = 1 << 30  # bytes of a file on the drive
 _REPEATS = 8
+_ATTENTION = (1, 16, 8192, 128)  # sequences, heads, tokens, columns
+_LAUNCHES = 2000
 
 
 def profile(nvme: Path | None = None) -> MachineProfile:
@@ -107,11 +112,41 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
     x, y = (torch.ones(64 << 20, device="cuda") for _ in range(2))
     memory = 3 * x.nbytes / _seconds(lambda: torch.mul(x, y, out=y))
     sources["device bandwidth"] = f"{memory / 1e9:.4g} GB/s, elementwise"
+    launch = _launch_seconds()
+    sources["launch"] = f"{launch * 1e6:.3g} µs a kernel"
+    forward, backward = _attention()
+    sources["attention"] = (
+        f"forward {forward / 1e12:.3g} TFLOP/s, deterministic backward {backward / 1e12:.3g} TFLOP/s"
+    )
     return Machine(
         torch.cuda.get_device_name(0), flops, memory, min(down, 1.1 * together), min(up, 1.1 * together),
-        memory, launch_seconds=20e-6, copy_seconds=10e-6, shared_memory=True,
+        memory, launch_seconds=launch, copy_seconds=10e-6, shared_memory=True,
         processors=torch.cuda.get_device_properties(0).multi_processor_count,
+        attention_forward=forward, attention_backward=backward,
     )  # fmt: skip
+
+
+def _launch_seconds() -> float:
+    """Seconds from one call of an operator to the next, of tensors so small that the device is not busy."""
+    x = torch.ones(16, device="cuda")
+
+    def many() -> None:
+        for _ in range(_LAUNCHES):
+            x.neg_()
+
+    return _seconds(many) / _LAUNCHES
+
+
+def _attention() -> tuple[float, float]:
+    """FLOPs per second of the programs' own attention over causal tokens in bf16: forward, backward."""
+    q, k, v, grad = (torch.randn(_ATTENTION, device="cuda").bfloat16() for _ in range(4))
+    inputs: list[Any] = [q, k, v, None, None, None]
+    constants: list[Any] = [_ATTENTION[-1] ** -0.5, True, 0, 0.0, 0.0, 0, False]
+    found = operators.attention(*inputs, *constants)
+    forward = _seconds(lambda: operators.attention(*inputs, *constants))
+    backward = _seconds(lambda: operators.attention_backward(grad, *inputs, *found, *constants))
+    flops = operators.attention_flops(*inputs, *constants)
+    return flops / forward, operators.attention_backward_flops(grad, *inputs, *found, *constants) / backward
 
 
 def _both_ways(alone: Callable[[], float]) -> str:

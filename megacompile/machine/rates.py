@@ -11,12 +11,16 @@ from functools import cache
 
 import torch
 
+CPU_OPERATOR = 2e-6  # seconds of one operator on a CPU beside its work
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Sustained rates; bytes and floating-point operations per second.
 
-    ``launch_seconds`` is the fixed cost of one block function, ``copy_seconds`` that of a transfer.
+    ``launch_seconds`` is what it takes to ask for one kernel, ``copy_seconds`` the fixed cost of a transfer.
+    ``attention_forward`` and ``attention_backward`` are the rates of attention, causal pairs counted once;
+    None: that of products.
     ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
     transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half);
     ``compute_beside`` says how many times longer compute then takes beside another stream,
@@ -42,6 +46,8 @@ class Machine:
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
     processors: int | None = None
+    attention_forward: float | None = None
+    attention_backward: float | None = None
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:
@@ -50,7 +56,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
     Only ratios matter for a choice, and the same model and budget must always give the same plan.
     """
     flops = 400e9 if dtype == torch.bfloat16 else 100e9
-    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, 50e-6, 20e-6, shared_cores=True)
+    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_OPERATOR, 20e-6, shared_cores=True)
 
 
 @cache
@@ -74,7 +80,7 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         h2d_bandwidth=copy,
         d2h_bandwidth=copy,
         host_bandwidth=adam_bandwidth(max(1, cores // 2)),
-        launch_seconds=50e-6,
+        launch_seconds=CPU_OPERATOR,
         copy_seconds=20e-6,
         shared_cores=True,
         cores=max(2, cores),

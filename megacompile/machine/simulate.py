@@ -71,13 +71,26 @@ def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list
 
 
 def call_seconds(call: Call | Op | None, machine: Machine) -> float:
-    """Seconds of a block function alone: as measured, else by the machine's rates; of None, nothing."""
+    """Seconds of a block function alone: as measured, else by the machine's rates; of None, nothing.
+
+    The host asks a GPU for kernels ahead of time, so the slower of the two counts: asking or work. The
+    cores of a CPU do both.
+    """
     if call is None:
         return 0.0
     if call.seconds:
         return call.seconds
     work = call.flops / machine.flops + call.moved_bytes / machine.memory_bandwidth
-    return machine.launch_seconds + work
+    work += attention_delay(call, machine)
+    asking = call.launches * machine.launch_seconds
+    return asking + work if machine.shared_cores else max(asking, work)
+
+
+def attention_delay(call: Call | Op, machine: Machine) -> float:
+    """Seconds that a block function takes longer as attention's rates are not those of products."""
+    rates = machine.attention_forward, machine.attention_backward
+    found = zip(call.attention_flops, rates, strict=True)
+    return sum(flops / rate - flops / machine.flops for flops, rate in found if rate is not None)
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacompile.assemble.plan import Mode, Plan, norm_bytes
-from megacompile.assemble.workload import Workload
+from megacompile.assemble.workload import Call, CheckpointPolicy, Workload
 from megacompile.machine.rates import Machine
+from megacompile.machine.simulate import attention_delay
 
 _BACKWARD = 2 / 3  # of a step's model FLOPs
 
@@ -39,7 +40,8 @@ def lower_bound(
     model_flops: float | None = None,
     plan: Plan | None = None,
 ) -> Bound:
-    """Model FLOPs at the GEMM rate, every trained weight down and gradient up once, Adam's host bytes.
+    """Model FLOPs at the rates of products and of attention, or its launches; every trained weight down and
+    gradient up once, Adam's host bytes.
 
     Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
     accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
@@ -51,9 +53,12 @@ def lower_bound(
     trained = [work.groups[g] for g in there]
     size, moved = sum(g.nbytes for g in trained), sum(g.update_bytes for g in trained)
     normed = sum(norm_bytes(work, mode, g) for g in there)
-    flops = least_flops(work) * mode.micro_batches if model_flops is None else model_flops
+    m = mode.micro_batches
+    flops = m * least_flops(work) if model_flops is None else model_flops
     host = machine.host_bandwidth if machine.shared_memory else float("inf")
-    compute, memory = flops / machine.flops, (2 * size + moved + normed) / host
+    forward = m * _pass_seconds(work, machine, (1 - _BACKWARD) * flops / m, backward=False)
+    backward = m * _pass_seconds(work, machine, _BACKWARD * flops / m, backward=True)
+    compute, memory = forward + backward, (2 * size + moved + normed) / host
     down, up = size / machine.h2d_bandwidth, size / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth
 
@@ -67,8 +72,8 @@ def lower_bound(
                  "host memory": memory}  # fmt: skip
         binding = max(every, key=lambda t: every[t])
         return bound(every[binding], binding)
-    first = {"backward": _BACKWARD * compute, "gradients up": up, "host memory": (size + normed) / host}
-    then = {"forward": (1 - _BACKWARD) * compute, "host Adam": adam, "weights down": down,
+    first = {"backward": backward, "gradients up": up, "host memory": (size + normed) / host}
+    then = {"forward": forward, "host Adam": adam, "weights down": down,
             "host memory": (size + moved) / host}  # fmt: skip
     a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
     return bound(first[a] + then[b], f"{a}, then {b}")
@@ -83,12 +88,22 @@ def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
                  "compute, copies and Adam share the cores")  # fmt: skip
 
 
+def _pass_seconds(work: Workload, machine: Machine, flops: float, *, backward: bool) -> float:
+    """Seconds of all forwards, or of all backwards, of a micro-batch: their FLOPs, or their launches."""
+    policies = [[_calls(c, backward) for c in block.policies] for block in work.blocks]
+    delay = sum(min(sum(attention_delay(call, machine) for call in calls) for calls in of) for of in policies)
+    launches = sum(min(sum(call.launches for call in calls) for calls in of) for of in policies)
+    return max(flops / machine.flops + delay, launches * machine.launch_seconds)
+
+
+def _calls(policy: CheckpointPolicy, backward: bool) -> list[Call]:
+    calls = (policy.recompute, policy.backward) if backward else (policy.forward,)
+    return [call for call in calls if call is not None]
+
+
 def least_flops(work: Workload) -> float:
     """FLOPs of one micro-batch's forward and backward, nothing computed twice."""
     return sum(
-        min(
-            c.forward.flops + sum(call.flops for call in (c.recompute, c.backward) if call is not None)
-            for c in block.policies
-        )
+        min(sum(call.flops for call in _calls(c, False) + _calls(c, True)) for c in block.policies)
         for block in work.blocks
     )

@@ -45,8 +45,9 @@ class Op(NamedTuple):
     ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
-    :class:`~megacompile.assemble.workload.Call`. ``offset`` is a slot's byte offset in the slab. ``seconds``
-    is measured, 0 where it was not. ``policy`` says what a block keeps between forward and backward.
+    :class:`~megacompile.assemble.workload.Call`, as are ``launches`` and ``attention_flops``. ``offset`` is a
+    slot's byte offset in the slab. ``seconds`` is measured, 0 where it was not. ``policy`` says what a block
+    keeps between forward and backward.
     """
 
     kind: Kind
@@ -66,6 +67,8 @@ class Op(NamedTuple):
     flops: int = 0
     moved_bytes: int = 0
     seconds: float = 0.0
+    launches: int = 0
+    attention_flops: tuple[int, int] = (0, 0)
     offset: int = -1
 
     @property
@@ -104,7 +107,8 @@ def compute_op(
     return Op(
         kind, "compute", b, micro=m, policy=policy.name, reads=(*given, *donates), writes=writes,
         donates=donates, peak_bytes=call.peak_bytes, end_bytes=call.end_bytes, flops=call.flops,
-        moved_bytes=call.moved_bytes, seconds=call.seconds,
+        moved_bytes=call.moved_bytes, seconds=call.seconds, launches=call.launches,
+        attention_flops=call.attention_flops,
     )  # fmt: skip
 
 

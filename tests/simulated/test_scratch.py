@@ -1,4 +1,4 @@
-"""What torch's attention asks its allocator for on CUDA is what plans count, measured on fake CPU tensors."""
+"""What torch's operators ask their allocator for on CUDA is what plans count on fake CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.capture import sdpa
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.scratch import scratch
+from megacompile.runtime.cuda_memory import _expand_segments
 
 aten, ours = torch.ops.aten, torch.ops.megacompile
 ROUNDING = 16 * 512  # bytes: the allocator rounds each tensor up to 512, and some hold a few bytes
@@ -87,3 +88,53 @@ def test_attention_takes_no_more_than_is_planned(shape: Shape, dtype: torch.dtyp
         with mode, meter:
             fake()
         assert asked_for(real)[0] <= meter.peak + ROUNDING
+
+
+@pytest.fixture
+def expanding() -> None:
+    """Segments expand as in programs, so blocks are no larger than what was asked for."""
+    _expand_segments()
+
+
+COLUMNS = [(64, 1024), (1024, 1024), (4096, 1001), (4096, 4096), (65536, 128), (2000, 14336), (8192, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", COLUMNS)
+def test_sums_of_columns_take_what_the_formula_says(
+    shape: tuple[int, int], dtype: torch.dtype, expanding: None
+) -> None:
+    x = torch.empty(1, *shape, dtype=dtype, device="cuda")
+    for call, dims in ((aten.sum.dim_IntList, [0, 1]), (aten.sum.dim_IntList, [-1]), (aten.mean.dim, [1])):
+        peak, results = asked_for(lambda call=call, dims=dims: call(x, dims))
+        assert 0 <= peak - results - scratch(call, (x, dims), {}, PROCESSORS) < ROUNDING
+
+
+@pytest.mark.parametrize("indices", [torch.int64, torch.int32])
+@pytest.mark.parametrize("count", [3072, 3073, 8192, 65536])
+@pytest.mark.parametrize("shape", [(1000, 64), (32000, 256)])
+def test_gradients_of_embeddings_take_no_more_than_is_planned(
+    shape: tuple[int, int], count: int, indices: torch.dtype, expanding: None
+) -> None:
+    grad = torch.empty(1, count, shape[1], dtype=torch.bfloat16, device="cuda")
+    args = (grad, torch.empty(1, count, dtype=indices, device="cuda"), shape[0], -1, False)
+    peak, results = asked_for(lambda: aten.embedding_dense_backward(*args))
+    formula = scratch(aten.embedding_dense_backward.default, args, {}, PROCESSORS)
+    assert peak - results <= formula <= 1.1 * (peak - results) + 48 * count + (96 << 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("shape", [(1000, 8), (16, 4096), (1, 8192), (1, 300000), (64, 8192), (1000, 5000)])
+def test_sorts_take_no_more_than_is_planned(
+    shape: tuple[int, int], dtype: torch.dtype, expanding: None
+) -> None:
+    x = torch.empty(shape, dtype=dtype, device="cuda")
+    peak, results = asked_for(lambda: aten.sort(x, -1))
+    formula = scratch(aten.sort.default, (x, -1), {}, PROCESSORS)
+    assert peak - results <= formula + ROUNDING and formula <= 2.3 * (peak - results) + (96 << 10)
+    if shape[0] == 1:
+        table = torch.empty(1000, 8, dtype=torch.float32, device="cuda")
+        args = (table, [x[0].long()], torch.empty(shape[1], 8, device="cuda"), True)
+        peak, results = asked_for(lambda: aten.index_put(*args))
+        formula = scratch(aten.index_put.default, args, {}, PROCESSORS)
+        assert peak - results <= formula <= 2 * (peak - results) + (96 << 10)

@@ -81,6 +81,21 @@ def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> N
         assert sum(parts.values()) == pytest.approx(p.planned.timeline.busy["compute"])
 
 
+def test_launches_and_attention_are_priced_by_the_machine(study: Study) -> None:
+    """A model so small is bound by its launches; without them attention's own rate shows."""
+    profile = load_machine("rtx-4090")
+
+    def seconds(**changes: float | None) -> float:
+        machine = replace(profile.machine, **changes)
+        terms = replace(_question(3 * 10**6), profile=replace(profile, machine=machine))
+        return study.answer(terms).predictions[True].planned.timeline.busy["compute"]
+
+    assert seconds(launch_seconds=16e-6) > 1.5 * seconds() > 1.5 * seconds(launch_seconds=0.0)
+    products = seconds(launch_seconds=0.0, attention_forward=None, attention_backward=None)
+    slow = seconds(launch_seconds=0.0, attention_forward=1e12, attention_backward=1e12)
+    assert slow > seconds(launch_seconds=0.0) > products
+
+
 def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
     answer = study.answer(_question(3 * 10**6))
     for p in (answer.predictions[True], answer.predictions[False]):

@@ -1,4 +1,4 @@
-"""Plans for a GPU hold the scratch of its attention kernels; see ``tests/simulated/test_scratch.py``."""
+"""Plans for a GPU hold the scratch of its kernels; see ``tests/simulated/test_scratch.py``."""
 
 from __future__ import annotations
 
@@ -48,6 +48,29 @@ def test_the_least_peak_grows_by_what_attention_takes_beside() -> None:
     copies = 3 * ROW * DIM // 2  # of dq, dk and dv by rows, in bf16: made when the scratch is free again
     assert peaks[132] - peaks[None] == sums(132) + ROW - copies
     assert peaks[132] - peaks[108] == sums(132) - sums(108)
+
+
+class Biased(nn.Module):
+    """Nothing that takes as much as the sums of its bias's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x).square().mean()
+
+
+def test_the_least_peak_grows_by_what_sums_of_columns_take_beside() -> None:
+    peaks = {}
+    for processors in (None, 108, 132):
+        model = Biased()
+        batch = read_batch(torch.zeros(1, 4096, 16, dtype=torch.bfloat16), model)
+        made = next(Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False))
+        peaks[processors] = least(made.assembly.work, Mode("train")).nbytes
+    sums = 4 * 1024 * 64 * 128  # FP32, for each thread of the 64 thread blocks that share a column
+    assert sums / 2 < peaks[132] - peaks[None] <= sums
+    assert peaks[108] == peaks[132]
 
 
 @pytest.mark.parametrize("groups", [HEADS, 1])

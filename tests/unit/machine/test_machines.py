@@ -11,6 +11,7 @@ from megacompile.errors import MegacompileError
 from megacompile.estimate.models import Model, load_model
 from megacompile.estimate.presets import PRESETS
 from megacompile.machine.catalog import (
+    PROFILE_VERSION,
     PROFILES,
     MachineProfile,
     load_machine,
@@ -87,7 +88,7 @@ def test_what_is_no_machine_file_is_refused(text: str) -> None:
 
 def test_a_missing_rate_is_named() -> None:
     with pytest.raises(MegacompileError, match="lacks flops"):
-        parse_profile('{"version": 1, "machine": {"name": "x"}}')
+        parse_profile(f'{{"version": {PROFILE_VERSION}, "machine": {{"name": "x"}}}}')
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,13 @@ def test_a_link_that_is_the_roof() -> None:
 def test_durations_by_kind() -> None:
     machine = Machine("m", 10.0, 20.0, 30.0, 40.0, 50.0, launch_seconds=1.0, copy_seconds=2.0,
                       nvme_read_bandwidth=60.0, nvme_write_bandwidth=70.0)  # fmt: skip
-    assert duration(Op("forward", "compute", flops=20, moved_bytes=40), machine) == 1 + 2 + 2
+    assert duration(Op("forward", "compute", flops=20, moved_bytes=40, launches=3), machine) == 2 + 2
+    assert duration(Op("forward", "compute", flops=20, moved_bytes=40, launches=5), machine) == 5
+    cpu = replace(machine, shared_cores=True)  # where what asks for an operator computes it
+    assert duration(Op("forward", "compute", flops=20, moved_bytes=40, launches=3), cpu) == 3 + 2 + 2
+    slow = replace(machine, attention_forward=5.0, attention_backward=2.0)
+    assert duration(Op("backward", "compute", flops=40, attention_flops=(10, 20)), slow) == 1 + 2 + 10
+    assert duration(Op("backward", "compute", flops=40, attention_flops=(10, 20)), machine) == 4
     assert duration(Op("prefetch", "h2d", nbytes=60), machine) == 2 + 2
     assert duration(Op("reload", "h2d", nbytes=60), machine) == 2 + 2
     assert duration(Op("offload", "d2h", nbytes=80), machine) == 2 + 2
@@ -163,3 +169,12 @@ def test_durations_by_kind() -> None:
     assert duration(Op("read_state", "nvme_read", nbytes=120), machine) == 2
     assert duration(Op("write", "nvme_write", nbytes=140), machine) == 2
     assert duration(Op("evict", "compute", nbytes=100), machine) == 0
+
+
+@settings(max_examples=50)
+@given(scheduled(), st.integers(1, 20))
+def test_a_step_takes_no_less_with_more_launches(problem: Problem, more: int) -> None:
+    step, machine = problem[3], replace(UNIT, launch_seconds=1.0)
+    asked = replace(step, ops=tuple(op.with_(launches=op.launches * more) for op in step.ops))
+    assert simulate(asked, machine).step_seconds >= simulate(step, machine).step_seconds
+    assert simulate(step, machine).step_seconds >= simulate(step, UNIT).step_seconds
