@@ -10,11 +10,12 @@ import argparse
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from megacompile.cli.chats import as_messages
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
 
@@ -221,28 +222,7 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         test = None
     elif test is None:
         raise MegacompileError("eval_strategy needs data for evaluation: give test_split_size, or 'no'.")
-    return tuple(part if part is None else _as_messages(part) for part in (train, test))  # type: ignore
-
-
-def _as_messages(data: Any) -> Any:
-    """ShareGPT's conversations and Alpaca's instructions as chats; other data as it is."""
-    names = set(data.column_names or ())
-    kinds = {("conversations",): _from_sharegpt, ("instruction", "output"): _from_alpaca}
-    chat = next((made for columns, made in kinds.items() if names.issuperset(columns)), None)
-    if chat is None:
-        return data
-    return data.map(lambda row: {"messages": chat(row)}, remove_columns=data.column_names)
-
-
-def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    roles = {"human": "user", "gpt": "assistant"}
-    turns = ((turn["from"], turn["value"]) for turn in row["conversations"])
-    return [{"role": roles.get(speaker, speaker), "content": said} for speaker, said in turns]
-
-
-def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    return tuple(part if part is None else as_messages(part) for part in (train, test))  # type: ignore
 
 
 def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:

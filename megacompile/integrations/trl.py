@@ -8,7 +8,8 @@ TRL 1.16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
+from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
@@ -135,6 +137,26 @@ class SFTTrainer(TokenMixin, trl.SFTTrainer):
     """
 
     _token_outputs = TokenOutputs(("entropy", "is_top1"))
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any
+    ) -> Any:
+        """TRL's, with exact masks of the assistant's turns, and word of the rows that TRL drops."""
+        if args.assistant_only_loss and getattr(processing_class, "is_fast", False):
+            processing_class = AssistantMasks(processing_class)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, *rest)
+        if isinstance(dataset, Sized) and not packing:
+            _tell_of_dropped(len(dataset) - len(prepared), len(dataset), args.max_length)
+        return prepared
+
+
+def _tell_of_dropped(dropped: int, rows: int, length: int | None) -> None:
+    if not dropped:
+        return
+    text = f"{dropped} of {rows} rows have nothing to learn from in their first {length} tokens (max_length)"
+    if dropped == rows:
+        raise MegacompileError(f"{text}: give more, or shorten the prompts.")
+    warnings.warn(f"{text}: they are left out.", stacklevel=2)
 
 
 class DPOTrainer(TokenMixin, trl.DPOTrainer):

@@ -21,7 +21,8 @@ from megacompile.schedule.page import _SCRIPTS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("cli.md", "how-to/fit.md", "how-to/train.md")),
+    *(ROOT / "docs" / name for name in ("cli.md", "how-to/train.md")),
+    *(ROOT / "docs" / "how-to" / name for name in ("fit.md", "budget.md", "70b-on-80gb.md")),
 )
 GUIDES = (
     ROOT / "docs" / "index.md",
@@ -55,6 +56,23 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
             assert model in PRESETS or model.endswith("config.json") or model.count("/") == 1
             if not options.machine.endswith(".json"):
                 load_machine(options.machine)
+
+
+@pytest.mark.parametrize("path", PAGES[-3:], ids=lambda p: p.stem)
+def test_the_figures_of_a_guide_are_those_of_its_commands(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line of output that is shown is one, up to where it is cut by …, in that order."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```console\n(\$ megacompile plan .*?)^```", path.read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        command, *lines = block.replace("\\\n", " ").splitlines()
+        main(shlex.split(command)[2:])
+        said = iter(capsys.readouterr().out.splitlines())
+        for line in filter(str.strip, lines):
+            start = line.removesuffix("…")
+            assert any(one == line or (start != line and one.startswith(start)) for one in said), line
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)

@@ -92,9 +92,9 @@ def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixt
     ids=lambda row: next(iter(row)),
 )
 def test_kinds_of_chats(rows: dict[str, Any]) -> None:
-    from megacompile.cli.train import _as_messages
+    from megacompile.cli.chats import as_messages
 
-    (row,) = _as_messages(datasets.Dataset.from_list([rows]))
+    (row,) = as_messages(datasets.Dataset.from_list([rows]))
     asked, said = row["messages"]
     assert (asked["role"], asked["content"], said["role"], said["content"]) == (
         "user",
@@ -105,10 +105,10 @@ def test_kinds_of_chats(rows: dict[str, Any]) -> None:
 
 
 def test_an_instruction_with_an_input() -> None:
-    from megacompile.cli.train import _as_messages
+    from megacompile.cli.chats import as_messages
 
     rows = [{"instruction": "translate", "input": "ein fuchs", "output": "a fox"}]
-    (row,) = _as_messages(datasets.Dataset.from_list(rows))
+    (row,) = as_messages(datasets.Dataset.from_list(rows))
     assert row["messages"][0]["content"] == "translate\n\nein fuchs"
 
 

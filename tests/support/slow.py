@@ -39,6 +39,8 @@ SLOW = (
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA)",
     r"test_trl\.py::test_dpo_logs_what_trl_does\[two",
     r"test_trl\.py::test_trls_own_script",
+    # Documentation: the page with the shortest commands stays.
+    r"test_docs\.py::test_the_figures_of_a_guide_are_those_of_its_commands\[(?!fit)",
     # Inductor: one dtype, one budget.
     r"test_inductor\.py::test_a_model_trains_as_well_as_in_eager\[dtype0",
     r"test_inductor\.py::test_the_same_run_gives_the_same_bits\[1GB",

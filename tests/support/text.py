@@ -14,11 +14,15 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> Any:
+def tokenizer(also: str = "") -> Any:
+    """Of ``CHARACTERS`` and those in ``also``."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS, *sorted({*also} - {*CHARACTERS})])
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[])),
         pad_token="<pad>",

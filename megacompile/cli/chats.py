@@ -1,0 +1,58 @@
+"""Rows of chats as people have them, ShareGPT's and Alpaca's, as the messages that chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megacompile.errors import MegacompileError
+
+_SPEAKERS = {  # of ShareGPT's turns, as roles
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    **{role: role for role in ("user", "assistant", "system", "tool")},
+}
+
+
+def as_messages(data: Any) -> Any:
+    """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts as they are."""
+    names = set(data.column_names or ())
+    kinds: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, str]]]] = {
+        ("conversations",): _from_sharegpt,
+        ("instruction", "output"): _from_alpaca,
+        ("messages",): lambda row: list(row["messages"]),
+    }
+    read = next((kind for columns, kind in kinds.items() if names.issuperset(columns)), None)
+    if read is None or "chosen" in names:
+        return data
+
+    def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        turns = read(row)
+        if not turns:
+            raise MegacompileError(f"data: row {index + 1} is a chat without a turn: remove it.")
+        return {"messages": _system(row) + turns}
+
+    others = [name for name in data.column_names if name not in ("tools", "chat_template_kwargs")]
+    return data.map(chat, with_indices=True, remove_columns=others)
+
+
+def _system(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    turns = [
+        (turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content") or "")
+        for turn in row["conversations"]
+    ]
+    for speaker, _ in turns:
+        if speaker not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
+            raise MegacompileError(f"data: a turn is from {speaker!r}, which is none of {known}: rename it.")
+    return [{"role": _SPEAKERS[speaker], "content": said} for speaker, said in turns]
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] or ""}]
