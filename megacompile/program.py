@@ -28,9 +28,9 @@ from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
-from megacompile.storage.background import BackgroundSave
+from megacompile.storage.background import BackgroundSave, Then
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
-from megacompile.storage.export import export_model
+from megacompile.storage.export import describe, export_model
 
 
 class Program(Forward):
@@ -202,7 +202,7 @@ class Program(Forward):
         session.forget_faults(inconsistent if self._closed else "")
 
     @alone
-    def save(self, folder: str | os.PathLike[str], *, wait: bool = True) -> None:
+    def save(self, folder: str | os.PathLike[str], *, wait: bool = True, then: Then | None = None) -> None:
         """Write a checkpoint from which :meth:`load` goes on bit for bit.
 
         The state after every update so far: masters, moments in their format, step counts, buffers, the
@@ -212,6 +212,9 @@ class Program(Forward):
         ``wait=False``: a thread writes it while training goes on. Updates copy what is not written yet, if
         ``host_budget`` has room, or wait. :meth:`synchronize`, :meth:`close` and the next ``save`` return
         when it is whole; an error is raised there or by the next step. With state on NVMe it always waits.
+
+        ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
+        with an error, which is then not raised.
         """
         self.synchronize()
         session = self._session
@@ -223,8 +226,10 @@ class Program(Forward):
         source = state if state.passing else session.snapshot()
         if wait or isinstance(source, HostState):
             save_checkpoint(Path(folder), source, loose, progress)
+            if then is not None:
+                then(None)
             return
-        session.saving = BackgroundSave(Path(folder), source, loose, progress)
+        session.saving = BackgroundSave(Path(folder), source, loose, progress, then)
         session.saving.start(state)
 
     @alone
@@ -264,7 +269,7 @@ class Program(Forward):
         if session.inconsistent and not self._closed:
             raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
-        export_model(Path(folder), self.model, values, dtype, beside=beside)
+        export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:
