@@ -19,9 +19,9 @@ from megacompile.host.optimizer import check_settings, restore_settings, setting
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.runtime.calls import alone
-from megacompile.storage.background import BackgroundSave
+from megacompile.storage.background import BackgroundSave, Then
 from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
-from megacompile.storage.export import export_model
+from megacompile.storage.export import describe, export_model
 
 
 class Persistence(Forward):
@@ -66,7 +66,7 @@ class Persistence(Forward):
         session.forget_faults(inconsistent if self._closed else "")
 
     @alone
-    def save(self, folder: str | os.PathLike[str], *, wait: bool = True) -> None:
+    def save(self, folder: str | os.PathLike[str], *, wait: bool = True, then: Then | None = None) -> None:
         """Write a checkpoint from which :meth:`load` goes on bit for bit.
 
         The state after every update so far: masters, moments in their format, step counts, buffers, the
@@ -76,6 +76,9 @@ class Persistence(Forward):
         ``wait=False``: a thread writes it while training goes on. Updates copy what is not written yet, if
         ``host_budget`` has room, or wait. :meth:`synchronize`, :meth:`close` and the next ``save`` return
         when it is whole; an error is raised there or by the next step. With state on NVMe it always waits.
+
+        ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
+        with an error, which is then not raised.
         """
         self.synchronize()
         session = self._session
@@ -87,8 +90,10 @@ class Persistence(Forward):
         source = state if state.passing else self._snapshot(state)
         if wait or isinstance(source, HostState):
             save_checkpoint(Path(folder), source, loose, progress)
+            if then is not None:
+                then(None)
             return
-        session.saving = BackgroundSave(Path(folder), source, loose, progress)
+        session.saving = BackgroundSave(Path(folder), source, loose, progress, then)
         session.saving.start(state)
 
     @alone
@@ -128,7 +133,7 @@ class Persistence(Forward):
         if session.inconsistent and not self._closed:
             raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
-        export_model(Path(folder), self.model, values, dtype, beside=beside)
+        export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:

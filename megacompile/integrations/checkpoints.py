@@ -1,58 +1,43 @@
 """Checkpoints of a trainer: the model's files as transformers writes them, and the program's state beside.
 
-``checkpoint-N/program`` is what :meth:`~megacompile.program.Program.save` writes. The trainer's own
-``trainer_state.json`` is written last: where it is whole, so is the checkpoint.
+``checkpoint-N/program`` is what :meth:`~megacompile.program.Program.save` writes. While anything is missing
+there is a file ``unfinished`` in the folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from megacompile.errors import MegacompileError
-from megacompile.program import Program
 from megacompile.storage.checkpoint import read_manifest
-from megacompile.storage.durable import is_of_disk
+from megacompile.storage.durable import sync
 
 STATE = "program"
+_UNFINISHED = "unfinished"
 _LAST = "trainer_state.json"
 _PICKLED = ("scheduler.pt", "rng_state.pth")
 
 
-def save_state(program: Program, scheduler: Any, folder: Path) -> None:
-    """The program's state and the schedule's, into a checkpoint of a trainer."""
-    program.save(folder / STATE)
-    # a plain trainer would go on with fresh moments, and say nothing, where this file is missing
-    torch.save({"moments": "of a megacompile program, in the folder program"}, folder / "optimizer.pt")
-    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+def begin(folder: Path) -> None:
+    """From now on, until :func:`finish`, the checkpoint in this folder is not whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _UNFINISHED).touch()
+    sync(folder)
 
 
-@contextlib.contextmanager
-def written_or_removed(folder: Path, state: TrainerState) -> Iterator[None]:
-    """Where the disk does not take a checkpoint, remove what is there of it, warn, and let training go on."""
-    best = state.best_model_checkpoint
-    try:
-        (folder / _LAST).unlink(missing_ok=True)  # of an earlier run, whose files are now overwritten
-        yield
-    except Exception as error:
-        if not is_of_disk(error) or is_whole(folder):  # what failed came after it
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        state.best_model_checkpoint = best
-        warnings.warn(
-            f"The disk did not take {folder}, which was removed; training goes on: {error}", stacklevel=2
-        )
+def finish(folder: Path) -> None:
+    """The checkpoint is whole, once all of it is on disk."""
+    for file in folder.iterdir():
+        sync(file)
+    (folder / _UNFINISHED).unlink()
+    sync(folder)
 
 
 def check_checkpoint(folder: Path) -> Path:
@@ -65,6 +50,10 @@ def check_checkpoint(folder: Path) -> Path:
         raise MegacompileError(
             f"Can't find a valid checkpoint at {folder}: it has no {lacks}. Load its weights by "
             "from_pretrained to start from them."
+        )
+    if (folder / _UNFINISHED).exists():
+        raise MegacompileError(
+            f"Can't find a valid checkpoint at {folder}: it was not written to its end. Resume from another."
         )
     for name in (_LAST, *_PICKLED):
         try:
@@ -94,9 +83,11 @@ def last_checkpoint(folder: str) -> str | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end: no beginning of a JSON object is one."""
+    """Whether a checkpoint was written to its end."""
+    if (folder / _UNFINISHED).exists():
+        return False
     try:
-        json.loads((folder / _LAST).read_text())
+        json.loads((folder / _LAST).read_text())  # no beginning of a JSON object is one
     except (OSError, ValueError, RecursionError):
         return False
     return True

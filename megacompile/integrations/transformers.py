@@ -6,10 +6,9 @@ touches the model, the gradients or the optimizer's state; read beside transform
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,17 +22,12 @@ from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import Weights
 from megacompile.integrations.arguments import MegacompileConfig, compile_options, settle
-from megacompile.integrations.checkpoints import (
-    check_checkpoint,
-    last_checkpoint,
-    save_state,
-    written_or_removed,
-)
 from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
 from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
+from megacompile.integrations.saving import Saving
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 from megacompile.runtime.results import StepOutput
@@ -41,7 +35,7 @@ from megacompile.runtime.results import StepOutput
 _KEPT = 100  # updates whose losses are summed only when they are logged
 
 
-class Mixin(Evaluation):
+class Mixin(Saving, Evaluation):
     """What makes a trainer of transformers train through a program; comes before upstream's class.
 
     ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state`` and ``weights`` are those of
@@ -70,7 +64,6 @@ class Mixin(Evaluation):
         self._waiting: list[MicroBatch] = []  # of the next update
         self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
         self._last: StepOutput | None = None
-        self._checkpoint: Path | None = None  # to be loaded once the state is laid out
         super().__init__(*args, **kwargs)
         self._interruption = Interruption()
         self.add_callback(self._interruption)
@@ -228,6 +221,8 @@ class Mixin(Evaluation):
         """One optimizer step on the micro-batches that wait."""
         waiting, self._waiting = self._waiting, []
         batches, weights = [micro.batch for micro in waiting], [micro.weight for micro in waiting]
+        if self._writing is not None:
+            self._writing.tell()
         try:
             program, loss = self._laid_out(batches), self._loss_outside(waiting)
             self._last = output = program.train_step(batches, weights=weights, **loss)
@@ -267,78 +262,18 @@ class Mixin(Evaluation):
         self._add_losses()
         if self._checkpoint is not None:  # there was no step left to make
             self.prediction_step(self.model, next(iter(self.get_train_dataloader())), True)
-        limit = self.args.save_total_limit
-        if self._interruption.stopped:  # else upstream removes the checkpoint to go on from, if not the best
-            self.args.save_total_limit = None
-        try:
+        self._finish_saving()
+        # else upstream removes the checkpoint to go on from, if it is not the best
+        with self._all_kept() if self._interruption.stopped else contextlib.nullcontext():
             return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if ids is None else 6 * int(ids.numel()) * self._parameters
 
-    # ---- checkpoints -------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream; ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, if any.
-
-        On SIGINT or SIGTERM it finishes the update, saves a checkpoint and returns.
-        """
-        self._checkpoint = None
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
-                warnings.warn(text, stacklevel=2)
-        with self._interruption.handled(self):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Only look whether it is whole: the state is read when it has been laid out, at the first update."""
-        self._checkpoint = check_checkpoint(Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
-
-    def _load_best_model(self) -> None:
-        assert self.program is not None
-        self.program.load(check_checkpoint(Path(self.state.best_model_checkpoint)))
-
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        best = super()._determine_best_metric(*args, **kwargs)
-        return best or self._interruption.stopped  # save_strategy="best" saves where this is true
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        with written_or_removed(folder, self.state):
-            super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.program is not None
-        save_state(self.program, self.lr_scheduler, Path(output_dir))
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write the model as ``from_pretrained`` loads it, with its tokenizer."""
-        if self.program is None or not is_owned(self.model):
-            super()._save(output_dir, state_dict)
-            return
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        if hasattr(self.model, "peft_config"):
-            adapters = self.program.state_dict(trained=True)
-            self.model.save_pretrained(folder, state_dict=adapters)
-        else:
-            self.program.export(folder, dtype=None, beside=True)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        torch.save(self.args, Path(folder) / "training_args.bin")
-
     def release(self) -> nn.Module:
         """End the program: the model holds its values again, as an ordinary one."""
+        self._finish_saving()
         if self.program is not None:
             self.program.release()
             self.program = self.optimizer = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -20,17 +20,28 @@ from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.storage.checkpoint import Progress, checked_folder, save_checkpoint
 
+Then = Callable[[BaseException | None], None]
+
 
 class BackgroundSave:
-    """One checkpoint; :meth:`start` it before anything changes."""
+    """One checkpoint; :meth:`start` it before anything changes.
+
+    ``then`` is called in the thread at its end, with what kept the checkpoint from being written, if anything
+    did; that is raised here where there is no ``then``.
+    """
 
     def __init__(
-        self, folder: Path, snapshot: Snapshot, loose: Mapping[str, Tensor], progress: Progress
+        self,
+        folder: Path,
+        snapshot: Snapshot,
+        loose: Mapping[str, Tensor],
+        progress: Progress,
+        then: Then | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._failures: list[BaseException] = []
         work = (checked_folder(folder), {n: v.clone() for n, v in loose.items()}, progress)
-        arguments = (snapshot, *work, self._failures)
+        arguments = (snapshot, *work, then or _raise, self._failures)
         self._thread = threading.Thread(target=_write, args=arguments, name="megacompile-save")
         weakref.finalize(self, _tell, self._failures)
 
@@ -45,7 +56,7 @@ class BackgroundSave:
 
     def finish(self) -> None:
         """Return when the checkpoint is on disk, or raise why it is not."""
-        if self._snapshot.begun:
+        if self._thread.ident is not None:  # else it was interrupted before it began
             self._thread.join()
         self.raise_failure()
 
@@ -60,15 +71,27 @@ def _write(
     folder: Path,
     loose: Mapping[str, Tensor],
     progress: Progress,
+    then: Then,
     failures: list[BaseException],
 ) -> None:
+    if not snapshot.begin():
+        return
+    found: BaseException | None = None
     try:
-        if snapshot.begin():
-            save_checkpoint(folder, snapshot, loose, progress)
-    except BaseException as error:  # for whoever calls the program next
-        failures.append(error)
+        save_checkpoint(folder, snapshot, loose, progress)
+    except BaseException as error:
+        found = error
     finally:
         snapshot.end()
+    try:
+        then(found)
+    except BaseException as error:  # for whoever calls the program next
+        failures.append(error)
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _tell(failures: list[BaseException]) -> None:

@@ -34,15 +34,15 @@ def replacing(folder: Path) -> Iterator[Path]:
         try:
             yield fresh
             for file in fresh.iterdir():
-                _sync(file)
-            _sync(fresh)
+                sync(file)
+            sync(fresh)
             with _renaming_in(folder.parent):
                 if not (folder.exists() and _exchange(fresh, folder)):
                     if folder.exists():
                         _remove(previous)
                         folder.rename(previous)
                     fresh.rename(folder)
-                _sync(folder.parent)
+                sync(folder.parent)
             _remove(fresh)  # the folder that was swapped out
             _remove(previous)
         except BaseException:
@@ -61,9 +61,9 @@ def adding_to(folder: Path) -> Iterator[Path]:
         try:
             yield fresh
             for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
-                _sync(file)
+                sync(file)
                 file.replace(folder / file.name)
-            _sync(folder)
+            sync(folder)
         finally:
             _remove(fresh)
 
@@ -148,7 +148,8 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

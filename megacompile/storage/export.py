@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,40 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, ProgramError
+from megacompile.runtime.ownership import persistent_buffers
 from megacompile.storage.durable import adding_to, replacing, save_shard
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True)
+class Description:
+    """What an export needs to know of a model beside its values: shapes and dtypes by name, tied tensors
+    once, and its config and generation config, or None."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    config: Any
+    generation: Any
+
+
+def describe(model: nn.Module) -> Description:
+    """A model's description, which stays as it is when the model changes."""
+    kept = persistent_buffers(model)
+    with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
+        named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept}
+        shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        dtypes = {name: tensor.dtype for name, tensor in named.items()}
+    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+    copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
+    return Description(type(model).__name__, shapes, dtypes, *copies)
+
+
 def export_model(
     folder: Path,
-    model: nn.Module,
+    model: Description,
     values: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype | None,
     *,
@@ -40,7 +65,7 @@ def export_model(
         raise MegacompileError(f"{folder} is not empty: export to a new folder.")
     try:
         with adding_to(folder) if beside else replacing(folder) as fresh:
-            _write_shards(fresh, _cast(values, model, dtype))
+            _write_shards(fresh, _cast(values, model.dtypes, dtype))
             _write_configs(fresh, model, dtype)
             if beside:  # files of an earlier export, in other shards, that a reader would take for these
                 _remove_weights(folder)
@@ -49,9 +74,8 @@ def export_model(
 
 
 def _cast(
-    values: Iterator[tuple[str, Tensor]], model: nn.Module, dtype: torch.dtype | None
+    values: Iterator[tuple[str, Tensor]], own: dict[str, torch.dtype], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    own = {n: t.dtype for n, t in itertools.chain(model.named_parameters(), model.named_buffers())}
     return ((n, v.to(dtype or own[n]) if v.is_floating_point() else v) for n, v in values)
 
 
@@ -95,13 +119,11 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     (folder / _INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _write_configs(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)
-        config.dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-        config.architectures = [type(model).__name__]
+def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) -> None:
+    if model.config is not None:
+        config = copy.copy(model.config)
+        config.dtype = dtype or next(d for d in model.dtypes.values() if d.is_floating_point)
+        config.architectures = [model.name]
         config.save_pretrained(folder)
-    generation: Any = getattr(model, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(folder)
+    if model.generation is not None:
+        model.generation.save_pretrained(folder)

@@ -87,9 +87,9 @@ def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
             f"{folder} was saved with optimizer_state={saved.optimizer_state!r} and this program has "
             f"{state.form!r}: compile with the one that was saved."
         )
-    theirs = _by_whole(saved.parameters)
+    theirs = by_whole(saved.parameters)
     owners = {slot.parameter.name: (g, slot.parameter) for g in state.groups for slot in g.slots}
-    mine = _by_whole(layout_of(state).parameters)
+    mine = by_whole(layout_of(state).parameters)
     for whole in [*mine, *theirs]:
         if whole not in theirs or whole not in mine:
             where = "the model" if whole in mine else "the checkpoint"
@@ -112,7 +112,7 @@ def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
 Pieces = dict[str, Facts]
 
 
-def _by_whole(parameters: Mapping[str, Facts]) -> dict[str, Pieces]:
+def by_whole(parameters: Mapping[str, Facts]) -> dict[str, Pieces]:
     """By the model's parameters, their pieces (or themselves) in the order of rows."""
     found: dict[str, Pieces] = defaultdict(dict)
     for name, facts in sorted(parameters.items(), key=lambda item: item[1].first_row):

@@ -245,6 +245,46 @@ def full(path: Path, tensors: dict[str, Tensor]) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_asked_is_told_in_the_thread_and_nobody_else(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, told = compiled(), []
+
+    def then(error: BaseException | None) -> None:
+        told.append((threading.current_thread().name, str(error), (tmp_path / "run").exists()))
+
+    with monkeypatch.context() as patch:
+        if fails:
+            patch.setattr(checkpoints, "save_shard", full)
+        program.save(tmp_path / "run", wait=False, then=then)
+        program.synchronize()
+    ((thread, error, there),) = told
+    assert (thread, there) == ("megacompile-save", not fails)
+    assert ("No space left" if fails else "None") in error
+    program.save(tmp_path / "run", then=then)
+    assert told[1][1:] == ("None", True)
+    program.close()
+
+
+def test_a_thread_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, waited, begin = compiled(), threading.Event(), Snapshot.begin
+
+    def late(self: Snapshot) -> bool:
+        waited.wait(60)  # rather than hang where the test fails
+        return begin(self)
+
+    monkeypatch.setattr(Snapshot, "begin", late)
+    program.save(tmp_path / "run", wait=False)
+    thread = program._session.saving._thread  # type: ignore[union-attr]
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda: (waited.set(), join()))
+    program.synchronize()
+    assert (tmp_path / "run").is_dir()
+    waited.set()
+    program.close()
+
+
 def test_what_nobody_asks_for_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

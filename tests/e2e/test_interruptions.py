@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from tests.e2e.test_trainer import Trainer, logs, trainer
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 last_checkpoint = pytest.importorskip("megacompile.integrations.checkpoints").last_checkpoint
+saving = pytest.importorskip("megacompile.integrations.saving")
 kills = pytest.importorskip("tests.support.kills")
 
 STEPS = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
@@ -54,6 +56,11 @@ class At(transformers.TrainerCallback):  # type: ignore[misc]
             self.call()
 
 
+def digest(folder: Path) -> str:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def sends(number: int, step: int, event: str = "on_substep_end") -> At:
     return At(event, step, lambda: os.kill(os.getpid(), number))
 
@@ -79,14 +86,17 @@ def test_at_each_file_operation_a_kill_would_leave_a_whole_checkpoint(tmp_path: 
     of(tmp_path, max_steps=1, learning_rate=1e-3).train()
     seen: set[str] = set()
     found: list[tuple[str, str]] = []
+    lock = threading.Lock()
 
     def look(name: str) -> None:
-        seen.add(name)
-        newest = last_checkpoint(str(tmp_path))
-        if newest is not None:
-            files = sorted(file for file in Path(newest).rglob("*") if file.is_file())
-            content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-            found.append((Path(newest).name, content))
+        with lock:
+            seen.add(name)
+            newest, content = last_checkpoint(str(tmp_path)), ""
+            if newest is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    content = digest(Path(newest))
+            if newest == last_checkpoint(str(tmp_path)) and newest is not None:
+                found.append((Path(newest).name, content))  # else the other thread had another one whole
 
     one = of(
         tmp_path, save_total_limit=1, max_steps=4, callbacks=[At("on_step_end", 2, lambda: kills.watch(look))]
@@ -94,7 +104,7 @@ def test_at_each_file_operation_a_kill_would_leave_a_whole_checkpoint(tmp_path: 
     try:
         one.train()
     finally:
-        sys.setprofile(None)
+        kills.watch(None)
     assert seen >= {"open", "write", "serialize_file", "write_record", "replace", "rename", "rmdir", "unlink"}
     assert list(dict.fromkeys(name for name, _ in found)) == [f"checkpoint-{n}" for n in range(1, 5)]
     assert len(set(found)) == 5
@@ -124,10 +134,10 @@ def disk() -> Iterator[Disk]:
     one.takes_all()
 
 
-FULL = {  # by step: from which method on how much is taken, and what is written then
-    2: ("save_model", 0, "File too large"),  # config.json
-    3: ("save_model", 2000, "The model was not exported"),
-    4: ("_save_optimizer_and_scheduler", 2000, "The checkpoint was not written"),
+FULL = {  # by step: from which call on how much is taken, and what is written then
+    2: ("_save_optimizer_and_scheduler", 0, "iostream error"),
+    3: ("export_model", 2000, "The model was not exported"),
+    4: ("go_on", 2000, "The checkpoint was not written"),
     5: ("_save_rng_state", 0, "inline_container"),
     6: ("state", 100, "File too large"),  # trainer_state.json
 }
@@ -157,13 +167,15 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
 
         return called
 
-    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
-        monkeypatch.setattr(one, name, full(name, getattr(one, name)))
+    places = [(one, "_save_optimizer_and_scheduler"), (one, "_save_rng_state")]
+    for place, name in [*places, (saving, "export_model"), (saving.Writing, "go_on")]:
+        monkeypatch.setattr(place, name, full(name, getattr(place, name)))
     save = one._save_checkpoint
     kept: list[str | None] = []
 
     def checked(*args: Any) -> None:
         save(*args)
+        one._finish_saving()
         disk.takes_all()
         kept.append(last_checkpoint(str(tmp_path)))
         assert Path(one.state.best_model_checkpoint).is_dir()
@@ -192,7 +204,7 @@ def test_what_fails_after_a_checkpoint_is_whole_is_raised(tmp_path: Path, monkey
     def unreachable(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", unreachable)
+    monkeypatch.setattr(saving, "rotate_checkpoints", unreachable)
     with pytest.raises(ConnectionError):
         of(tmp_path, max_steps=1).train()
     assert last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
@@ -347,6 +359,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda c: (c / "rng_state.pth").write_bytes(pickle.dumps(Runs(c.parent / "ran"))),
         "rng_state.pth is damaged",
     ),
+    "unfinished": (lambda c: (c / "unfinished").touch(), "was not written to its end"),
     "no program": (lambda c: shutil.rmtree(c / "program"), "it has no program"),
     "newer program": (lambda c: edited(c / "program" / "checkpoint.json", version=99), "version 99; this"),
     "cut program": (lambda c: cut(c / "program" / "state-00001.safetensors"), "bytes long instead of"),

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ OPERATIONS = {"open", "write", "close", "rename", "replace", "unlink", "rmdir", 
 }
 
 
-def watch(see: Callable[[str], Any]) -> None:
-    """Call ``see`` with the name of each file operation of this thread, before it and after it."""
+def watch(see: Callable[[str], Any] | None) -> None:
+    """Call ``see`` with the name of each file operation of this thread, before it and after it, and of those
+    that it starts; None ends it."""
 
     def profile(frame: Any, event: str, function: Any) -> None:
+        assert see is not None
         if event in ("c_call", "c_return") and function.__name__ in OPERATIONS:
             see(function.__name__)
 
-    sys.setprofile(profile)
+    sys.setprofile(profile if see is not None else None)
+    threading.setprofile(profile if see is not None else None)
 
 
 class Tells(TrainerCallback):
@@ -62,7 +66,7 @@ def train(folder: Path, pipe: int) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
     one = trainer(Trainer, folder, make=small, callbacks=[Tells(pipe)], **settings)
     one.train(resume_from_checkpoint=True)
-    sys.setprofile(None)
+    watch(None)
     digest = hashlib.sha256()
     for value in one.program.state_dict().values():
         digest.update(value.numpy().tobytes())

@@ -1,0 +1,218 @@
+"""How a trainer saves and resumes: what is small at once, what is large by a thread as training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import rotate_checkpoints
+
+from megacompile.integrations.checkpoints import (
+    STATE,
+    begin,
+    check_checkpoint,
+    finish,
+    is_whole,
+    last_checkpoint,
+)
+from megacompile.integrations.interrupt import Interruption
+from megacompile.program import Program
+from megacompile.runtime.ownership import is_owned
+from megacompile.storage.durable import is_of_disk
+from megacompile.storage.export import Description, describe, export_model
+from megacompile.storage.saved_values import saved_values
+
+_Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
+
+
+class Writing:
+    """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept."""
+
+    def __init__(self, folder: Path, state: TrainerState, limit: int | None) -> None:
+        self.folder = folder
+        self._state, self._limit = state, limit
+        self._best_before = state.best_model_checkpoint
+        self._model: Description | None = None  # whose weights are still to be written
+        self._error: BaseException | None = None
+        self._removed = False
+        self._over = threading.Event()
+
+    def go_on(self, program: Program, model: Description | None) -> None:
+        """Let a thread write the program's state, and the weights of the model that is described."""
+        self._model = model
+        program.save(self.folder / STATE, wait=False, then=self.end)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write what the state is still needed for, and remove older checkpoints; where the disk did not take
+        this one, remove it. In either thread."""
+        try:
+            if error is not None:
+                raise error
+            if self._model is not None:
+                values = saved_values(self.folder / STATE, self._model)
+                export_model(self.folder, self._model, values, None, beside=True)
+            finish(self.folder)
+            best = self._state.best_model_checkpoint
+            rotate_checkpoints(os.fspath(self.folder.parent), self._limit, best, use_mtime=True)
+        except BaseException as failure:  # for the thread that trains
+            self._removed = is_of_disk(failure) and not is_whole(self.folder)  # else it came later
+            if self._removed:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._error = failure
+        finally:
+            self._over.set()
+
+    def tell(self) -> None:
+        """Warn where the disk did not take it, if that is known, and raise what else kept it from its end."""
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if not self._removed:
+            raise error
+        self._state.best_model_checkpoint = self._best_before
+        text = f"The disk did not take {self.folder}, which was removed; training goes on: {error}"
+        warnings.warn(text, stacklevel=2)
+
+    def wait(self) -> None:
+        """Return when it is over, and told."""
+        self._over.wait()
+        self.tell()
+
+
+class Saving(_Upstream):
+    """The part of the mixin that saves and resumes."""
+
+    program: Program | None
+    _interruption: Interruption
+    _checkpoint: Path | None = None  # to be loaded once the state is laid out
+    _writing: Writing | None = None
+    _in_part = False  # upstream saves what is small
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, if any.
+
+        On SIGINT or SIGTERM it finishes the update, saves a checkpoint and returns. When it has returned, or
+        raised, no checkpoint is being written any more.
+        """
+        self._checkpoint = None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
+                warnings.warn(text, stacklevel=2)
+        with self._interruption.handled(self):
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Return when no checkpoint is being written; tell of one that was not."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+
+    @contextlib.contextmanager
+    def _all_kept(self) -> Iterator[None]:
+        """Upstream removes no checkpoint."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As upstream, but a thread writes what is large, and then says that the folder is whole."""
+        self._finish_saving()
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self._writing = writing = Writing(folder, self.state, self.args.save_total_limit)
+        self._in_part = True
+        try:
+            begin(folder)
+            with self._all_kept():
+                super()._save_checkpoint(model, trial)
+            self._save_large(writing)
+        except BaseException as error:
+            writing.end(error)
+        finally:
+            self._in_part = False
+        if self.args.push_to_hub or any(map(_reads_checkpoints, self.callback_handler.callbacks)):
+            self._finish_saving()
+        if self.args.push_to_hub and is_whole(folder):
+            super()._push_from_checkpoint(os.fspath(folder))
+        writing.tell()
+
+    def _save_large(self, writing: Writing) -> None:
+        assert self.program is not None
+        torch.save(self.args, writing.folder / "training_args.bin")
+        if self.args.save_only_model:
+            writing.end()
+        else:
+            model = None if hasattr(self.model, "peft_config") else describe(self.model)
+            writing.go_on(self.program, model)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: it is not whole yet."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        # a plain trainer would go on with fresh moments, and say nothing, where this file is missing
+        torch.save({"moments": "of a megacompile program, in the folder program"}, folder / "optimizer.pt")
+        torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model as ``from_pretrained`` loads it, with its tokenizer."""
+        if self.program is None or not is_owned(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        if not self._in_part:
+            self._finish_saving()
+        if hasattr(self.model, "peft_config"):
+            adapters = self.program.state_dict(trained=True)
+            self.model.save_pretrained(folder, state_dict=adapters)
+        elif not self._in_part or self.args.save_only_model:
+            self.program.export(folder, dtype=None, beside=True)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if not self._in_part:  # where save_total_limit is not what was given
+            torch.save(self.args, Path(folder) / "training_args.bin")
+
+    # ---- resuming ----------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Only look whether it is whole: the state is read when it has been laid out, at the first update."""
+        self._checkpoint = check_checkpoint(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        assert self.program is not None
+        self.program.load(check_checkpoint(Path(self.state.best_model_checkpoint)))
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        best = super()._determine_best_metric(*args, **kwargs)
+        return best or self._interruption.stopped  # save_strategy="best" saves where this is true
+
+
+def _reads_checkpoints(callback: TrainerCallback) -> bool:
+    """Whether a callback may read a checkpoint's files in its ``on_save``; one that does not says so by
+    ``reads_checkpoints = False``."""
+    if type(callback).on_save is TrainerCallback.on_save:
+        return False
+    uploads = getattr(callback, "_log_model", None) != "false"  # of Weights & Biases
+    return uploads and getattr(callback, "reads_checkpoints", True)
