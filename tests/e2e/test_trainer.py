@@ -78,7 +78,7 @@ def trainer(kind: Any, folder: Path, make: Callable[[], nn.Module] | None = None
         "use_cpu": True,
     }
     return kind(
-        model=(make or (lambda: build("llama-small")))(),
+        model=(make or (lambda: build("llama", layers=2)))(),
         args=transformers.TrainingArguments(**settings | given),
         train_dataset=rows(22, 1),
         eval_dataset=rows(8, 2),
@@ -109,7 +109,8 @@ def lora() -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     torch.manual_seed(3)
     model: nn.Module = peft.get_peft_model(
-        build("llama-small"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        build("llama", layers=2),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )
     return model
 
@@ -173,7 +174,7 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     ours = trainer(Trainer, tmp_path, make=lora, max_steps=2, eval_strategy="no")
     ours.train()
     ours.save_model()
-    loaded = peft.PeftModel.from_pretrained(build("llama-small"), tmp_path).state_dict()
+    loaded = peft.PeftModel.from_pretrained(build("llama", layers=2), tmp_path).state_dict()
     trained = ours.program.state_dict(trained=True)
     assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
 
@@ -255,7 +256,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
     """Where plain transformers goes on with weights that are NaN, and leaves the loss out of its logs."""
 
     def poisoned() -> nn.Module:
-        model = build("llama-small")
+        model = build("llama", layers=2)
         model.model.embed_tokens.weight.data[20] = float("nan")  # type: ignore[union-attr, operator, index]
         return model
 
@@ -367,7 +368,7 @@ def test_arguments_become_options_of_compile(tmp_path: Path) -> None:
         max_grad_norm=0,
     )
     options = compile_options(
-        given, build("llama-small"), arguments.settle(given, MegacompileConfig(hbm_budget=1))
+        given, build("llama", layers=2), arguments.settle(given, MegacompileConfig(hbm_budget=1))
     )
     expected = {
         "compute_dtype": torch.bfloat16,

@@ -76,9 +76,8 @@ class Plain(nn.Module):
         return nn.functional.mse_loss(self.last(h), y)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
-    "llama-small": lambda: llama(2),
     "qwen3": qwen3,
     "gpt2": gpt2,
     "gpt2-dropout": lambda: gpt2(0.1),
@@ -103,10 +102,10 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """A model in train mode with seeded weights."""
+def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
+    """A model in train mode with seeded weights; ``options`` are those of its function, as ``layers``."""
     torch.manual_seed(seed)
-    return MODELS[name]().train()
+    return MODELS[name](**options).train()
 
 
 def batch_for(name: str, seed: int = 0, size: int = 2, length: int = 24) -> dict[str, Any]:
