@@ -170,7 +170,7 @@ def _index_put(_: int, x: Tensor, indices: Any, values: Tensor, accumulate: bool
     if not accumulate:
         return 0
     shape = torch.broadcast_shapes(*(i.shape for i in given))  # type: ignore[no-untyped-call]
-    count = math.prod(shape)
+    count = math.prod(map(int, shape))
     return (33 + 16 * len(given)) * count + _SORT_TABLES
 
 

@@ -103,7 +103,7 @@ class Deep(nn.Module):
 
 
 def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
-    """A model in train mode with seeded weights; ``options`` are its function's, such as ``layers``."""
+    """A model in train mode with seeded weights; ``options`` are those of its function, as ``layers``."""
     torch.manual_seed(seed)
     return MODELS[name](**options).train()
 
