@@ -220,7 +220,7 @@ class Mixin(Saving, Evaluation):
     def _update(self) -> None:
         """One optimizer step on the micro-batches that wait."""
         waiting, self._waiting = self._waiting, []
-        batches, weights = [micro.batch for micro in waiting], [micro.weight for micro in waiting]
+        batches, weights = self._alike([micro.batch for micro in waiting]), [m.weight for m in waiting]
         if self._writing is not None:
             self._writing.tell()
         try:
@@ -231,6 +231,10 @@ class Mixin(Saving, Evaluation):
         if len(self._outputs) >= _KEPT:
             self._add_losses()
         self._outputs.append((output, weights))
+
+    def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of an update; a program pads what hides it itself."""
+        return batches
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Nothing: the program clips, as compiled."""

@@ -101,20 +101,28 @@ class TokenModel(OutsideModel):
         )
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Longer on the right, where causal attention and ignored labels hide it, to one of few lengths."""
-        ids, longest = batch["input_ids"], getattr(self._trainer.args, "max_length", None)
-        packed = batch.get("attention_mask") is None
+        """One of few lengths."""
+        length, longest = batch["input_ids"].shape[1], getattr(self._trainer.args, "max_length", None)
         if longest is None:
-            length = bucket_length(ids.shape[1])
-        else:
-            quarter = -(-longest * (self._trainer._train_batch_size if packed else 1) // _QUARTERS)
-            length = -(-ids.shape[1] // quarter) * quarter
-        padded: dict[str, Any] = pad_batch(batch, length)
-        if packed:  # a mask would hide where sequences begin; what is added is a sequence of its own
-            padded.pop("attention_mask", None)
-            if "position_ids" in batch:
-                padded["position_ids"][:, ids.shape[1] :] = torch.arange(length - ids.shape[1])
-        return padded
+            return _lengthened(batch, bucket_length(length))
+        rows = self._trainer._train_batch_size if _is_packed(batch) else 1
+        quarter = -(-longest * rows // _QUARTERS)
+        return _lengthened(batch, -(-length // quarter) * quarter)
+
+
+def _is_packed(batch: dict[str, Any]) -> bool:
+    return batch.get("attention_mask") is None
+
+
+def _lengthened(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """Longer on the right, where causal attention and ignored labels hide it."""
+    before = batch["input_ids"].shape[1]
+    padded: dict[str, Any] = pad_batch(batch, length)
+    if _is_packed(batch):  # a mask would hide where sequences begin; what is added is a sequence of its own
+        padded.pop("attention_mask", None)
+        if "position_ids" in batch:
+            padded["position_ids"][:, before:] = torch.arange(length - before)
+    return padded
 
 
 class TokenMixin(Mixin):
@@ -127,6 +135,11 @@ class TokenMixin(Mixin):
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         vars(model).pop("forward", None)  # TRL's fused head, which the program computes itself
         return super()._programmed()
+
+    def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Micro-batches of one length, which are one program."""
+        lengths = [batch["input_ids"].shape[1] for batch in batches]
+        return [_lengthened(batch, max(lengths)) for batch in batches]
 
 
 class SFTTrainer(TokenMixin, trl.SFTTrainer):
