@@ -12,6 +12,7 @@ import inspect
 import logging
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,29 +198,19 @@ def _flatten(
 ) -> Captured:
     refuse_mutations(signature)
     model = forward.model
-    parameters, buffers, inputs, constants = {}, {}, {}, {}
-    by_object: dict[int, fx.Node] = {}
     nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    first_name = {id(p): n for n, p in model.named_parameters()}
-    leaves: list[str] = []
+    names: dict[InputKind, dict[str, Any]] = defaultdict(dict)  # what each placeholder is, by its kind
     for spec in signature.input_specs:
-        name = spec.arg.name
-        if spec.kind == InputKind.USER_INPUT:
-            leaves.append(name)
-        elif spec.kind == InputKind.PARAMETER:
-            parameter = tensors[strip(str(spec.target))]
-            original = by_object.setdefault(id(parameter), nodes[name])
-            if original is not nodes[name]:
-                nodes[name].replace_all_uses_with(original)
-            else:
-                parameters[name] = first_name[id(parameter)]
-        elif spec.kind == InputKind.BUFFER:
-            buffers[name] = strip(str(spec.target))
-        else:
-            constants[name] = held[str(spec.target)]
-    rng, *batch_leaves = leaves
-    inputs = {n: i for i, n in enumerate(batch_leaves) if n in nodes}
+        names[spec.kind][spec.arg.name] = str(spec.target)
+    parameters = _merge_tied(model, names[InputKind.PARAMETER], nodes)
+    buffers = {name: strip(target) for name, target in names[InputKind.BUFFER].items()}
+    rng, *leaves = names[InputKind.USER_INPUT]
+    constants = {
+        name: held[target]
+        for kind, targets in names.items()
+        for name, target in targets.items()
+        if kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
+    }
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
     if forward._outputs is not None:
         copy_results(graph, fake_mode, shared=forward.outside)
@@ -232,7 +223,7 @@ def _flatten(
         graph=graph,
         parameters={n: p for n, p in parameters.items() if n in used},
         buffers={n: b for n, b in buffers.items() if n in used},
-        inputs={n: i for n, i in inputs.items() if n in used},
+        inputs={n: i for i, n in enumerate(leaves) if n in used},
         constants={n: c for n, c in constants.items() if n in used},
         rng=rng,
         trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
@@ -240,6 +231,22 @@ def _flatten(
         structure=forward.structure,
         outside=forward.outside,
     )
+
+
+def _merge_tied(model: nn.Module, targets: Mapping[str, str], nodes: Mapping[str, fx.Node]) -> dict[str, str]:
+    """The parameter's first name by placeholder, of which each parameter object keeps one."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    first_name = {id(p): n for n, p in model.named_parameters()}
+    by_object: dict[int, fx.Node] = {}
+    merged: dict[str, str] = {}
+    for name, target in targets.items():
+        parameter = tensors[strip(target)]
+        original = by_object.setdefault(id(parameter), nodes[name])
+        if original is not nodes[name]:
+            nodes[name].replace_all_uses_with(original)
+        else:
+            merged[name] = first_name[id(parameter)]
+    return merged
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

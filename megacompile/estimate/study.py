@@ -291,7 +291,7 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 
 
 def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
-    """What the step needs at least: everything streamed, little kept, no activation on the host, and and all
+    """What the step needs at least: everything streamed, little kept, no activation on the host, and all
     state on NVMe where it may go there."""
     work = compiled.assembly.work
     nbytes, plan, step = least(work, question.mode(True))
