@@ -169,9 +169,8 @@ def _index_put(_: int, x: Tensor, indices: Any, values: Tensor, accumulate: bool
     given = [i for i in indices if i is not None]
     if not accumulate:
         return 0
-    shape = torch.broadcast_shapes(*(i.shape for i in given))  # type: ignore[no-untyped-call]
-    count = math.prod(map(int, shape))
-    return (33 + 16 * len(given)) * count + _SORT_TABLES
+    places: tuple[int, ...] = torch.broadcast_shapes(*(i.shape for i in given))  # type: ignore[no-untyped-call]
+    return (33 + 16 * len(given)) * math.prod(places) + _SORT_TABLES
 
 
 _OTHERS: dict[Any, Callable[..., int]] = {

@@ -69,7 +69,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
         torch.cuda.get_device_properties(device).total_memory,
         _machine(device, dtype),
         lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,
-        lambda budget: CudaDevice(api, allowed_bytes(api, budget)),
+        lambda budget: CudaDevice(api, budget),
     )
 
 

@@ -27,7 +27,7 @@ from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory
+from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory, allowed_bytes
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
@@ -36,22 +36,24 @@ from megacompile.step.operations import Event, Step
 from megacompile.units import usable_cores
 
 _BOUNCE_BUFFERS = 2
+_UNSETTLED = 2  # steps before which the driver's share of the budget may have grown
 
 
 class CudaDevice(Device):
-    """One GPU under a budget.
+    """One GPU under a budget in bytes.
 
-    ``allowed_bytes`` is what torch's allocator may hold: see
-    :func:`~megacompile.runtime.cuda_memory.allowed_bytes`.
+    What the driver takes of it is measured anew before the first step, when host memory is page-locked, and
+    before the second, when kernels are loaded: torch's allocator may hold the rest.
     """
 
     immediate = False
 
-    def __init__(self, api: CudaMemory, allowed_bytes: int) -> None:
+    def __init__(self, api: CudaMemory, budget_bytes: int) -> None:
         self.api = api
         self.torch_device = api.device
-        self._allowed = allowed_bytes
-        api.limit(allowed_bytes - PAGE_BYTES)  # a segment's last page may go beyond what was asked for
+        self._budget = budget_bytes
+        self._limit()
+        self._unsettled = _UNSETTLED
         cores, threads = usable_cores(), torch.get_num_threads()
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
         share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
@@ -103,8 +105,15 @@ class CudaDevice(Device):
             _follow(self.api, caller, compute)
             self.api.use(caller)
 
+    def _limit(self) -> None:
+        self._allowed = allowed_bytes(self.api, self._budget)
+        self.api.limit(self._allowed - PAGE_BYTES)  # a segment's last page may go beyond what was asked for
+
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
+        if self._unsettled:
+            self._unsettled -= 1
+            self._limit()
         self.streams.begin(trace, self._waited)
         self.api.reset()
         yield

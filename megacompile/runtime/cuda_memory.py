@@ -175,7 +175,7 @@ class TorchCuda:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
     def context_bytes(self) -> int:
-        """Measured after the libraries were loaded; other processes on the same GPU count into it."""
+        """Measured; other processes on the same GPU count into it."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - torch.cuda.memory_reserved(self.device)

@@ -295,6 +295,18 @@ def test_holding_more_than_the_budget_is_an_error(gpu: FakeCuda) -> None:
     trained.close()
 
 
+def test_the_context_is_measured_again_until_all_is_loaded(gpu: FakeCuda) -> None:
+    """Page-locking, and kernels that are loaded when they first run, take device memory too."""
+    trained = program(build("plain"), "cuda", f"{BUDGET}B")
+    allowed = []
+    for taken in (3000, 7000, 9000):
+        gpu._context = taken
+        trained.train_step(batch_for("plain", size=4))
+        allowed.append(gpu.limited + PAGE_BYTES)
+    trained.close()
+    assert allowed == [BUDGET - 3000, BUDGET - 7000, BUDGET - 7000]
+
+
 def test_the_context_counts_against_the_budget() -> None:
     fake = FakeCuda(context_bytes=600 << 20)
     assert allowed_bytes(fake, 10**9) == 10**9 - (600 << 20)
