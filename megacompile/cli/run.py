@@ -19,7 +19,7 @@ from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Answer, Prediction, Question, Study
 from megacompile.estimate.sweeps import Point, Split, best_split, sweep
 from megacompile.estimate.ways import ways_out
-from megacompile.machine.catalog import PROFILES, MachineProfile, load_machine, override
+from megacompile.machine.catalog import PROFILES, THIS_CPU, MachineProfile, load_machine, override
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.units import parse_bytes
@@ -48,6 +48,8 @@ def run_plan(options: argparse.Namespace) -> int:
     """Answer; 0 where it fits, 1 where it does not."""
     _check(options)
     progress = Progress()
+    if options.machine == THIS_CPU:
+        progress("measuring this CPU")
     question = _question(options)
     folder = folder_of(options.dump) if options.dump else None
     progress(f"building {options.model}")

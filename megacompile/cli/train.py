@@ -205,7 +205,8 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         try:
             found = load_dataset(kind, data_files=ours.data) if kind else load_dataset(ours.data)
         except Exception as error:  # of many kinds, of the reader of each format
-            raise MegacompileError(f"data: {ours.data} cannot be read: {error}") from error
+            reason = error.__cause__ or error  # which tells the line
+            raise MegacompileError(f"data: {ours.data} cannot be read: {reason}") from error
     elif mixture.datasets:
         found = get_dataset(mixture)
     elif script.dataset_name:
@@ -237,16 +238,21 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     name = model_config.model_name_or_path
     if name is None:
         raise MegacompileError("There is no model: give model_name_or_path.")
-    folder = Path(name)
+    folder, template = Path(name), getattr(arguments, "chat_template_path", None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
+    if getattr(arguments, "assistant_only_loss", False) and not (tokenizer.chat_template or template):
+        raise MegacompileError(
+            f"The tokenizer of {name} has no chat template: give chat_template_path, a .jinja file, or set "
+            "assistant_only_loss to false for data that are no chats."
+        )
     if ours.from_scratch:
         transformers.set_seed(arguments.seed)
         made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
-        return {"model": made, "processing_class": transformers.AutoTokenizer.from_pretrained(name)}
-    plain = not (model_config.use_peft or getattr(arguments, "chat_template_path", None))
+        return {"model": made, "processing_class": tokenizer}
+    plain = not (model_config.use_peft or template)
     if ours.method == "sft" and plain and (folder / "config.json").is_file():
         empty, shards = build_empty(folder), Shards(folder)
         shards.fit(empty)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         return {"model": empty, "weights": shards.read, "processing_class": tokenizer}
     given = {
         "revision": model_config.model_revision,
@@ -254,7 +260,7 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
         "dtype": model_config.dtype,
     }
     arguments.model_init_kwargs = given | (arguments.model_init_kwargs or {})
-    return {"model": name}
+    return {"model": name, "processing_class": tokenizer}
 
 
 def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def of_characters() -> Any:
     return tokenizer(also="".join(said for turns in CHATS.values() for _, said in turns))
 
 
-def of_bytes(*, trims: bool = False) -> Any:
+def of_bytes(template: str = CHATML, *, trims: bool = False) -> Any:
     """Most characters beyond ASCII are several tokens; ``trims`` takes spaces out of the offsets."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -77,8 +78,14 @@ def of_bytes(*, trims: bool = False) -> Any:
     )
     made.train_from_iterator([said for turns in CHATS.values() for _, said in turns] * 3, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=CHATML
+        tokenizer_object=made, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=template
     )
+
+
+def documented() -> str:
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "train.md"
+    (template,) = re.findall(r"^```jinja\n(.*?)^```", page.read_text(), re.M | re.S)
+    return str(template)
 
 
 def by_characters(turns: Turns) -> Iterator[tuple[str, bool]]:
@@ -150,6 +157,7 @@ def check(trainer: Any, all_pieces: Sequence[Pieces], kept: slice = slice(None))
         pytest.param(of_characters, by_characters, id="a token is a character"),
         pytest.param(of_bytes, by_chatml, id="a token is bytes"),
         pytest.param(lambda: of_bytes(trims=True), by_chatml, id="offsets without spaces"),
+        pytest.param(lambda: of_bytes(documented()), by_chatml, id="the template in the documentation"),
     ],
 )
 def test_all_turns_of_the_assistant_are_learned_and_nothing_else(

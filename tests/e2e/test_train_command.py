@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,11 @@ def test_an_instruction_with_an_input() -> None:
         (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "./nowhere"),
         (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
         (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
+        (["train", "config.yaml", "--data", "broken.jsonl"], "in row 3"),
+        (
+            ["train", "config.yaml", "--model_name_or_path", "base"],
+            "of base has no chat template: give chat_t",
+        ),
         (["train", "missing.yaml"], "missing.yaml is no YAML file that can be read"),
         (["train", "model/config.json", "--output_dir", "x"], "there is no key 'architectures'"),
         (["new", "config.yaml"], "config.yaml was not written: File exists"),
@@ -132,6 +138,10 @@ def test_an_instruction_with_an_input() -> None:
 def test_a_mistake_is_one_sentence(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rows = (folder / "chats.jsonl").read_text().splitlines()[:3]
+    (folder / "broken.jsonl").write_text("\n".join([*rows, '{"messages": [']))
+    shutil.copytree(folder / "model", folder / "base")
+    (folder / "base" / "chat_template.jinja").unlink()
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert words in said
