@@ -330,7 +330,8 @@ for count in itertools.count(1):
 """
 
 
-def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [2, 6])
+def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path: Path) -> None:
     from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
     from megacompile.host.state import HostState
 
@@ -339,7 +340,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(tmp_path: Path) -> No
     state = HostState([GroupLayout(0, "g", torch.float32, True, (slot,), n)])
     folder, chance = tmp_path / "run", random.Random(0)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    for _ in range(4):
+    for _ in range(times):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
         )

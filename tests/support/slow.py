@@ -14,6 +14,7 @@ import pytest
 SLOW = (
     # Architectures: four of eleven stay, one for each of skips, shared blocks, an encoder, experts.
     r"test_architectures\.py::test_architecture_trains_right\[(?!U-Net|one block|T5|mixtral)",
+    r"test_architectures\.py::test_architecture_is_refused_by_name\[jetmoe",
     r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
     r"test_fuse\.py::test_placements_of_an_architecture\[(?!Llama|GPT2|GptOss|Gemma3)",
     r"test_fuse\.py::test_programs_with_fused_kernels_compute_the_same\[(?!llama)",
@@ -48,9 +49,10 @@ SLOW = (
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
     r"test_interruptions\.py::test_killed_at_random_moments_a_run_ends_as_the_undisturbed\[20",
     # State on drives and on the device.
-    r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[4MB",
+    r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",
     r"test_residency\.py::test_a_model_that_fits_runs_without_transfers_and_bitwise_the_same\[gpt2-options2",
+    r"test_checkpoint\.py::test_killed_at_any_moment_the_last_checkpoint_is_found\[6",
     r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
     # Kernels in triton's interpreter: one shape for each kernel and dtype.
     r"interpreted/test_(glu|clamped_glu|layer_norm|rms_norm|rope|cross_entropy)\.py::\w+\[shape[02]-\S*dtype",
