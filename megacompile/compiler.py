@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
 from megacompile.units import format_bytes
 
+_LOG = logging.getLogger(__name__)  # trainers show what it tells
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
@@ -129,6 +131,8 @@ class Compiler:
         found = self._scheduled.get(key)
         if found is not None:
             return found
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
+        _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         compiled, planned = self._within(batch, mode)
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident

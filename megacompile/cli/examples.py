@@ -49,10 +49,15 @@ TRAIN = """examples:
   megacompile train config.yaml --learning_rate 2e-5
 
 The keys are those of TRL's scripts and configs, and hbm_budget, host_budget, offload_dir, optimizer_state,
-data, method. The same command goes on after an interruption. Needs megacompile[trl,plots]."""
+data, method, sample_prompts. The same command goes on after an interruption. Needs megacompile[trl,plots]."""
 NEW = """examples:
   megacompile new config.yaml
   megacompile new preferences.yaml --method dpo"""
+EXPORT = """examples:
+  megacompile export out out-model
+  megacompile export out/checkpoint-200 out-model --dtype bfloat16
+
+The weights come from the FP32 masters. Needs megacompile[transformers], and no training script."""
 DOCTOR = """examples:
   megacompile doctor
   megacompile doctor --gpu    # exit code 1 where something failed"""

@@ -1,4 +1,4 @@
-"""The ``megacompile`` command: plan, train, inspect, diff, models, machines, doctor, bench.
+"""The ``megacompile`` command: plan, train, export, inspect, diff, models, machines, doctor, bench.
 
 A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
 """
@@ -71,6 +71,13 @@ def _train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", help="a YAML file, such as megacompile new writes")
     text = "keys of the file, as --learning_rate 1e-5; --dry_run only says whether it fits"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help=text)
+
+
+def _export_arguments(export: argparse.ArgumentParser) -> None:
+    export.add_argument("source", help="a checkpoint-N folder, or a run's output_dir: its newest whole one")
+    export.add_argument("folder", help="a new folder, which from_pretrained loads")
+    text = "of the weights (as the model was given)"
+    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
 
 
 def _build() -> tuple[_Parser, dict[str, _Parser]]:
@@ -228,6 +235,10 @@ _COMMANDS = {
         "fine-tune a model on your data as a YAML file says",
         "Fine-tune a language model, by TRL's trainers, in the device memory that you name.",
         examples.TRAIN, _later("train", "run_train"), _train_arguments),
+    "export": _Command(
+        "a checkpoint as a folder that plain transformers loads",
+        "Write the weights of a trainer's checkpoint, with config and tokenizer, as transformers loads them.",
+        examples.EXPORT, _later("export", "run_export"), _export_arguments),
     "inspect": _Command(
         "look at a dumped schedule: a page of timeline, memory and code",
         "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",

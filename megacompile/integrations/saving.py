@@ -26,6 +26,7 @@ from megacompile.integrations.checkpoints import (
     last_checkpoint,
 )
 from megacompile.integrations.interrupt import Interruption
+from megacompile.integrations.progress import Progress
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 from megacompile.storage.durable import is_of_disk
@@ -94,6 +95,7 @@ class Saving(_Upstream):
 
     program: Program | None
     _interruption: Interruption
+    _progress: Progress
     _checkpoint: Path | None = None  # to be loaded once the state is laid out
     _writing: Writing | None = None
     _in_part = False  # upstream saves what is small
@@ -110,7 +112,7 @@ class Saving(_Upstream):
             if resume_from_checkpoint is None:
                 text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
                 warnings.warn(text, stacklevel=2)
-        with self._interruption.handled(self):
+        with self._interruption.handled(self), self._progress.told():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:

@@ -27,6 +27,7 @@ from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
 from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
+from megacompile.integrations.progress import Progress
 from megacompile.integrations.saving import Saving
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
@@ -64,6 +65,7 @@ class Mixin(Saving, Evaluation):
         self._waiting: list[MicroBatch] = []  # of the next update
         self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
         self._last: StepOutput | None = None
+        self._progress = Progress(self)
         super().__init__(*args, **kwargs)
         self._interruption = Interruption()
         self.add_callback(self._interruption)
@@ -135,7 +137,7 @@ class Mixin(Saving, Evaluation):
                 self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options
             )
             counts = hasattr(self.model, "num_parameters")  # once, as it takes milliseconds
-            self._parameters = self.model.num_parameters(exclude_embeddings=True) if counts else 0
+            self.flops_per_token = 6 * self.model.num_parameters(exclude_embeddings=True) if counts else 0
         return self.program
 
     def _loss_fn(self) -> Any:
@@ -182,6 +184,7 @@ class Mixin(Saving, Evaluation):
             program, loss = self._laid_out([micro.batch]), self._loss_outside([micro])
             return program.forward_backward(micro.batch, weight=micro.weight, **loss).loss
         self._waiting.append(micro)
+        self._progress.count(inputs)
         return torch.zeros((), device=self.args.device)
 
     def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
@@ -224,8 +227,9 @@ class Mixin(Saving, Evaluation):
         if self._writing is not None:
             self._writing.tell()
         try:
-            program, loss = self._laid_out(batches), self._loss_outside(waiting)
-            self._last = output = program.train_step(batches, weights=weights, **loss)
+            with self._progress.update():
+                program, loss = self._laid_out(batches), self._loss_outside(waiting)
+                self._last = output = program.train_step(batches, weights=weights, **loss)
         finally:
             cancel(waiting)
         if len(self._outputs) >= _KEPT:
@@ -247,6 +251,10 @@ class Mixin(Saving, Evaluation):
             grad_norm = self._last.grad_norm
             self._add_losses()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)
+        self._progress.show(logs)
 
     def _add_losses(self) -> None:
         """Add the losses of all updates so far to what is logged, as upstream does one by one."""
@@ -273,7 +281,7 @@ class Mixin(Saving, Evaluation):
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if ids is None else 6 * int(ids.numel()) * self._parameters
+        return 0 if ids is None else int(ids.numel()) * self.flops_per_token
 
     def release(self) -> nn.Module:
         """End the program: the model holds its values again, as an ordinary one."""

@@ -1,0 +1,99 @@
+"""What a trainer shows while it trains, beside what it logs: speed, memory, and that a program is compiled.
+
+Logged entries stay those of transformers; what is told here goes to its progress bar, or after its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PrinterCallback, ProgressCallback
+
+from megacompile.units import format_bytes
+
+_LOG = logging.getLogger("megacompile.compiler")
+
+
+class Progress(logging.Handler):
+    """Tells of one trainer's training; as a handler, of programs that are compiled meanwhile."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(logging.INFO)
+        self._trainer = trainer
+        self._tokens, self._since = 0, 0.0  # of updates since the last log, and when these began
+        self._text = ""
+        self._compiled = False
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Hear of compilation."""
+        level, propagate = _LOG.level, _LOG.propagate
+        _LOG.propagate = propagate and _LOG.isEnabledFor(logging.INFO)  # else only this one asked for it
+        _LOG.addHandler(self)
+        _LOG.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            _LOG.removeHandler(self)
+            _LOG.setLevel(level)
+            _LOG.propagate = propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A program is about to be compiled."""
+        self._compiled = True
+        self._tell(record.getMessage())
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """An update, which does not count for the speed where a program is compiled for it."""
+        self._compiled = False
+        yield
+        if self._compiled:
+            self._tokens, self._since = 0, 0.0
+            if (bar := self._bar()) is not None:
+                bar.set_postfix_str(self._text)
+
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        """Count the tokens of a micro-batch that is about to be trained on; padding is none."""
+        self._since = self._since or time.perf_counter()
+        mask, ids = (inputs.get(name) for name in ("attention_mask", "input_ids"))
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self._tokens += int(mask.sum())
+        elif isinstance(ids, Tensor):
+            self._tokens += ids.numel()
+
+    def show(self, logs: Mapping[str, Any]) -> None:
+        """The loss that was logged, and what was reached since the log before."""
+        if "loss" in logs and self._trainer.program is not None:
+            self._text = ", ".join(
+                f"{name} {value}"
+                for name, value in {"loss": f"{logs['loss']:.4g}", **self._figures()}.items()
+            )
+            self._tell(self._text)
+        self._tokens, self._since = 0, 0.0
+
+    def _figures(self) -> dict[str, str]:
+        found, memory = {}, self._trainer.program.memory
+        if self._tokens:
+            speed = self._tokens / (time.perf_counter() - self._since)
+            found["tokens/s"] = f"{speed:,.0f}"
+            if self._trainer.flops_per_token:
+                found["model TFLOP/s"] = f"{speed * self._trainer.flops_per_token / 1e12:.3g}"
+        found["device"] = format_bytes(memory.device_peak_bytes)
+        found["host"] = format_bytes(sum(memory.host_bytes.values()))
+        return found
+
+    def _tell(self, text: str) -> None:
+        if (bar := self._bar()) is not None:
+            bar.set_postfix_str(text)
+        elif any(isinstance(c, PrinterCallback) for c in self._trainer.callback_handler.callbacks):
+            print(text)
+
+    def _bar(self) -> Any:
+        callbacks = self._trainer.callback_handler.callbacks
+        return next((c.training_bar for c in callbacks if isinstance(c, ProgressCallback)), None)

@@ -1,0 +1,56 @@
+"""What the Trainer shows while it trains: speed, memory, compilation; and what it does not add to logs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.test_trainer import Trainer, rows, trainer
+
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+
+SHOWN = r"loss [\d.e+-]+, tokens/s [\d,]+, model TFLOP/s [\d.e+-]+, device [\d.]+ [kM]B, host [\d.]+ [kM]B"
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_speed_memory_and_compilation_are_shown(
+    bar: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the progress bar, or after each logged line; the update that compiles says nothing of its speed."""
+    one = trainer(
+        Trainer,
+        tmp_path,
+        max_steps=3,
+        eval_strategy="no",
+        disable_tqdm=not bar,
+        gradient_accumulation_steps=1,
+    )
+    one.train()
+    captured = capfd.readouterr()
+    shown = captured.err if bar else captured.out
+    assert "compiling a program to train: a batch of (2, 12), (2, 12)" in shown
+    assert re.search(SHOWN, shown)
+    assert re.search(r"loss [\d.]+, device", shown)
+    assert len(re.findall(r"loss [\d.]+, tokens/s", shown)) >= (1 if bar else 2)
+    assert not any("tokens" in name for entry in one.state.log_history for name in entry)
+
+
+def test_compilation_is_told_to_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("megacompile.compiler")
+    trainer(Trainer, tmp_path, max_steps=1, eval_strategy="no").train()
+    assert not [record for record in caplog.records if record.name == log.name]
+    assert (log.level, log.propagate, log.handlers) == (logging.NOTSET, True, [])
+
+
+def test_padding_counts_for_no_tokens(tmp_path: Path) -> None:
+    one = trainer(Trainer, tmp_path)
+    ids = torch.stack([row["input_ids"] for row in rows(2, 1)])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    one._progress.count({"input_ids": ids, "attention_mask": mask})
+    one._progress.count({"input_ids": ids})
+    assert one._progress._tokens == 24 - 5 + 24
