@@ -2,8 +2,8 @@
 
     python -m benchmarks.trainer_overhead [--steps 60] [--rounds 3]
 
-In:  numbers of steps and rounds. Out: medians in milliseconds: a step of the bare loop, one of the Trainer, and
-of that what callbacks, progress and logs take themselves. Each step is logged, under a progress bar.
+In:  numbers of steps and rounds. Out: medians in milliseconds: a step of the bare loop, one of the Trainer,
+and of that what callbacks, progress and logs take themselves. Each step is logged, under a progress bar.
 
 Both train by one program, in turns; both read the loss and the norm of each step.
 """

@@ -50,10 +50,13 @@ seed: 0
 
 # ---- what is told and kept
 logging_steps: 10
-report_to: none                    # tensorboard, wandb, trackio, ...
+# report_to: wandb                 # default: tensorboard where it is installed (tensorboard --logdir out)
 include_num_input_tokens_seen: true   # logs tokens per second
 eval_strategy: steps
 eval_steps: 200
+sample_prompts:                    # answered at each evaluation: shown, and kept in out/samples.jsonl
+  - What can you do?
+# sample_tokens: 64                # of each answer, at most
 save_steps: 200
 save_total_limit: 2
 """
@@ -89,6 +92,10 @@ class TrainConfig:
     optimizer_state: str | None = field(default=None, metadata={"help": "fp32, int8 or int4"})
     device: str | None = field(default=None, metadata={"help": "cuda or cpu"})
     from_scratch: bool = field(default=False, metadata={"help": "random weights, of the model's config"})
+    sample_prompts: list[str] | None = field(
+        default=None, metadata={"help": "prompts to answer at each evaluation"}
+    )
+    sample_tokens: int = field(default=64, metadata={"help": "the most tokens of an answer to a prompt"})
     dry_run: bool = field(default=False, metadata={"help": "only say whether it fits, and how long it takes"})
 
 
@@ -142,11 +149,16 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
 
     from megacompile.integrations.arguments import MegacompileConfig
     from megacompile.integrations.report import Logbook
+    from megacompile.integrations.samples import Samples
     from megacompile.integrations.trl import DPOTrainer, SFTTrainer
 
+    if ours.sample_prompts and arguments.eval_strategy == "no":
+        raise MegacompileError(
+            "sample_prompts are answered at evaluations: give eval_strategy and eval_steps."
+        )
     train_data, eval_data = _data(ours, script, mixture, arguments)
     names = {f.name for f in dataclasses.fields(MegacompileConfig)}
-    return {"sft": SFTTrainer, "dpo": DPOTrainer}[ours.method](
+    trainer = {"sft": SFTTrainer, "dpo": DPOTrainer}[ours.method](
         args=arguments,
         train_dataset=train_data,
         eval_dataset=eval_data,
@@ -155,12 +167,17 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
         config=MegacompileConfig(**{k: v for k, v in vars(ours).items() if k in names}),
         **_model(ours, model_config, arguments),
     )
+    if ours.sample_prompts:
+        path = Path(arguments.output_dir) / "samples.jsonl"
+        trainer.add_callback(Samples(trainer, ours.sample_prompts, ours.sample_tokens, path))
+    return trainer
 
 
 def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     """The file and the flags as dataclasses: ours, TRL's of scripts, training, the model, the data."""
     import torch
     import yaml
+    from transformers import integrations
 
     try:
         keys = yaml.safe_load(path.read_text())
@@ -186,9 +203,12 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
             raise MegacompileError(f"{path}: there is no key {name!r}{hint}")
     parser.error = _refuse  # rather than a page of usage
     try:
-        return parser.parse_args_and_config(["--config", str(path), *given])
+        parsed = parser.parse_args_and_config(["--config", str(path), *given])
     except (ValueError, TypeError) as error:
         raise MegacompileError(f"{path}: {error}") from error
+    if "report_to" not in names and integrations.is_tensorboard_available():
+        parsed[2].report_to = ["tensorboard"]
+    return parsed
 
 
 def _refuse(message: str) -> NoReturn:

@@ -88,6 +88,11 @@ class Progress(logging.Handler):
         found["host"] = format_bytes(sum(memory.host_bytes.values()))
         return found
 
+    def write(self, text: str) -> None:
+        """A line of its own."""
+        bar = self._bar()
+        print(text) if bar is None else bar.write(text)
+
     def _tell(self, text: str) -> None:
         if (bar := self._bar()) is not None:
             bar.set_postfix_str(text)

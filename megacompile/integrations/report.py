@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megacompile.units import format_bytes
 
 class Logbook(TrainerCallback):
     """Writes what a trainer logged to a CSV file, a row for each entry: at checkpoints and at the end."""
+
+    reads_checkpoints = False  # so the trainer need not wait for them
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,9 +54,20 @@ def write_report(trainer: Any, folder: Path) -> None:
         "host memory": ", ".join(f"{k} {format_bytes(v)}" for k, v in program.memory.host_bytes.items() if v),
     }
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items() if value), ""]
+    lines += _last_samples(folder / "samples.jsonl")
     lines += ["The model is in `model`, every logged number in `log.csv`, the keys in `config.yaml`.", ""]
     lines += ["[The schedule of a step](schedule.html), with its timeline, memory and code.", ""]
     (folder / "report.md").write_text("\n".join(lines))
+
+
+def _last_samples(path: Path) -> list[str]:
+    """What the last evaluation's answers were, if there were prompts."""
+    if not path.is_file():
+        return []
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+    quoted = [f"**{sample['prompt']}**\n\n```\n{sample['answer']}\n```\n" for sample in last]
+    return [f"Answers after step {last[0]['step']}:", "", *quoted]
 
 
 def _speed(history: list[dict[str, Any]]) -> dict[str, str]:

@@ -61,7 +61,11 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     assert transformers.AutoTokenizer.from_pretrained("out/model").chat_template
     logged = list(csv.DictReader((folder / "out" / "log.csv").open()))
     assert [row["step"] for row in logged if row["loss"]] == ["2", "4"]
+    samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [(4, "What can you do?")]
+    assert f"What can you do? → {samples[0]['answer']}" in capsys.readouterr().out
     report = (folder / "out" / "report.md").read_text()
+    assert "Answers after step 4" in report and samples[0]["answer"] in report
     assert "4 steps" in report and "of 5 MB" in report
     for name in ("loss.png", "schedule.html", "config.yaml"):
         assert (folder / "out" / name).stat().st_size
@@ -70,6 +74,50 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     assert "going on from out/checkpoint-4" in capsys.readouterr().out
     again = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
     assert all(torch.equal(value, first[name]) for name, value in again.items())
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_prompts_are_answered_as_the_model_would_alone(template: bool, folder: Path) -> None:
+    """By greedy generation of plain transformers; with a chat template as a user's turn, else as text."""
+    if not template:
+        plain = tokenizer()
+        plain.chat_template = None
+        (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
+        plain.save_pretrained(folder / "model")
+        lines = [json.dumps({"prompt": asked, "completion": said}) for asked, said in PAIRS * 14]
+        (folder / "chats.jsonl").write_text("\n".join(lines))
+        SMALLER = [*SMALL, "--assistant_only_loss=false"]
+    else:
+        SMALLER = SMALL
+    prompts = ["what?", "who is it?"]
+    given = ["--sample_tokens=5", "--max_steps=2", "--eval_steps=2", "--sample_prompts", *prompts]
+    assert main(["train", "config.yaml", *SMALLER, *given]) == 0
+    samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["prompt"] for sample in samples] == prompts
+    model = transformers.AutoModelForCausalLM.from_pretrained("out/model").eval()
+    loaded = transformers.AutoTokenizer.from_pretrained("out/model")
+    for sample in samples:
+        text = sample["prompt"]
+        if template:
+            chat = [{"role": "user", "content": text}]
+            text = loaded.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = loaded(text, add_special_tokens=not template, return_tensors="pt")["input_ids"]
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=loaded.pad_token_id)
+        assert sample["answer"] == loaded.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_tensorboard_is_written_where_it_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
+
+    from megacompile.cli.train import _parse
+
+    for there, given, expected in (
+        (True, [], ["tensorboard"]),
+        (False, [], []),
+        (True, ["--report_to", "none"], []),
+    ):
+        monkeypatch.setattr("transformers.integrations.is_tensorboard_available", lambda there=there: there)
+        assert _parse(trl, folder / "config.yaml", given)[2].report_to == expected
 
 
 def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +180,7 @@ def test_an_instruction_with_an_input() -> None:
         ),
         (["train", "missing.yaml"], "missing.yaml is no YAML file that can be read"),
         (["train", "model/config.json", "--output_dir", "x"], "there is no key 'architectures'"),
+        (["train", "config.yaml", "--eval_strategy", "no"], "sample_prompts are answered at evaluations"),
         (["new", "config.yaml"], "config.yaml was not written: File exists"),
     ],
 )

@@ -1,0 +1,45 @@
+"""Answers to a few prompts at each evaluation of a trainer: shown, and kept in a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class Samples(TrainerCallback):
+    """Answers ``prompts`` by the most likely tokens, ``length`` at most, so no random number is drawn.
+
+    Where the tokenizer has a chat template, a prompt is what the user says. ``path`` gets one line for each
+    answer: step, prompt, answer.
+    """
+
+    def __init__(self, trainer: Any, prompts: Sequence[str], length: int, path: Path) -> None:
+        self._trainer, self._prompts, self._length, self._path = trainer, list(prompts), length, path
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lines = [
+            {"step": state.global_step, "prompt": prompt, "answer": answer}
+            for prompt, answer in zip(self._prompts, self._answers(), strict=True)
+        ]
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        for line in lines:
+            self._trainer._progress.write(f"{line['prompt']} → {line['answer']}")
+
+    def _answers(self) -> list[str]:
+        tokenizer, padded = self._trainer.processing_class, {"padding": True, "padding_side": "left"}
+        if tokenizer.chat_template is not None:
+            chats = [[{"role": "user", "content": prompt}] for prompt in self._prompts]
+            texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+            given = tokenizer(texts, add_special_tokens=False, return_tensors="pt", **padded)
+        else:
+            given = tokenizer(self._prompts, return_tensors="pt", **padded)
+        options = {"max_new_tokens": self._length, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        asked = {name: given[name] for name in ("input_ids", "attention_mask")}
+        tokens = self._trainer.program.generate(**asked, **options)
+        answers: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], True)
+        return answers
