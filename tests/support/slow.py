@@ -51,6 +51,8 @@ SLOW = (
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",
+    r"test_background_save\.py::test_updates_go_on_over_copies_while_nothing\w+\[(int4|resident, clipped)",
+    r"test_background_save\.py::test_a_full_disk_is_told_by_the_next_call\[(synchronize|close|save)",
     r"test_residency\.py::test_a_model_that_fits_runs_without_transfers_and_bitwise_the_same\[gpt2-options2",
     r"test_checkpoint\.py::test_killed_at_any_moment_the_last_checkpoint_is_found\[6",
     r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
