@@ -27,7 +27,7 @@ from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory, allowed_bytes
+from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
@@ -106,7 +106,7 @@ class CudaDevice(Device):
             self.api.use(caller)
 
     def _limit(self) -> None:
-        self._allowed = allowed_bytes(self.api, self._budget)
+        self._allowed = self._budget - self.api.context_bytes()
         self.api.limit(self._allowed - PAGE_BYTES)  # a segment's last page may go beyond what was asked for
 
     @contextmanager
