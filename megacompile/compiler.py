@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ class Compiler:
             return found
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
+        start = time.perf_counter()
         compiled, planned = self._within(batch, mode)
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident
@@ -143,6 +145,7 @@ class Compiler:
         )
         scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
         self._scheduled[key] = scheduled
+        _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
         if self._dump is not None:
             folder = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
             self._dumped += 1

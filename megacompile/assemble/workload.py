@@ -182,4 +182,4 @@ class Workload:
         return work
 
 
-WORKLOAD_VERSION = 2
+WORKLOAD_VERSION = 1

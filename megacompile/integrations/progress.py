@@ -16,6 +16,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from megacompile.units import format_bytes
 
+_OFTEN = 0.5  # seconds; no eye reads faster, and the figures take a part of a millisecond
 _LOG = logging.getLogger("megacompile.compiler")
 
 
@@ -26,8 +27,9 @@ class Progress(logging.Handler):
         super().__init__(logging.INFO)
         self._trainer = trainer
         self._tokens, self._since = 0, 0.0  # of updates since the last log, and when these began
-        self._text = ""
-        self._compiled = False
+        self._text, self._shown = "", 0.0
+        self._compiled = False  # for this update
+        self._told = False  # and the bar still says so
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -44,8 +46,8 @@ class Progress(logging.Handler):
             _LOG.propagate = propagate
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A program is about to be compiled."""
-        self._compiled = True
+        """A program is about to be compiled, or was."""
+        self._compiled = self._told = True
         self._tell(record.getMessage())
 
     @contextlib.contextmanager
@@ -55,8 +57,9 @@ class Progress(logging.Handler):
         yield
         if self._compiled:
             self._tokens, self._since = 0, 0.0
-            if (bar := self._bar()) is not None:
-                bar.set_postfix_str(self._text)
+        if self._told and (bar := self._bar()) is not None:
+            bar.set_postfix_str(self._text)
+        self._told = False
 
     def count(self, inputs: Mapping[str, Any]) -> None:
         """Count the tokens of a micro-batch that is about to be trained on; padding is none."""
@@ -68,19 +71,20 @@ class Progress(logging.Handler):
             self._tokens += ids.numel()
 
     def show(self, logs: Mapping[str, Any]) -> None:
-        """The loss that was logged, and what was reached since the log before."""
-        if "loss" in logs and self._trainer.program is not None:
-            self._text = ", ".join(
-                f"{name} {value}"
-                for name, value in {"loss": f"{logs['loss']:.4g}", **self._figures()}.items()
-            )
+        """The loss that was logged, and what was reached since the last one that was shown."""
+        now = time.perf_counter()
+        if "loss" in logs and self._trainer.program is not None and now - self._shown >= _OFTEN:
+            figures = {"loss": f"{logs['loss']:.4g}", **self._figures(now)}
+            self._text = ", ".join(f"{name} {value}" for name, value in figures.items())
             self._tell(self._text)
-        self._tokens, self._since = 0, 0.0
+            self._shown, self._tokens, self._since = now, 0, 0.0
+        elif "loss" not in logs:  # an evaluation, whose time is none of training
+            self._tokens, self._since = 0, 0.0
 
-    def _figures(self) -> dict[str, str]:
+    def _figures(self, now: float) -> dict[str, str]:
         found, memory = {}, self._trainer.program.memory
         if self._tokens:
-            speed = self._tokens / (time.perf_counter() - self._since)
+            speed = self._tokens / (now - self._since)
             found["tokens/s"] = f"{speed:,.0f}"
             if self._trainer.flops_per_token:
                 found["model TFLOP/s"] = f"{speed * self._trainer.flops_per_token / 1e12:.3g}"

@@ -12,15 +12,17 @@ import torch
 from tests.e2e.test_trainer import Trainer, rows, trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+progress = pytest.importorskip("megacompile.integrations.progress")
 
 SHOWN = r"loss [\d.e+-]+, tokens/s [\d,]+, model TFLOP/s [\d.e+-]+, device [\d.]+ [kM]B, host [\d.]+ [kM]B"
 
 
 @pytest.mark.parametrize("bar", [True, False])
 def test_speed_memory_and_compilation_are_shown(
-    bar: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    bar: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the progress bar, or after each logged line; the update that compiles says nothing of its speed."""
+    monkeypatch.setattr(progress, "_OFTEN", 0)
     one = trainer(
         Trainer,
         tmp_path,
@@ -33,10 +35,21 @@ def test_speed_memory_and_compilation_are_shown(
     captured = capfd.readouterr()
     shown = captured.err if bar else captured.out
     assert "compiling a program to train: a batch of (2, 12), (2, 12)" in shown
+    assert re.search(r"compiled a program to train in [\d.]+ s", shown)
     assert re.search(SHOWN, shown)
     assert re.search(r"loss [\d.]+, device", shown)
     assert len(re.findall(r"loss [\d.]+, tokens/s", shown)) >= (1 if bar else 2)
     assert not any("tokens" in name for entry in one.state.log_history for name in entry)
+
+
+def test_figures_are_shown_no_more_often_than_they_are_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_OFTEN", 1e9)
+    one = trainer(Trainer, tmp_path, max_steps=3, eval_strategy="no")
+    one._progress._shown = -1e10
+    one.train()
+    assert len(re.findall(r"device [\d.]+ [kM]B", capfd.readouterr().out)) == 1
 
 
 def test_compilation_is_told_to_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
