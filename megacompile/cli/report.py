@@ -47,7 +47,7 @@ def render(answer: Answer, extras: Extras) -> str:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
     parts.append(_host(answer))
     if shown is not None:
-        parts.append("Plan\n" + _indent(plan_table(shown.planned.plan, shown.work)))
+        parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
     parts.append(_machine(answer))
     return "\n\n".join(parts) + "\n"
 
@@ -298,7 +298,3 @@ def _count(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.3g} {unit}"
     return str(parameters)
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -296,6 +296,5 @@ class Mixin(Saving, Evaluation):
 class Trainer(Mixin, transformers.Trainer):
     """``transformers.Trainer`` for a model whose training state is larger than the device's memory.
 
-    Takes what upstream's takes, and ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state``, or
-    a ``config``; see :class:`Mixin`.
+    Takes what upstream's takes, and what :class:`Mixin` does.
     """
