@@ -11,14 +11,15 @@ from functools import cache
 
 import torch
 
-CPU_OPERATOR = 2e-6  # seconds of one operator on a CPU beside its work
+CPU_FUNCTION = 50e-6  # seconds of a block function on a CPU beside its work
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Sustained rates; bytes and floating-point operations per second.
 
-    ``launch_seconds`` is what it takes to ask for one kernel, ``copy_seconds`` the fixed cost of a transfer.
+    ``launch_seconds`` is what it takes to ask for one kernel, on a CPU for a block function; ``copy_seconds``
+    is the fixed cost of a transfer.
     ``attention_forward`` and ``attention_backward`` are the rates of attention, causal pairs counted once;
     None: that of products.
     ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
@@ -56,7 +57,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
     Only ratios matter for a choice, and the same model and budget must always give the same plan.
     """
     flops = 400e9 if dtype == torch.bfloat16 else 100e9
-    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_OPERATOR, 20e-6, shared_cores=True)
+    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True)
 
 
 @cache
@@ -80,7 +81,7 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         h2d_bandwidth=copy,
         d2h_bandwidth=copy,
         host_bandwidth=adam_bandwidth(max(1, cores // 2)),
-        launch_seconds=CPU_OPERATOR,
+        launch_seconds=CPU_FUNCTION,
         copy_seconds=20e-6,
         shared_cores=True,
         cores=max(2, cores),

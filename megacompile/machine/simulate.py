@@ -82,8 +82,13 @@ def call_seconds(call: Call | Op | None, machine: Machine) -> float:
         return call.seconds
     work = call.flops / machine.flops + call.moved_bytes / machine.memory_bandwidth
     work += attention_delay(call, machine)
-    asking = call.launches * machine.launch_seconds
+    asking = asking_seconds(call, machine)
     return asking + work if machine.shared_cores else max(asking, work)
+
+
+def asking_seconds(call: Call | Op, machine: Machine) -> float:
+    """Seconds to ask for a block function: for each of its kernels on a GPU, for all at once on a CPU."""
+    return machine.launch_seconds * (1 if machine.shared_cores else call.launches)
 
 
 def attention_delay(call: Call | Op, machine: Machine) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megacompile.assemble.plan import Mode, Plan, norm_bytes
 from megacompile.assemble.workload import Call, CheckpointPolicy, Workload
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import attention_delay
+from megacompile.machine.simulate import asking_seconds, attention_delay
 
 _BACKWARD = 2 / 3  # of a step's model FLOPs
 
@@ -92,8 +92,8 @@ def _pass_seconds(work: Workload, machine: Machine, flops: float, *, backward: b
     """Seconds of all forwards, or of all backwards, of a micro-batch: their FLOPs, or their launches."""
     policies = [[_calls(c, backward) for c in block.policies] for block in work.blocks]
     delay = sum(min(sum(attention_delay(call, machine) for call in calls) for calls in of) for of in policies)
-    launches = sum(min(sum(call.launches for call in calls) for calls in of) for of in policies)
-    return max(flops / machine.flops + delay, launches * machine.launch_seconds)
+    asking = sum(min(sum(asking_seconds(call, machine) for call in calls) for calls in of) for of in policies)
+    return max(flops / machine.flops + delay, asking)
 
 
 def _calls(policy: CheckpointPolicy, backward: bool) -> list[Call]:
