@@ -141,7 +141,7 @@ def _speed(answer: Answer, extras: Extras) -> str:
         ("step", [_seconds(p.seconds) if p else "–" for p in both]),
         ("tokens per second", [f"{p.tokens_per_second:,.0f}" if p else "–" for p in both]),
         ("model TFLOP/s", [f"{p.model_flops_per_second / 1e12:.1f}" if p else "–" for p in both]),
-        (f"MFU, of {peak:g} TFLOP/s", [f"{p.mfu:.1%}" if p else "–" for p in both]),
+        (f"MFU, of {peak:.4g} TFLOP/s", [f"{p.mfu:.1%}" if p else "–" for p in both]),
         ("lower bound of a step", [_seconds(p.bound.seconds) if p else "–" for p in both]),
         ("  which is", [p.bound.binding if p else "–" for p in both]),
         ("  step over it", [f"+{p.seconds / p.bound.seconds - 1:.0%}" if p else "–" for p in both]),
