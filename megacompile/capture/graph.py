@@ -114,8 +114,7 @@ def capture(
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
     copied = fake_copy(model, forms, mode, trained)
     if evaluate:
-        copied.requires_grad_(False)
-        copied.eval()
+        copied.eval().requires_grad_(False)
     _no_cache(copied)
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -355,6 +356,26 @@ def test_a_loss_that_no_program_can_train_on_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(megacompile.MegacompileError, match=words):
             trainer(kind, tmp_path, eval_strategy="no").train()
+
+
+def test_no_thread_is_left_where_an_update_never_comes(tmp_path: Path) -> None:
+    """The first micro-batch waits for the model's outputs; the second fails before it calls the model."""
+
+    class Fails(Trainer):
+        calls = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            type(self).calls += 1
+            if self.calls == 2:
+                raise KeyError("mine")
+            return model(**inputs).loss
+
+    with pytest.raises(KeyError, match="mine"):
+        trainer(Fails, tmp_path, eval_strategy="no", gradient_accumulation_steps=2).train()
+    for thread in threading.enumerate():
+        if thread.name == "megacompile loss":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_arguments_become_options_of_compile(tmp_path: Path) -> None:
