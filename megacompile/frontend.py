@@ -91,6 +91,7 @@ class Frontend:
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
         self._capture, self._differentiated_by = capture, differentiate
+        self._sees_padding = False  # as a graph showed: later ones are not tried without masks
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
@@ -153,7 +154,9 @@ class Frontend:
                     loss_fn=self.loss_fn,
                     evaluate=evaluate,
                     outputs=batch.outputs,
+                    padded_right=batch.padded_right and not self._sees_padding,
                 )
+                self._sees_padding |= batch.padded_right and not captured.blind
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
 

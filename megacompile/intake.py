@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megacompile.capture.batch import Batch, check_signature, read_batch
+from megacompile.capture.batch import Batch, check_signature, of_one_kind, read_batch
 from megacompile.capture.loss import divides
 from megacompile.capture.outputs import OutputsFn, identity
 from megacompile.capture.padding import pad_batch
@@ -50,6 +50,7 @@ class Intake:
             )
             check_signature(model, batch, function=own)
             micro.append(batch)
+        micro = of_one_kind(micro)
         padded = self._loss_fn is None and outputs is None
         return self._padder.padded(micro, first=first) if padded else micro
 

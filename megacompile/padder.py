@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from megacompile.capture.batch import Batch, read_batch
+from megacompile.capture.batch import Batch, of_one_kind, read_batch
 from megacompile.capture.padding import (
     bucket_length,
     computes_as_libraries_do,
@@ -84,7 +84,7 @@ class Padder:
 
     def _at(self, micro: Sequence[Batch], length: int) -> list[Batch]:
         """The micro-batches at one length, with masks."""
-        return [self._read(batch, length) for batch in micro]
+        return of_one_kind([self._read(batch, length) for batch in micro])
 
     def _read(self, batch: Batch, length: int) -> Batch:
         given = pad_batch(batch.kwargs, length)

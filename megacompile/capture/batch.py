@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.loss import divide
 from megacompile.capture.outputs import OutputsFn
+from megacompile.capture.right_padding import is_padded_right
 from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.errors import MegacompileError
 
@@ -53,8 +54,21 @@ class Batch:
         return evaluates
 
     @property
+    def padded_right(self) -> bool:
+        """Whether all of its padding is at the ends of rows, and no label there."""
+        padded: bool = self.key[4]
+        return padded
+
+    @property
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def of_one_kind(micro: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches of one step, on one program where they differ in the place of their padding alone."""
+    if len({batch.key for batch in micro}) == 1 or len({batch.key[:4] for batch in micro}) > 1:
+        return list(micro)
+    return [replace(batch, key=(*batch.key[:4], False)) for batch in micro]
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -98,7 +112,8 @@ def read_batch(
     shapes = tuple(_described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
-    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate), outputs)
+    padded_right = outputs is None and not args and is_transformers(model) and is_padded_right(kwargs)
+    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded_right), outputs)
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:

@@ -39,7 +39,8 @@ class Captured:
     index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
     ``outside`` says that the results are trained on, by a loss that the graph does not hold;
     ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
-    values that the host makes of a batch and of parameters.
+    values that the host makes of a batch and of parameters. ``blind`` says that the loss is known not to
+    depend on padding at the right, of which attention gets no mask.
     """
 
     graph: fx.Graph
@@ -53,6 +54,7 @@ class Captured:
     structure: Structure
     rows: Mapping[str, Rows] = field(default_factory=dict)
     outside: bool = False
+    blind: bool = False
 
     def placeholder(self, name: str) -> fx.Node:
         node: fx.Node

@@ -40,6 +40,7 @@ from megacompile.capture.refusals import (
     refuse_mutations,
     refuse_writes,
 )
+from megacompile.capture.right_padding import reads_no_padding
 from megacompile.errors import BudgetError, CaptureError
 
 aten = torch.ops.aten
@@ -49,7 +50,8 @@ class _Forward(nn.Module):
     """Runs the model on (args, kwargs) with our operators and returns what is wanted of it: the scalar loss,
     or the tensors of what ``outputs`` returns.
 
-    ``structure`` is what surrounds them; ``outside`` says that they are trained on.
+    ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
+    causal attention gets no mask of padding.
     """
 
     structure: Structure
@@ -61,7 +63,7 @@ class _Forward(nn.Module):
         self, model: nn.Module, loss_fn: LossFn | None, outputs: OutputsFn | None, effects: Effects
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.leaves_out = model, False
         vars(self)["_loss_fn"] = loss_fn  # where it is a module, none of the model's
         vars(self)["_outputs"] = outputs
         self.effects = effects
@@ -80,7 +82,8 @@ class _Forward(nn.Module):
             if divides(kwargs, self._loss_fn, self._outputs):
                 function = self._outputs or self._loss_fn
                 taken, named, rest = divide(self.model, args, kwargs, function)
-            with our_operators(self.model, rng, positions_given=given):
+            padding = kwargs.get("attention_mask") if self.leaves_out else None
+            with our_operators(self.model, rng, positions_given=given, padding=padding):
                 outputs = self.model(*taken, **named)
             if self._outputs is not None:
                 return self._outputs(outputs, given_batch(args, kwargs))
@@ -99,12 +102,14 @@ def capture(
     loss_fn: LossFn | None = None,
     evaluate: bool = False,
     outputs: OutputsFn | None = None,
+    padded_right: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
     ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
     traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
-    takes the place of the loss.
+    takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
+    which the graph may then make use.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -122,7 +127,11 @@ def capture(
     effects = Effects()
     forward, inputs = _Forward(copied, loss_fn, outputs, effects), (rng, args, kwargs)
     forward.outside = outputs is not None and not evaluate
+    forward.leaves_out = padded_right
     captured = _trace(forward, inputs, model)
+    if padded_right and not reads_no_padding(captured, args, kwargs):
+        forward.leaves_out = False
+        captured = _trace(forward, inputs, model)
     changed = effects.first
     if changed:  # by the first forward: all later ones must compute the same
         effects.apply(copied)
@@ -229,6 +238,7 @@ def _flatten(
         fake_mode=fake_mode,
         structure=forward.structure,
         outside=forward.outside,
+        blind=forward.leaves_out,
     )
 
 

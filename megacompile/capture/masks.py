@@ -7,6 +7,7 @@ untouched computes the band itself, and the mask is dead code.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,21 +33,31 @@ class Mask(NamedTuple):
 
 
 class Masks:
-    """Makes the masks of one forward, and knows them again where they are used."""
+    """Makes the masks of one forward, and knows them again where they are used.
 
-    def __init__(self) -> None:
+    ``padding`` is the batch's mask of padding, where causal masks are to leave it out; what a model makes of
+    it is not left out.
+    """
+
+    def __init__(self, padding: Tensor | None = None) -> None:
         self._made: list[Mask] = []
+        self._padding = padding
+        self._unchanged = None if padding is None else padding._version
+        self._prepared: list[Tensor] = []
+
+    def prepare(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """transformers' preparation of a mask of padding, whose result is known again in :meth:`make`."""
+        found = theirs(*args, **kwargs)
+        given = inspect.signature(theirs).bind(*args, **kwargs).arguments["attention_mask"]
+        known = self._padding is not None and _is_alias(given, self._padding)
+        if known and given._version == self._unchanged:
+            self._prepared.append(found[1])
+        return found
 
     def known(self, mask: Tensor | None) -> Mask | None:
         """What is known of a mask that was made here, or of an alias of it, as long as nothing changed it."""
         for made in self._made:
-            if (
-                mask is not None
-                and mask.untyped_storage()._cdata == made.given.untyped_storage()._cdata
-                and mask.shape == made.given.shape
-                and mask.stride() == made.given.stride()
-                and mask._version == made.version
-            ):
+            if mask is not None and _is_alias(mask, made.given) and mask._version == made.version:
                 return made
         return None
 
@@ -89,11 +100,21 @@ class Masks:
             **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
         )
         skippable = allow_is_causal_skip or allow_is_bidirectional_skip
-        plain = attention_mask is None and skippable and q_offset == kv_offset == 0
+        left_out = any(attention_mask is mask for mask in self._prepared)
+        plain = (attention_mask is None or left_out) and skippable and q_offset == kv_offset == 0
         band = _recognise(function, q_length, kv_length, local_size) if plain else None
+        if left_out and band is not None and not band[0]:
+            band = None  # all tokens would see the padding
         additive = as_additive(mask, dtype) if mask.dtype == torch.bool else mask
         self._made.append(Mask(mask, mask._version, additive, band))
         return mask
+
+
+def _is_alias(x: Tensor | None, of: Tensor) -> bool:
+    """Whether a tensor has all the elements of another in its own memory, in their order."""
+    if x is None or (x.shape, x.stride()) != (of.shape, of.stride()):
+        return False
+    return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:

@@ -148,12 +148,13 @@ def telling_length(length: int, graphs: Iterable[Captured]) -> int:
 def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself.
 
-    The graph must read the mask, and nothing but attention may mix positions: no recurrence, no convolution,
-    no product, sum or softmax over a dimension as long as the sequence. Nothing else may be of that length.
+    The graph must read the mask, or be blind to padding, and nothing but attention may mix positions: no
+    recurrence, no convolution, no product, sum or softmax over a dimension as long as the sequence. Nothing
+    else may be of that length.
     """
     mask, length = batch.kwargs["attention_mask"], batch.kwargs["input_ids"].shape[1]
     masks = {name for name, index in captured.inputs.items() if batch.leaves[index] is mask}
-    if not masks or any(isinstance(module, nn.RNNBase) for module in model.modules()):
+    if not (masks or captured.blind) or any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return False
     masked = _masked(
         captured.graph, _below(captured, masks) - _below(captured, captured.inputs.keys() - masks)

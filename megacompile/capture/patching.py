@@ -101,8 +101,11 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
         ours = substitute.transformers_attention
         yield Patch(attention._global_mapping, name, ours, "one node of known cost on every device")
         yield Patch(makers._global_mapping, name, sites.masks.make, "plain bands are computed, not read")
+    masking = sys.modules["transformers.masking_utils"]
+    if hasattr(masking, "_preprocess_mask_arguments"):
+        ours = sites.masks.prepare
+        yield Patch(masking, "_preprocess_mask_arguments", ours, "a batch's own mask of padding is told")
     if not positions_given:
-        masking = sys.modules["transformers.masking_utils"]
         yield Patch(masking, "find_packed_sequence_indices", calls.nothing, "a model's own are never packed")
     for name in ("longt5", "switch_transformers", "udop"):
         file = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
@@ -116,19 +119,22 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
 
 
 @contextlib.contextmanager
-def our_operators(model: nn.Module, rng: Tensor, *, positions_given: bool = False) -> Iterator[None]:
+def our_operators(
+    model: nn.Module, rng: Tensor, *, positions_given: bool = False, padding: Tensor | None = None
+) -> Iterator[None]:
     """Within the context ``model`` runs attention and dropout through :mod:`megacompile.capture.operators`.
 
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
     ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
-    look for packed sequences in them; positions that a model makes itself are never packed.
+    look for packed sequences in them; positions that a model makes itself are never packed. ``padding`` is a
+    batch's mask of padding that causal attention is to leave out.
 
     Used by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
     computes the same function with the same dropout masks.
     """
     with (
         _lock,
-        substitute.numbered(rng) as sites,
+        substitute.numbered(rng, padding) as sites,
         replaced((*_OURS, *_of_transformers(model, sites, positions_given))),
     ):
         yield

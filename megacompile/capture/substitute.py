@@ -27,9 +27,9 @@ _current: list[CallSites] = []
 class CallSites:
     """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks."""
 
-    def __init__(self, rng: Tensor) -> None:
+    def __init__(self, rng: Tensor, padding: Tensor | None = None) -> None:
         self.rng = rng
-        self.masks = Masks()
+        self.masks = Masks(padding)
         self._count = itertools.count()
 
     def next(self) -> int:
@@ -37,11 +37,11 @@ class CallSites:
 
 
 @contextlib.contextmanager
-def numbered(rng: Tensor) -> Iterator[CallSites]:
-    """The sites of one forward's calls; ``rng`` is int64 [2], (seed, 0)."""
+def numbered(rng: Tensor, padding: Tensor | None = None) -> Iterator[CallSites]:
+    """The sites of one forward's calls; ``rng`` is int64 [2], (seed, 0). Masks leave ``padding`` out."""
     if _current:
         raise RuntimeError("our_operators is already active: contexts cannot be nested.")
-    _current.append(CallSites(rng))
+    _current.append(CallSites(rng, padding))
     try:
         yield _current[-1]
     finally:

@@ -1,0 +1,200 @@
+"""Padding on the right: masks are left out where, and only where, neither loss nor gradients depend on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import megacompile
+from megacompile.capture import sdpa
+from megacompile.capture.captured import Captured
+from megacompile.capture.graph import capture
+from megacompile.capture.right_padding import is_padded_right
+from tests.support.zoo import causal, padded_batch
+
+ATTENTION = torch.ops.megacompile.attention.default
+
+
+def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:
+    forms = {name: (p.dtype, p.stride()) for name, p in model.named_parameters()}
+    return capture(model, (), batch, forms=forms, padded_right=is_padded_right(batch), **options)
+
+
+def calls_of(captured: Captured) -> list[tuple[bool, bool, int]]:
+    """(whether there is a bias, causal, window) of each call of attention."""
+    calls = [node.args for node in captured.graph.nodes if node.target is ATTENTION]
+    return [(args[3] is not None, args[7], args[8]) for args in calls]
+
+
+def path_on_cuda(captured: Captured) -> set[str]:
+    """Which attention would run on a GPU, of calls in bfloat16."""
+    found = set()
+    for node in captured.graph.nodes:
+        if node.target is ATTENTION:
+            q, k, v = (a.meta["val"].to("meta", torch.bfloat16) for a in node.args[:3])
+            has = sdpa.Features(node.args[3] is not None, False, False, False, *node.args[7:10])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+                found.add(sdpa.choose(q, k, v, has))
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "cohere"])
+def test_padding_at_the_right_needs_no_mask(model_type: str) -> None:
+    """A dense bias leaves the fast path of a GPU; padding at the left still has it."""
+    model = causal(model_type).train()
+    right = graph_of(model, padded_batch(0))
+    assert right.blind and all(causal and not bias for bias, causal, _ in calls_of(right))
+    assert "kwargs_attention_mask" not in right.inputs
+    if model_type != "llama":
+        return
+    left = graph_of(model, padded_batch(0, left=True))
+    assert not left.blind and all(bias and not causal for bias, causal, _ in calls_of(left))
+    assert (path_on_cuda(right), path_on_cuda(left)) == ({"library"}, {"efficient"})
+
+
+@pytest.mark.parametrize("model_type", ["opt", "qwen3_moe", "mamba"])
+def test_a_mask_that_more_than_attention_reads_stays(model_type: str) -> None:
+    """Positions are counted by the mask, a router's loss counts tokens, a recurrence stops at it."""
+    changes = {"output_router_logits": True} if model_type == "qwen3_moe" else {}
+    captured = graph_of(causal(model_type, **changes).train(), padded_batch(0))
+    assert not captured.blind and "kwargs_attention_mask" in captured.inputs
+
+
+def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """The loss of a graph and the gradients of all parameters."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    given = {name: parameters[n] for name, n in captured.parameters.items()}
+    given |= {name: buffers[n] for name, n in captured.buffers.items()}
+    given |= {name: list(batch.values())[i] for name, i in captured.inputs.items()}
+    given |= captured.constants | {captured.rng: torch.tensor([3, 0])}
+    module = fx.GraphModule(nn.Module(), captured.graph)
+    (loss,) = module(*(given[node.name] for node in captured.graph.nodes if node.op == "placeholder"))
+    return [loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral", "gpt2"])
+def test_losses_and_gradients_are_bitwise_those_with_the_mask(model_type: str) -> None:
+    torch.manual_seed(0)
+    model, batch = causal(model_type).train(), padded_batch(0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    forms = {name: (p.dtype, p.stride()) for name, p in model.named_parameters()}
+    masked = capture(model, (), batch, forms=forms)
+    assert all(bias for bias, *_ in calls_of(masked))
+    for with_mask, without in zip(
+        run(masked, model, batch), run(graph_of(model, batch), model, batch), strict=True
+    ):
+        assert torch.equal(with_mask, without)
+
+
+class Model(nn.Module):
+    """One causal layer that reads no mask, with what a test adds to it."""
+
+    def __init__(self, mix: Callable[[Any, Tensor], Tensor], loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
+        self.mix, self.loss = mix, loss
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        h = self.embed(input_ids)
+        return self.loss(self.head(h + self.mix(self.qkv, h)), labels)
+
+
+def attends(qkv: Any, h: Tensor, causal: bool = True) -> Tensor:
+    q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in qkv(h).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, 64), labels[:, 1:].reshape(-1))
+
+
+SOUND: dict[str, tuple[Any, Any]] = {
+    "causal": (attends, shifted),
+    "own positions": (attends, lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1))),
+    "a mean of weights": (lambda w, h: attends(w, h) * w.weight.mean(), shifted),
+    "smoothed": (attends, lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1), label_smoothing=0.1)),
+    "a norm per token": (lambda w, h: F.layer_norm(attends(w, h), (16,)), shifted),
+}
+UNSOUND: dict[str, tuple[Any, Any]] = {
+    "all keys": (lambda w, h: attends(w, h, causal=False), shifted),
+    "a mean of positions": (lambda w, h: h.mean(1, keepdim=True) + attends(w, h), shifted),
+    "a mean of rows": (lambda w, h: h.mean(0, keepdim=True) + attends(w, h), shifted),
+    "a mean of all": (lambda w, h: h * h.mean() + attends(w, h), shifted),
+    "flipped": (lambda w, h: attends(w, h.flip(1)), shifted),
+    "rolled": (lambda w, h: attends(w, h).roll(-2, 1), shifted),
+    "rows attend to rows": (lambda w, h: attends(w, h.transpose(0, 1)).transpose(0, 1), shifted),
+    "positions are columns": (lambda w, h: attends(w, h.mT.reshape(h.shape)), shifted),
+    "positions in threes": (
+        lambda w, h: attends(w, h.view(2, 8, 3, 16).mean(2).repeat_interleave(3, 1)),
+        shifted,
+    ),
+    "a later position": (lambda w, h: h[:, 1:].sum() * attends(w, h), shifted),
+    "a product over positions": (lambda w, h: attends(w, (h.mT @ torch.ones(24, 24)).mT), shifted),
+    "earlier labels": (
+        attends,
+        lambda x, y: F.cross_entropy(x[:, 1:].reshape(-1, 64), y[:, :-1].reshape(-1)),
+    ),
+    "labels moved to the right": (
+        attends,
+        lambda x, y: F.cross_entropy(x.view(-1, 64), F.pad(y, (1, -1), value=-100).view(-1)),
+    ),
+    "labels of padding": (attends, lambda x, y: F.cross_entropy(x.view(-1, 64), y.clamp(0).view(-1))),
+    "another class ignored": (
+        attends,
+        lambda x, y: F.cross_entropy(x.view(-1, 64), y.clamp(0).view(-1), ignore_index=5),
+    ),
+    "a penalty on all logits": (attends, lambda x, y: shifted(x, y) + x.logsumexp(-1).square().mean()),
+    "other rows' labels": (
+        attends,
+        lambda x, y: F.cross_entropy(x.transpose(0, 1).reshape(-1, 64), y.reshape(-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*SOUND, *UNSOUND])
+def test_the_proof_holds_exactly_where_nothing_at_padding_counts(name: str) -> None:
+    """Beside the verdict, what it says: the loss with other tokens at the padding."""
+    torch.manual_seed(0)
+    model, batch = Model(*(SOUND | UNSOUND)[name]), {n: x.flip(0) for n, x in padded_batch(0).items()}
+    batch["input_ids"] %= 64
+    batch["labels"] = torch.where(batch["labels"] == -100, -100, batch["labels"] % 64)
+    captured = graph_of(model, batch)
+    assert captured.blind == (name in SOUND)
+    ids = torch.where(batch["attention_mask"] == 0, batch["input_ids"] + 7, batch["input_ids"]) % 64
+    changed = not torch.equal(model(**batch), model(**(batch | {"input_ids": ids})))
+    assert changed == (name in UNSOUND)
+
+
+def test_what_counts_as_padding_at_the_right() -> None:
+    batch = padded_batch(0)
+    assert is_padded_right(batch) and is_padded_right(batch | {"attention_mask": batch["labels"] != -100})
+    assert not is_padded_right(padded_batch(0, left=True))
+    assert not is_padded_right(batch | {"labels": batch["input_ids"]}), "a label at padding"
+    assert not is_padded_right(batch | {"attention_mask": batch["attention_mask"][:, None, None]})
+    assert not is_padded_right(batch | {"token_type_ids": batch["input_ids"]})
+    assert not is_padded_right({"input_ids": batch["input_ids"], "labels": batch["labels"]})
+
+
+def test_one_step_of_rows_padded_at_either_end_is_one_program() -> None:
+    """Losses are those of eager PyTorch whatever the order in which kinds of padding come."""
+    torch.manual_seed(0)
+    model = causal("llama").train()
+    eager = copy.deepcopy(model)
+    program = megacompile.compile(
+        model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), compute_dtype=torch.float32
+    )
+    right, left = padded_batch(0), padded_batch(0, left=True)
+    for step in ([right], [left], [right, left], [right, right]):
+        wanted = sum(float(eager(**batch, use_cache=False).loss) for batch in step) / len(step)
+        assert float(program.train_step(step).loss) == pytest.approx(wanted, rel=1e-6)
+    assert program._session.compiler.programs == 4  # of one and of two micro-batches
+    program.close()
