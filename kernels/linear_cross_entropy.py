@@ -59,11 +59,11 @@ def tiles(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is wider than a and b."""
+    """total += a @ b, where total is wider than a and b; beside the CPU, within the product."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+    elif a.device.type != "cpu":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         for part in chunks(b.shape[0], a.shape[0] + b.shape[1]):
             total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))

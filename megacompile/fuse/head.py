@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.fuse.match import (
@@ -35,7 +35,6 @@ _MEAN, _SUM = 1, 2
 Slice = tuple[int, int, int]
 """(dimension, start, end) of leading positions whose logits the loss reads."""
 _SHARE = 8
-"""The tile of logits takes at most an eighth of the weight's gradient, which the backward holds anyway."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,10 @@ def _emit(
         if not value(hidden).is_contiguous():
             hidden = emit.call(aten.clone.default, hidden, memory_format=torch.contiguous_format, like=linear)
         hidden = emit.call(aten.view.default, hidden, [-1, value(hidden).shape[-1]], like=linear)
-    workspace = min(WORKSPACE, value(matrix).numel() * value(matrix).element_size() // _SHARE)
     pair = emit.call(
-        torch.ops.megacompile.linear_cross_entropy.default, hidden, matrix, bias[0] if bias else None,
-        labels, terms.ignore_index, terms.smoothing, terms.softcap, workspace, like=linear,
+        torch.ops.megacompile.linear_cross_entropy.default, hidden, matrix, bias[0] if bias else None, labels,
+        terms.ignore_index, terms.smoothing, terms.softcap, workspace_bytes(value(hidden), value(matrix)),
+        like=linear,
     )  # fmt: skip
     loss = emit.call(operator.getitem, pair, 0, like=linear)
     if terms.reduction in (_MEAN, _SUM):
@@ -165,6 +164,15 @@ def _emit(
     if value(loss).dtype not in (dtype, torch.float64):
         loss = emit.call(aten._to_copy.default, loss, dtype=dtype)
     return loss
+
+
+def workspace_bytes(hidden: Tensor, weight: Tensor) -> int:
+    """Bytes of a tile of logits, of hidden [T, H], weight [V, H]: an eighth of the weight's gradient, which
+    the backward holds anyway, but as many as the hidden states have. The float32 sum of their gradient is
+    read and written once per tile, and a tile of fixed size would make that quadratic in tokens.
+    """
+    return max(min(WORKSPACE, weight.numel() * weight.element_size() // _SHARE),
+               hidden.numel() * hidden.element_size())  # fmt: skip
 
 
 def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:

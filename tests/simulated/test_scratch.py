@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.capture import sdpa
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.scratch import scratch
+from megacompile.kernels.linear_cross_entropy import add_product_
 from megacompile.runtime.cuda_memory import _expand_segments
 
 aten, ours = torch.ops.aten, torch.ops.megacompile
@@ -138,3 +139,11 @@ def test_sorts_take_no_more_than_is_planned(
         peak, results = asked_for(lambda: aten.index_put(*args))
         formula = scratch(aten.index_put.default, args, {}, PROCESSORS)
         assert peak - results <= formula <= 2 * (peak - results) + (96 << 10)
+
+
+def test_a_head_adds_to_its_float32_sum_without_memory() -> None:
+    """Within cuBLAS's product: a product of its own would be as large as the sum."""
+    total = torch.empty(512, 256, device="cuda")
+    a, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((512, 1024), (1024, 256)))
+    add_product_(total, a, b)  # cuBLAS's workspace
+    assert asked_for(lambda: add_product_(total, a, b)) == (0, 0)
