@@ -230,7 +230,7 @@ _COMMANDS = {
         examples.PLAN, _later("run", "run_plan"), _plan_arguments),
     "new": _Command(
         "write a commented example of what train reads", "Write a commented YAML file for megacompile train.",
-        examples.NEW, _later("train", "run_new"), _new_arguments),
+        examples.NEW, _later("new", "run_new"), _new_arguments),
     "train": _Command(
         "fine-tune a model on your data as a YAML file says",
         "Fine-tune a language model, by TRL's trainers, in the device memory that you name.",

@@ -27,7 +27,7 @@ from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory
+from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory, exact_convolutions
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
@@ -100,7 +100,8 @@ class CudaDevice(Device):
         _follow(self.api, compute, caller)
         self.api.use(compute)
         try:
-            yield
+            with exact_convolutions():
+                yield
         finally:
             _follow(self.api, caller, compute)
             self.api.use(caller)

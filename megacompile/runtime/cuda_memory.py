@@ -11,6 +11,7 @@ import functools
 import mmap
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
+_ANCHORED_SECONDS = 100.0  # after which the clocks are set anew: CUDA tells of milliseconds in float32
 _FLASH_FROM = (8, 0)  # compute capability: torch's flash attention runs on no older one
 PAGE_BYTES = 12 << 20  # by which torch's expandable segments grow, of 20 MiB unless told
 WORKSPACE_BYTES = 160 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
@@ -89,10 +91,7 @@ class TorchCuda:
         torch.cuda.set_device(device)
         _expand_segments()
         _warm_up(device, self.stream("compute"))
-        self._base = self.event()
-        self._base.record(self.current())
-        self._base.synchronize()
-        self._base_seconds = time.perf_counter()
+        self._anchor()
         self._refused = False
         self._registered: set[int] = set()  # addresses of first pages
         self._fraction: float | None = None  # of the device's memory, that the process could take before
@@ -115,7 +114,16 @@ class TorchCuda:
         return float(first.elapsed_time(second)) / 1e3
 
     def host_seconds(self, event: Any) -> float:
+        if self.seconds_between(self._base, event) > _ANCHORED_SECONDS:
+            self._anchor()
         return self._base_seconds + self.seconds_between(self._base, event)
+
+    def _anchor(self) -> None:
+        """Set the device's clock by the host's, on a stream that has no work to wait for."""
+        self._base = self.event()
+        self._base.record(self.stream("clock"))
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -188,6 +196,24 @@ class TorchCuda:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """cuDNN's convolutions without TF32, which it takes unless told, and deterministic; then as the caller has
+    them. Its recurrent layers too, as torch takes unlike settings of the two for a mistake."""
+    cudnn = torch.backends.cudnn
+    kinds: Any = (cudnn.conv, cudnn.rnn)
+    before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        for kind, precision in zip(kinds, before[0], strict=True):
+            kind.fp32_precision = precision
+        _, cudnn.deterministic, cudnn.benchmark = before
 
 
 def page_lock(tensor: Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from megacompile.runtime import cuda_memory
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
+from megacompile.runtime.step_io import NonFiniteError
 from tests.support.cuda_programs import program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
@@ -111,3 +112,55 @@ def test_a_program_that_is_dropped_ends_its_threads(gpu: FakeCuda, kind: str) ->
     for thread in own:
         thread.join(60.0)
     assert not any(thread.is_alive() for thread in own)
+
+
+class Clock:
+    """A device whose clock is 10 ppm fast, and its events, which tell of milliseconds in float32."""
+
+    now = 5.0
+
+    class Event:
+        def __init__(self, seconds: float = 0.0) -> None:
+            self.seconds = seconds
+
+        def record(self, stream: Any) -> None:
+            self.seconds = Clock.now
+
+        def synchronize(self) -> None:
+            Clock.now += 1e-5
+
+        def elapsed_time(self, later: Clock.Event) -> float:
+            milliseconds = 1e3 * (1 + 1e-5) * (later.seconds - self.seconds)
+            return torch.tensor(milliseconds, dtype=torch.float32).item()
+
+
+def test_times_stay_exact_for_days(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bare, "event", Clock.Event)
+    monkeypatch.setattr(bare, "stream", lambda name: None)
+    monkeypatch.setattr(cuda_memory.time, "perf_counter", lambda: 1000.0 + Clock.now)
+    bare._anchor()
+    for _ in range(2 * 24 * 60):
+        begun = Clock.now
+        told = bare.host_seconds(Clock.Event(begun))
+        assert abs(told - (1000.0 + begun)) < 2e-3
+        assert abs(bare.host_seconds(Clock.Event(begun + 0.0123)) - told - 0.0123) < 2e-5
+        Clock.now += 60.00037
+
+
+def test_a_step_convolves_in_full_precision_and_leaves_the_callers_settings(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn: Any = torch.backends.cudnn
+
+    def settings() -> tuple[Any, ...]:
+        return cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.deterministic, cudnn.benchmark
+
+    seen, pin, before = [], gpu.pin, settings()
+    monkeypatch.setattr(gpu, "pin", lambda tensor: (seen.append(settings()), pin(tensor))[1])
+    trained = program(build("plain"), "cuda")
+    trained.train_step(batch_for("plain"))
+    with pytest.raises(NonFiniteError):
+        trained.train_step({name: x * float("nan") for name, x in batch_for("plain").items()})
+    trained.close()
+    assert set(seen) == {("ieee", "ieee", True, False)}
+    assert settings() == before
