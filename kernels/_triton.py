@@ -44,15 +44,25 @@ __all__ = ["tl", "triton"]  # what type checkers may import from here beside wha
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
+_gave_up = False
+
+
 def runs_triton(x: Tensor) -> bool:
     """Whether an operator on ``x`` launches its Triton kernel; otherwise it runs the reference."""
+    if _recording is not None and _recording.processors is not None:
+        return not _gave_up
     return HAS_TRITON and (x.is_cuda or INTERPRETED)
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU, or stands for a tensor that is (see ``recording``)."""
+    return x.is_cuda or (_recording is not None and _recording.processors is not None)
+
+
 def give_up() -> None:
-    """Run the references from now on: triton is installed and does not work on this machine."""
-    global HAS_TRITON
-    HAS_TRITON = False
+    """Run the references from now on: triton is missing on this machine, or does not work."""
+    global HAS_TRITON, _gave_up
+    HAS_TRITON, _gave_up = False, True
 
 
 def accumulator(dtype: torch.dtype) -> Any:
@@ -75,11 +85,15 @@ def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
-@functools.cache
 def processors(device: torch.device) -> int:
     """How many programs of a persistent kernel to start (4 where the interpreter stands in)."""
-    if device.type != "cuda":
-        return 4
+    if _recording is not None and _recording.processors is not None:
+        return _recording.processors
+    return _device_processors(device) if device.type == "cuda" else 4
+
+
+@functools.cache
+def _device_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -135,20 +149,26 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recording:
-    """The launches of a dry run, and the chip it is for (90: compute capability 9.0)."""
+    """The launches of a dry run, and what it is for: the chip (90: compute capability 9.0), and how many
+    multiprocessors the GPU has that CPU tensors stand for, None where they stand for themselves."""
 
     launches: list[Launch]
     arch: int
+    processors: int | None
 
 
 _recording: Recording | None = None
 
 
 @contextlib.contextmanager
-def recording(arch: int = 80) -> Iterator[list[Launch]]:
-    """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do."""
+def recording(arch: int = 80, processors: int | None = None) -> Iterator[list[Launch]]:
+    """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do.
+
+    With ``processors``, operators on any tensors allocate as on a GPU with so many multiprocessors, and
+    nothing is appended, which would keep their tensors alive.
+    """
     global _recording
-    outer, _recording = _recording, Recording([], arch)
+    outer, _recording = _recording, Recording([], arch, processors)
     try:
         yield _recording.launches
     finally:
@@ -178,7 +198,8 @@ def launch(
 ) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
     if _recording is not None:
-        _recording.launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
+        if _recording.processors is None:  # else the tensors' lives are what is looked at
+            _recording.launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
         return
     if 0 in grid:
         return

@@ -36,6 +36,7 @@ from megacompile.kernels._triton import (
     ceil_div,
     launch,
     next_power_of_2,
+    on_gpu,
     pointer,
     runs_triton,
     wide,
@@ -213,7 +214,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     batch, heads = q.shape[:2]
     fits = max(batch, heads) <= MAX_GRID and batch * heads < 1 << 31
-    return fits and max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not q.is_cuda)
+    return fits and max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (q.element_size() == 2 or not on_gpu(q))
 
 
 def _reaching(q: Tensor, k: Tensor, rule: Rule) -> Rule:

@@ -83,8 +83,9 @@ def compile(
     seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training
         run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
-        what it switches off. None and False: none, which is what keeps fp32 bitwise equal to eager; on a GPU
-        where Triton cannot launch, False also runs attention, dropout and AdamW in plain torch.
+        what it switches off, False for none, which keeps eager's order of operations: in fp32 on a CPU
+        bitwise. None: all on a GPU with Triton, none on a CPU. On a GPU where Triton cannot launch, False
+        also runs attention, dropout and AdamW in plain torch.
     inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are
         then as good as eager's, not bitwise the same. Needs a C++ compiler.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
@@ -105,8 +106,9 @@ def compile(
     if inductor:
         check_compiler()
     backend = open_backend(device, compute_dtype)
-    if backend.device.type == "cuda":
-        check_triton(backend.device, needed=kernels is not False or inductor)
+    launches = backend.device.type == "cuda" and check_triton(
+        backend.device, needed=kernels is not False or inductor
+    )
     held = [p for p in model.parameters() if not p.is_meta]
     available = host_available() + sum(p.nbytes for p in held)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
@@ -124,7 +126,7 @@ def compile(
         compute_dtype,
         optimizer=optimizer,
         loss_fn=loss_fn,
-        kernels=kernels,
+        kernels=launches if kernels is None else kernels,
         form=form,
         gathers=not folders,
         inductor=backend.device if inductor else None,

@@ -62,19 +62,18 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     plain_scores = not has.sinks and has.softcap == 0.0
     torchs = plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window))
     masked = has.bias or 0 < has.window < k.shape[2]
-    if torchs and _library_covers(q, k, masked=masked):
-        return "library"
     sees_all = same_lengths or (not has.window and not has.causal)
-    if not has.bias and sees_all and runs_triton(q) and supports(q, k, v):
+    ours = not has.bias and sees_all and runs_triton(q) and supports(q, k, v)
+    if torchs and (_library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)):
+        return "library"
+    if ours:
         return "triton"
     return "efficient" if torchs and _efficient_covers(q) else "plain"
 
 
-def _library_covers(q: Tensor, k: Tensor, *, masked: bool) -> bool:
-    """Whether torch's flash attention takes these; on CUDA it knows no mask and 16-bit types alone."""
-    if q.is_cuda:
-        return not masked and q.element_size() == 2 and q.shape[-1] <= LIBRARY_DIM and q.shape[-1] % 8 == 0
-    return not (masked and runs_triton(q))
+def _library_covers(q: Tensor, *, masked: bool) -> bool:
+    """Whether torch's flash attention takes these on CUDA, where it knows no mask and 16-bit types alone."""
+    return not masked and q.element_size() == 2 and q.shape[-1] <= LIBRARY_DIM and q.shape[-1] % 8 == 0
 
 
 def _efficient_covers(q: Tensor) -> bool:

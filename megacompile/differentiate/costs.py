@@ -12,16 +12,29 @@ from torch.utils.flop_counter import flop_registry
 from megacompile.capture.operators import attention, attention_backward
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
+from megacompile.kernels.linear_cross_entropy import tile_width
 
 aten = torch.ops.aten
 _FORWARD, _BACKWARD = attention._opoverload, attention_backward._opoverload
 _LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_blocks.py`` counts them
-    _BACKWARD: 9,  # torch's: sums of rows and of heads, zeros, conversions
+    torch.ops.megacompile.rms_norm_backward.default: 3,  # a sum of shares, and its conversion
+    torch.ops.megacompile.add_rms_norm_backward.default: 3,
+    torch.ops.megacompile.layer_norm_backward.default: 5,
     aten.constant_pad_nd.default: 2,
     aten.nll_loss_backward.default: 2,
     aten.slice_backward.default: 2,
     aten.select_backward.default: 2,
 }
+_HEADS = {  # the hidden states' place among the arguments, launches, and launches for each tile of logits
+    torch.ops.megacompile.linear_cross_entropy.default: (0, 16, 2),
+    torch.ops.megacompile.linear_cross_entropy_backward.default: (1, 2, 4),
+}
+_BY_ROWS = tuple(
+    getattr(torch.ops.megacompile, name + suffix).default
+    for name in ("rms_norm", "add_rms_norm", "layer_norm")
+    for suffix in ("", "_backward")
+)
+_ATTENTION = 9, 3  # of a backward: torch's, with sums of rows and of heads, zeros, conversions; ours
 _SORTING = 21  # of a gradient of an embedding that sorts its indices
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
@@ -98,4 +111,35 @@ def launches(node: fx.Node) -> int:
         return 0
     if target is aten.embedding_dense_backward.default:
         return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
-    return _LAUNCHES.get(target, 1)
+    if target in _HEADS:
+        return _head_launches(node)
+    if target is _BACKWARD:
+        return _ATTENTION[_is_ours(*node.args)]
+    copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
+    return _LAUNCHES.get(target, 1) + copies
+
+
+def _is_ours(
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, rng: Any, out: Any, lse: Any, scale: float,
+    causal: bool, window: int, softcap: float, *_: Any,
+) -> bool:  # fmt: skip
+    """Whether our kernel runs an attention on a GPU: it has what torch's does not know."""
+    return bias is None and (sinks is not None or softcap > 0.0 or 0 < window < k.meta["val"].shape[2])
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the last dimension's rows follow each other at one distance: else a kernel takes a copy."""
+    try:
+        x.view(-1, x.shape[-1])
+    except (RuntimeError, ValueError):  # of real tensors, of fake ones
+        return False
+    return True
+
+
+def _head_launches(node: fx.Node) -> int:
+    """Those of a fused head, which makes its logits tile by tile."""
+    place, fixed, each = _HEADS[node.target]  # type: ignore[index]
+    hidden, weight = (node.args[place + i].meta["val"] for i in range(2))  # type: ignore[union-attr]
+    vocabulary, workspace = len(weight), node.args[-1]
+    width = tile_width(len(hidden), vocabulary, hidden.element_size(), workspace)
+    return fixed + each * -(-vocabulary // width)

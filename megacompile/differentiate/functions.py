@@ -149,7 +149,7 @@ def _measure(
 ) -> _Taken:
     """What a function takes, from a run on fake tensors."""
     meter = StorageMeter(processors=processors)
-    with mode, torch.no_grad(), recording():  # our kernels on fake CUDA tensors are not launched
+    with mode, torch.no_grad(), recording(processors=processors):  # our kernels are not launched
         kept, arguments = [], []
         for value, (kind, _) in zip(examples, inputs, strict=True):
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

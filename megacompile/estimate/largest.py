@@ -26,29 +26,34 @@ class Largest:
 
 
 def estimate_largest(answer: Answer) -> Largest:
-    """About the largest that fits, at no further capture: two points of bytes over tokens, and a line."""
+    """About the largest that fits, at no further capture: a line through the bytes of the asked tokens and of
+    twice as many, then one through those of as many as the first line says."""
     q, here = answer.question, answer.least.device_bytes
-    twice = least(enlarged(answer.work, 2), q.mode(True)).nbytes
-    grown = max(0.0, 1 + (q.hbm_budget - here) / max(1, twice - here))
+    grown = 2.0
+    for _ in range(2):
+        there = least(enlarged(answer.work, grown), q.mode(True)).nbytes
+        grown = max(0.0, 1 + (grown - 1) * (q.hbm_budget - here) / max(1, there - here))
+        if grown <= 1:
+            break
     limit, step = _lengths(answer.model, q)
     seq = int(q.seq * grown) // step * step
     return Largest(int(q.batch * grown), min(seq, limit or seq), step, limit, exact=False)
 
 
-def enlarged(work: Workload, factor: int) -> Workload:
+def enlarged(work: Workload, factor: float) -> Workload:
     """The workload with ``factor`` times the tokens; weights and their gradients stay as they are."""
 
     def grown(call: Call, fixed: int) -> Call:
-        peak, end = (fixed + (n - fixed) * factor for n in (call.peak_bytes, call.end_bytes))
+        peak, end = (round(fixed + (n - fixed) * factor) for n in (call.peak_bytes, call.end_bytes))
         return replace(call, peak_bytes=peak, end_bytes=end)
 
     work = map_calls(work, grown)
     blocks = tuple(
-        replace(b, policies=tuple(replace(c, saved_bytes=c.saved_bytes * factor) for c in b.policies))
+        replace(b, policies=tuple(replace(c, saved_bytes=round(c.saved_bytes * factor)) for c in b.policies))
         for b in work.blocks
     )
     return replace(
-        work, blocks=blocks, values=tuple(replace(v, nbytes=v.nbytes * factor) for v in work.values)
+        work, blocks=blocks, values=tuple(replace(v, nbytes=round(v.nbytes * factor)) for v in work.values)
     )
 
 

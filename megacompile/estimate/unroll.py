@@ -44,7 +44,11 @@ class Repeated:
     ) -> None:
         self._model, self._batch = model, batch
         frontend = functools.partial(
-            Frontend, compute_dtype=compute_dtype, gathers=not stored, processors=processors
+            Frontend,
+            compute_dtype=compute_dtype,
+            gathers=not stored,
+            kernels=processors is not None,  # as compile has them unless told
+            processors=processors,
         )
         self._whole = frontend(model.module)
         self._layers = _layers(model)

@@ -200,8 +200,10 @@ class TorchCuda:
 
 @contextlib.contextmanager
 def exact_convolutions() -> Iterator[None]:
-    """cuDNN's convolutions without TF32, which it takes unless told, and deterministic; then as the caller has
-    them. Its recurrent layers too, as torch takes unlike settings of the two for a mistake."""
+    """Within, cuDNN convolves without TF32, which it takes unless told, and deterministically.
+
+    Recurrent layers are set with them, as torch takes unlike settings of the two for a mistake.
+    """
     cudnn = torch.backends.cudnn
     kinds: Any = (cudnn.conv, cudnn.rnn)
     before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark

@@ -15,15 +15,16 @@ from megacompile.kernels import _triton
 from megacompile.kernels.dropout import dropout_triton
 
 
-def check_triton(device: torch.device, *, needed: bool) -> None:
+def check_triton(device: torch.device, *, needed: bool) -> bool:
     """Launch one small kernel, which takes all that the large ones take: a C compiler, Python's headers and
-    the driver's library.
+    the driver's library. Whether that went well; False where Triton is not installed.
 
     Where that fails, Triton is not used in this process any more if it is not ``needed``; else
     :class:`MegacompileError` says what is missing.
     """
     if not _triton.HAS_TRITON:
-        return
+        _triton.give_up()
+        return False
     try:
         rng = torch.zeros(2, dtype=torch.int64, device=device)
         dropout_triton(torch.ones(1, device=device), rng, 0, 0.5)
@@ -35,6 +36,8 @@ def check_triton(device: torch.device, *, needed: bool) -> None:
                 "give compile kernels=False without inductor=True to run plain torch."
             ) from error
         _triton.give_up()
+        return False
+    return True
 
 
 def _missing() -> str:

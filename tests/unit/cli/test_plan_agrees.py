@@ -42,7 +42,8 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     ids = torch.randint(given.vocab_size, (BATCH, SEQ))
     program = megacompile.compile(
         model, f"{budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), host_budget="1GB",
-        compute_dtype=torch.bfloat16, max_grad_norm=1.0, example_batch={"input_ids": ids, "labels": ids},
+        compute_dtype=torch.bfloat16, max_grad_norm=1.0, kernels=True,
+        example_batch={"input_ids": ids, "labels": ids},
     )  # fmt: skip
     program.train_step({"input_ids": ids, "labels": ids})
     schedule, held = program.schedule, program.memory.host_bytes

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megacompile
+from megacompile import api as api_module
 from megacompile.errors import BudgetExceededError
 from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.cuda import CudaDevice
@@ -323,3 +324,18 @@ def test_buffers_of_the_model_follow_it(gpu: FakeCuda) -> None:
     assert fake._constant(source) is first
     assert torch.equal(first, source)
     fake.close()
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_a_gpu_with_triton_gets_the_fused_kernels_unless_told(
+    gpu: FakeCuda, launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = api_module.open_backend
+    monkeypatch.setattr(
+        api_module, "open_backend", lambda *given: replace(opened(*given), device=torch.device("cuda"))
+    )
+    monkeypatch.setattr(api_module, "check_triton", lambda device, needed: launches)
+    for kernels in (None, False):
+        trained = program(build("llama"), "cuda", "1GB", kernels=kernels, example_batch=batch_for("llama"))
+        assert bool(trained.fusions.counts) == (launches and kernels is None)
+        trained.close()

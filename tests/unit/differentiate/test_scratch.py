@@ -12,6 +12,7 @@ from megacompile.capture.batch import read_batch
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.estimate.study import Question, Study
 from megacompile.frontend import Compiled, Frontend
+from megacompile.kernels import _triton
 from megacompile.machine.catalog import PROFILES
 from megacompile.plan.least import least
 
@@ -102,3 +103,23 @@ def test_estimates_are_for_the_card_that_is_asked_about() -> None:
 
     assert needed("b200") - needed("rtx-4090") == sums(148) - sums(128)
     assert needed("h200") == needed("h100-sxm")
+
+
+def test_fused_operators_take_what_their_launchers_do() -> None:
+    """On a GPU: dx, and partial sums of the weight's gradient for each multiprocessor, in FP32."""
+    rows, columns = 4096, 1024
+
+    def peak(processors: int) -> int:
+        with FakeTensorMode(), _triton.recording(processors=processors), torch.no_grad():
+            x, grad = (torch.empty(rows, columns, dtype=torch.bfloat16) for _ in range(2))
+            weight, rstd = torch.empty(columns, dtype=torch.bfloat16), torch.empty(rows)
+            meter = StorageMeter(processors=processors)
+            for given in (x, grad, weight, rstd):
+                meter.ignore(given)
+            with meter:
+                torch.ops.megacompile.rms_norm_backward(grad, x, weight, rstd, 0.0, True)
+        return meter.peak
+
+    more = peak(132) - peak(66)
+    assert more > 0 and more % (4 * 66 * columns) == 0
+    assert 0 <= peak(66) - 2 * rows * columns - more < more
