@@ -87,8 +87,8 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
     before it does what a boolean mask needs, or an additive one; others become "eager".
     """
     transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return
+    if transformers is None or "transformers.modeling_utils" not in sys.modules:
+        return  # no model of theirs; what is imported within an export misses its registration as a pytree
     held = {id(v): v for m in model.modules() for v in vars(m).values()}
     for config in held.values():
         if (
