@@ -196,6 +196,7 @@ def _run_machines(_: argparse.Namespace) -> int:
 
 def _run_profile(options: argparse.Namespace) -> int:
     from megacompile.machine.catalog import profile_json
+    from megacompile.machine.kept import keep_profile
     from megacompile.machine.profile import describe, profile
 
     nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
@@ -205,6 +206,8 @@ def _run_profile(options: argparse.Namespace) -> int:
     except OSError as error:
         raise MegacompileError(f"--out {options.out}: {error.strerror or error}.") from error
     print(f"{describe(measured)}\nwritten to {options.out}: use it as --machine {options.out}")
+    if measured.device_bytes is not None:
+        print(f"megacompile.compile plans by it on this machine: kept in {keep_profile(measured)}")
     return 0
 
 

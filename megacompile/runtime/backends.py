@@ -11,6 +11,7 @@ import torch
 
 from megacompile.errors import MegacompileError
 from megacompile.machine.catalog import PROFILES, Dtype
+from megacompile.machine.kept import kept_profile
 from megacompile.machine.rates import Machine
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.device import Device
@@ -74,10 +75,15 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
 
 def _machine(device: torch.device, dtype: Dtype) -> Machine:
-    """The built-in profile that a card's name fits best, an H100's where none does, with its own number of
-    multiprocessors."""
-    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    """What ``megacompile profile`` measured of it; else the built-in profile that a card's name fits best, an
+    H100's where none does, with its own number of multiprocessors."""
+    name = torch.cuda.get_device_name(device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    measured = kept_profile(name, processors)
+    if measured is not None:
+        return measured.rates(dtype)
+    words = name.lower().replace("-", " ").split()
     shared = {name: sum(part in words for part in name.split("-")) for name in PROFILES}
     best = max(shared, key=lambda name: (shared[name], "sxm" in name))
     known = PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)
-    return replace(known, processors=torch.cuda.get_device_properties(device).multi_processor_count)
+    return replace(known, processors=processors)
