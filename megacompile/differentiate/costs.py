@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from megacompile.capture.operators import attention, attention_backward
+from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
 from megacompile.kernels.linear_cross_entropy import tile_width
@@ -114,17 +115,16 @@ def launches(node: fx.Node) -> int:
     if target in _HEADS:
         return _head_launches(node)
     if target is _BACKWARD:
-        return _ATTENTION[_is_ours(*node.args)]
+        return _ATTENTION[_is_ours(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
     return _LAUNCHES.get(target, 1) + copies
 
 
-def _is_ours(
-    grad: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, rng: Any, out: Any, lse: Any, scale: float,
-    causal: bool, window: int, softcap: float, *_: Any,
-) -> bool:  # fmt: skip
+def _is_ours(attention: fx.Node) -> bool:
     """Whether our kernel runs an attention on a GPU: it has what torch's does not know."""
-    return bias is None and (sinks is not None or softcap > 0.0 or 0 < window < k.meta["val"].shape[2])
+    given = arguments(attention)
+    narrow = 0 < given["window"] < given["k"].meta["val"].shape[2]
+    return given["bias"] is None and (given["sinks"] is not None or given["softcap"] > 0.0 or narrow)
 
 
 def _has_rows(x: Tensor) -> bool:
@@ -140,6 +140,6 @@ def _head_launches(node: fx.Node) -> int:
     """Those of a fused head, which makes its logits tile by tile."""
     place, fixed, each = _HEADS[node.target]  # type: ignore[index]
     hidden, weight = (node.args[place + i].meta["val"] for i in range(2))  # type: ignore[union-attr]
-    vocabulary, workspace = len(weight), node.args[-1]
+    vocabulary, workspace = len(weight), arguments(node)["workspace"]
     width = tile_width(len(hidden), vocabulary, hidden.element_size(), workspace)
     return fixed + each * -(-vocabulary // width)

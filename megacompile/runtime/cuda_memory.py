@@ -204,8 +204,8 @@ def exact_convolutions() -> Iterator[None]:
 
     Recurrent layers are set with them, as torch takes unlike settings of the two for a mistake.
     """
-    cudnn = torch.backends.cudnn
-    kinds: Any = (cudnn.conv, cudnn.rnn)
+    cudnn: Any = torch.backends.cudnn
+    kinds = cudnn.conv, cudnn.rnn
     before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark
     try:
         for kind in kinds:
