@@ -1,10 +1,11 @@
-"""``megacompile doctor --gpu``: a tiny model trained through CUDA, and by plain PyTorch beside it.
+"""``megacompile doctor --gpu``: each kernel, and a tiny model trained through CUDA, beside plain PyTorch.
 
-In: a device. Out: one line for each way of training, "OK" with the figures, or what failed.
+In: a device. Out: one line for each kernel and way of training, "OK" with the figures, or what failed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.bench.cases import OPERATIONS
+from megacompile.bench.kernels import check
+from megacompile.bench.providers import OURS
+from megacompile.units import format_bytes
 
+_SIZES = {
+    "batch": 1,
+    "heads": 8,
+    "groups": 2,
+    "tokens": 256,
+    "width": 1024,
+    "vocabulary": 4096,
+    "columns": 2048,
+}
+"""The most of each size that a kernel is tried at."""
 _STEPS, _BATCH, _LENGTH, _WIDTH, _HEADS, _WORDS = 4, 4, 256, 256, 4, 500
 _WAYS = (  # what, dtype, planner, most that a loss may differ, relative to plain PyTorch's in FP32
     ("float32, every weight streamed", torch.float32, "double-buffer", 1e-3),
@@ -62,7 +77,9 @@ class Finding:
 
 
 def findings(device: str, budget: str = "90%") -> Iterator[Finding]:
-    """Each way of training, one after the other; a failure does not keep the others from running."""
+    """Each kernel and way of training, one after the other; a failure keeps no other from running."""
+    for name in OURS:
+        yield _kernel(name, torch.device(device))
     model, optimizer = _made()
     expected = []
     for i in range(_STEPS):
@@ -73,27 +90,52 @@ def findings(device: str, budget: str = "90%") -> Iterator[Finding]:
         expected.append(float(loss.detach()))
     for what, dtype, planner, most in _WAYS:
         try:
-            yield _compared(what, _losses(device, budget, dtype, planner), expected, most)
+            losses, figures = _train(device, budget, dtype, planner)
+            yield _compared(what, losses, expected, most, figures)
         except Exception as error:  # whatever it is, the screen has to show it
             yield Finding(what, False, f"{type(error).__name__}: {error}")
 
 
-def _compared(what: str, losses: list[float], expected: list[float], most: float) -> Finding:
+def _kernel(name: str, device: torch.device) -> Finding:
+    """A fused operator in bfloat16, forward and backward, beside float64."""
+    operation = OPERATIONS[name]
+    shape = tuple(
+        min(size, _SIZES[what]) for what, size in zip(operation.sizes, operation.shapes[0], strict=True)
+    )
+    found = check(operation, shape, torch.bfloat16, {name: OURS[name]}, device)
+    error, wrong = found[name]
+    return Finding(f"kernel {name}", not wrong, wrong or f"within {error:.1e} of float64")
+
+
+def _compared(
+    what: str, losses: list[float], expected: list[float], most: float, figures: str = ""
+) -> Finding:
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
     if all(d <= most for d in differences):  # NaN is not
-        return Finding(what, True, f"{len(losses)} losses within {max(differences):.1e} of plain PyTorch's")
+        return Finding(
+            what, True, f"{len(losses)} losses within {max(differences):.1e} of plain PyTorch's{figures}"
+        )
     return Finding(what, False, f"the losses are {losses}, plain PyTorch's {expected}")
 
 
-def _losses(device: str, budget: str, dtype: torch.dtype, planner: str) -> list[float]:
+def _train(device: str, budget: str, dtype: torch.dtype, planner: str) -> tuple[list[float], str]:
+    """Losses, and the last step beside what was predicted of it."""
     model, optimizer = _made()
     program = megacompile.compile(
         model, budget, optimizer=optimizer, device=device, compute_dtype=dtype, planner=planner
     )
-    try:
-        return [float(program.train_step(_batch(i)).loss) for i in range(_STEPS)]
-    finally:
-        program.close()
+    with program:
+        losses = [float(program.train_step(_batch(i)).loss) for i in range(_STEPS - 1)]
+        program.synchronize()
+        start = time.perf_counter()
+        losses.append(float(program.train_step(_batch(_STEPS - 1)).loss))
+        program.synchronize()
+        seconds, memory = time.perf_counter() - start, program.memory
+        figures = (
+            f"; a step {seconds:.2g} s, predicted {program.schedule.predicted_seconds:.2g} s; peak "
+            f"{format_bytes(memory.device_peak_bytes)}, predicted {format_bytes(memory.predicted_peak_bytes)}"
+        )
+    return losses, figures
 
 
 def _made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import megacompile
+from megacompile.bench.providers import OURS
 from megacompile.cli import first_run
 from megacompile.cli.main import main
 
@@ -14,23 +16,29 @@ from megacompile.cli.main import main
 def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_run, "_LENGTH", 32)
     found = list(first_run.findings("cpu", "50MB"))
-    assert len(found) == 3 and all(f.good for f in found), found
+    assert len(found) == 3 + len(OURS) and all(f.good for f in found), found
+    assert "peak" in found[-1].text and "predicted" in found[-1].text
 
 
 def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def losses(device: str, budget: str, dtype: torch.dtype, planner: str) -> list[float]:
+    def train(device: str, budget: str, dtype: torch.dtype, planner: str) -> tuple[list[float], str]:
         if planner == "search":
             raise RuntimeError("no kernel image is available")
-        return [1.0, float("nan")] if dtype == torch.float32 else [1.0, 2.1]
+        return [1.0, float("nan")] if dtype == torch.float32 else [1.0, 2.1], ""
+
+    def twice(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * megacompile.kernels.rms_norm(x, weight, 1e-6)
 
     def findings(device: str) -> Any:
-        return [first_run._compared("float32", losses(device, "", torch.float32, ""), [1.0, 2.0], 0.1)]
+        return [first_run._compared("float32", train(device, "", torch.float32, "")[0], [1.0, 2.0], 0.1)]
 
     monkeypatch.setattr(first_run, "_LENGTH", 8)
     monkeypatch.setattr(first_run, "_STEPS", 2)
-    monkeypatch.setattr(first_run, "_losses", losses)
+    monkeypatch.setattr(first_run, "_train", train)
+    monkeypatch.setattr(first_run, "OURS", {"rms_norm": twice})
     found = list(first_run.findings("cpu"))
     assert not any(f.good for f in found)
+    assert found[0].text.startswith("wrong: result 0 is off")
     assert found[-1].text == "RuntimeError: no kernel image is available"
     monkeypatch.setattr(first_run, "findings", findings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
