@@ -23,13 +23,15 @@ Band = tuple[bool, int]
 
 class Mask(NamedTuple):
     """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
-    boolean one hides a key), and the plain band that it is, if any.
+    boolean one hides a key), the plain band that it is, if any, and the bounds of the packed documents, int32
+    [2, B, S], within which it is one.
     """
 
     given: Tensor
     version: int
     additive: Tensor
     band: Band | None
+    bounds: Tensor | None
 
 
 class Masks:
@@ -44,6 +46,7 @@ class Masks:
         self._padding = padding
         self._unchanged = None if padding is None else padding._version
         self._prepared: list[Tensor] = []
+        self._packed: list[tuple[Callable[..., Any], Callable[..., Any], Tensor]] = []
 
     def prepare(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """transformers' preparation of a mask of padding, whose result is known again in :meth:`make`."""
@@ -60,6 +63,21 @@ class Masks:
             if mask is not None and _is_alias(mask, made.given) and mask._version == made.version:
                 return made
         return None
+
+    def pack(
+        self,
+        theirs: Callable[..., Callable[..., Any]],
+        mask_function: Callable[..., Any],
+        position_ids: Tensor,
+        packed_sequence_mask: Tensor,
+    ) -> Callable[..., Any]:
+        """transformers' mask function within documents, which is known again in :meth:`make`.
+
+        Positions rise by one within a document, so a band of positions is one of indices.
+        """
+        made = theirs(mask_function, position_ids, packed_sequence_mask)
+        self._packed.append((made, mask_function, packed_sequence_mask))
+        return made
 
     def make(
         self,
@@ -101,13 +119,25 @@ class Masks:
         )
         skippable = allow_is_causal_skip or allow_is_bidirectional_skip
         left_out = any(attention_mask is mask for mask in self._prepared)
-        plain = (attention_mask is None or left_out) and skippable and q_offset == kv_offset == 0
-        band = _recognise(function, q_length, kv_length, local_size) if plain else None
+        within = [(base, ids) for made, base, ids in self._packed if made is function]
+        plain = (attention_mask is None or left_out) and (skippable or within) and q_offset == kv_offset == 0
+        band, bounds = None, None
+        if plain:
+            band = _recognise(within[0][0] if within else function, q_length, kv_length, local_size)
         if left_out and band is not None and not band[0]:
             band = None  # all tokens would see the padding
+        if within and band is not None:
+            bounds = _bounds(within[0][1])
         additive = as_additive(mask, dtype) if mask.dtype == torch.bool else mask
-        self._made.append(Mask(mask, mask._version, additive, band))
+        self._made.append(Mask(mask, mask._version, additive, band, bounds))
         return mask
+
+
+def _bounds(documents: Tensor) -> Tensor:
+    """int32 [2, B, S] of the numbers of documents [B, S], which rise: where each token's begins, and ends."""
+    documents = documents.contiguous()
+    first = torch.searchsorted(documents, documents, out_int32=True)
+    return torch.stack((first, torch.searchsorted(documents, documents, out_int32=True, right=True)))
 
 
 def _is_alias(x: Tensor | None, of: Tensor) -> bool:

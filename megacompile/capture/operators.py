@@ -23,6 +23,7 @@ from megacompile.kernels.attention import flash_attention_backward, flash_attent
 from megacompile.kernels.attention_reference import Rule
 from megacompile.kernels.dropout import dropout_mask, dropout_triton
 
+_BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
 _LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
 
 
@@ -72,17 +73,22 @@ def attention(
     dropout_p: float,
     site: int,
     bias_grad: bool,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention; returns (out, log-sum-exp of the scores).
 
     q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] with G dividing H; ``bias`` is additive and
     broadcasts to [B, H, S, T]; ``sinks`` [H] adds one logit per head to the softmax's denominator;
     ``window`` > 0 keeps keys with 0 <= i - j < window (|i - j| < window where not causal);
-    ``softcap`` c > 0 maps scores s to c·tanh(s / c). out is [B, H, S, Dv], stored as [B, S, H, Dv];
-    log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden, by -inf in ``bias``,
-    gives zeros, and no gradient, as in torch's own attention; its log-sum-exp is inf.
+    ``softcap`` c > 0 maps scores s to c·tanh(s / c); ``bounds`` int32 [2, B, S], in the place of ``bias``,
+    hold the first key of each query's document and the one behind its last. out is [B, H, S, Dv], stored as
+    [B, S, H, Dv]; log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden, by -inf in
+    ``bias``, gives zeros, and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
-    path = sdpa.choose(q, k, v, sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    has = sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad, bounds)
+    path = sdpa.choose(q, k, v, has)
+    if bounds is not None and path != "triton":
+        bias, causal, window = _document_bias(q, k, bounds, causal, window), False, 0
     if path in ("library", "efficient"):
         mask = _flash_mask(q, k, bias, causal, window)
         run = sdpa.forward if path == "library" else sdpa.efficient_forward
@@ -93,7 +99,7 @@ def attention(
             lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
         return _heads_inside(out), lse.contiguous()
     if path == "triton":
-        return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks))
+        return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks, bounds))
     probabilities, lse, _ = sdpa.softmax(q, k, bias, sinks, scale, causal, window, softcap)
     probabilities = probabilities.to(v.dtype)
     if dropout_p > 0.0:
@@ -128,13 +134,17 @@ def attention_backward(
     dropout_p: float,
     site: int,
     bias_grad: bool,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention` for (q, k, v, bias, sinks), from its inputs and outputs.
 
     The gradients of ``bias`` and ``sinks`` are empty tensors where these are absent or constant.
     """
     none = q.new_empty(0)
-    path = sdpa.choose(q, k, v, sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad))
+    has = sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad, bounds)
+    path = sdpa.choose(q, k, v, has)
+    if bounds is not None and path != "triton":
+        bias, causal, window = _document_bias(q, k, bounds, causal, window), False, 0
     if path == "library":
         mask = _flash_mask(q, k, bias, causal, window)
         grad = _of_lowered_rows(grad, bias, mask)
@@ -148,7 +158,7 @@ def attention_backward(
             d_bias = dmask.sum_to_size(bias.shape).to(bias.dtype).contiguous()
         return dq, dk, dv, d_bias, none.clone()
     if path == "triton":
-        rule = Rule(scale, causal, window, softcap, sinks)
+        rule = Rule(scale, causal, window, softcap, sinks, bounds)
         dq, dk, dv, d_sinks = flash_attention_backward(grad, q, k, v, out, lse, rule)
         return dq, dk, dv, none, d_sinks
 
@@ -185,26 +195,26 @@ def attention_backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    bias_grad = rest[-1]
+    bias_grad = rest[_BIAS_GRAD]
     d_bias = torch.empty_like(bias).contiguous() if bias_grad and bias is not None else q.new_empty(0)
     d_sinks = torch.empty_like(sinks) if sinks is not None else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias, d_sinks
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, sinks, rng, *ctx.constants = inputs
+    q, k, v, bias, sinks, rng, *ctx.constants, bounds = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, bias, sinks, rng, *output)
+    ctx.save_for_backward(q, k, v, bias, sinks, rng, bounds, *output)
 
 
 def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, bias, sinks, rng, out, lse = ctx.saved_tensors
+    q, k, v, bias, sinks, rng, bounds, out, lse = ctx.saved_tensors
     dq, dk, dv, d_bias, d_sinks = torch.ops.megacompile.attention_backward(
-        grad, q, k, v, bias, sinks, rng, out, lse, *ctx.constants
+        grad, q, k, v, bias, sinks, rng, out, lse, *ctx.constants, bounds
     )
     bias_grad = ctx.constants[-1] and bias is not None
     return (dq, dk, dv, d_bias if bias_grad else None, d_sinks if sinks is not None else None) + (None,) * (
-        1 + len(ctx.constants)
+        2 + len(ctx.constants)
     )
 
 
@@ -214,6 +224,15 @@ attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 def _heads_inside(out: Tensor) -> Tensor:
     """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _document_bias(q: Tensor, k: Tensor, bounds: Tensor, causal: bool, window: int) -> Tensor:
+    """What packed documents add to scores, [B, 1, S, T]: -inf where a query does not see a key."""
+    key = torch.arange(k.shape[2], device=q.device)
+    first, last = bounds.unsqueeze(-1)
+    seen, band = (key >= first) & (key < last), sdpa.band_mask(q, k, causal, window)
+    seen = seen if band is None else seen & band
+    return torch.where(seen, torch.zeros((), dtype=q.dtype, device=q.device), -math.inf).unsqueeze(1)
 
 
 def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int) -> Tensor | None:

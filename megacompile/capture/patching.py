@@ -101,10 +101,13 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
         ours = substitute.transformers_attention
         yield Patch(attention._global_mapping, name, ours, "one node of known cost on every device")
         yield Patch(makers._global_mapping, name, sites.masks.make, "plain bands are computed, not read")
-    masking = sys.modules["transformers.masking_utils"]
-    if hasattr(masking, "_preprocess_mask_arguments"):
-        ours = sites.masks.prepare
-        yield Patch(masking, "_preprocess_mask_arguments", ours, "a batch's own mask of padding is told")
+    masking, masks = sys.modules["transformers.masking_utils"], sites.masks
+    for name, own, why in (
+        ("_preprocess_mask_arguments", masks.prepare, "a batch's own mask of padding is told"),
+        ("packed_sequence_compatibility_function", masks.pack, "documents are told by their bounds"),
+    ):
+        if hasattr(masking, name):
+            yield Patch(masking, name, own, why)
     if not positions_given:
         yield Patch(masking, "find_packed_sequence_indices", calls.nothing, "a model's own are never packed")
     for name in ("longt5", "switch_transformers", "udop"):

@@ -1,10 +1,10 @@
 """Which implementation of attention runs a call, torch's own behind one interface, the plain softmax.
 
 ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
-kernel for windows, softcap and sinks in 16-bit types, ``efficient`` torch's memory-efficient attention on
-CUDA (float32, additive bias and its gradient), ``plain`` the products and the softmax written out, with
-the whole matrix of scores. The choice depends on shapes, dtypes, device and constants alone, so that a
-recomputed forward and the backward make the same one.
+kernel for windows, softcap, sinks and packed documents in 16-bit types, ``efficient`` torch's
+memory-efficient attention on CUDA (float32, additive bias and its gradient), ``plain`` the products and the
+softmax written out, with the whole matrix of scores. The choice depends on shapes, dtypes, device and
+constants alone, so that a recomputed forward and the backward make the same one.
 
 On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run,
 and equal seeds must give equal bits. The other two are asked to be deterministic.
@@ -43,25 +43,26 @@ class Features:
     causal: bool
     window: int
     softcap: float
+    packed: bool = False
 
     @classmethod
     def of(
         cls, bias: Tensor | None, sinks: Tensor | None, causal: bool, window: int, softcap: float,
-        dropout_p: float, bias_grad: bool,
+        dropout_p: float, bias_grad: bool, bounds: Tensor | None,
     ) -> Self:  # fmt: skip
         """Of the arguments of a call."""
-        drops = dropout_p > 0.0
-        return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap)
+        drops, packed = dropout_p > 0.0, bounds is not None
+        return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap, packed)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
-    """The implementation that runs a call."""
+    """The implementation that runs a call; all but "triton" are given packed documents as a bias."""
     if q.numel() == 0 or k.numel() == 0 or has.dropout or (has.bias_grad and not q.is_cuda):
         return "plain"
     same_lengths = q.shape[2] == k.shape[2]
     plain_scores = not has.sinks and has.softcap == 0.0
     torchs = plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window))
-    masked = has.bias or 0 < has.window < k.shape[2]
+    masked = has.bias or has.packed or 0 < has.window < k.shape[2]
     sees_all = same_lengths or (not has.window and not has.causal)
     ours = not has.bias and sees_all and runs_triton(q) and supports(q, k, v)
     if torchs and (_library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)):

@@ -20,7 +20,10 @@ from megacompile.capture import operators as ops
 from megacompile.capture.masks import Masks, as_additive
 from megacompile.errors import CaptureError
 
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "labels"}  # handed through, never read by attention
+_WITHOUT_EFFECT = {  # handed through; the last four say what a mask says, to flash attention alone
+    *("position_ids", "cache_position", "labels"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
 _current: list[CallSites] = []
 
 
@@ -78,6 +81,7 @@ def _attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    bounds: Tensor | None = None,
 ) -> Tensor:
     sites = _current[-1]
     drops = dropout_p > 0.0
@@ -98,6 +102,7 @@ def _attend(
         float(dropout_p),
         sites.next() if drops else 0,
         bias is not None and bias.requires_grad,
+        bounds,
     )
     return out
 
@@ -165,9 +170,11 @@ def transformers_attention(
         return own(module, query, key, value, attention_mask, **given)
     known = _current[-1].masks.known(attention_mask)
     bias: Tensor | None = None
+    bounds: Tensor | None = None
     causal, window = False, 0
-    if known is not None and known.band is not None:
-        causal, window = known.band
+    packed = known is not None and known.bounds is not None
+    if known is not None and known.band is not None and not (packed and position_bias is not None):
+        (causal, window), bounds = known.band, known.bounds
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = causal and query.shape[2] > 1, sliding_window or 0
@@ -181,7 +188,7 @@ def transformers_attention(
             bias = position_bias if bias is None else position_bias + bias
     out = _attend(
         query, key, value, bias, scale=scaling, causal=causal, window=window,
-        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
+        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, bounds=bounds,
     )  # fmt: skip
     return out.transpose(1, 2), None
 

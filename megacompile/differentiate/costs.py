@@ -123,8 +123,8 @@ def launches(node: fx.Node) -> int:
 def _is_ours(attention: fx.Node) -> bool:
     """Whether our kernel runs an attention on a GPU: it has what torch's does not know."""
     given = arguments(attention)
-    narrow = 0 < given["window"] < given["k"].meta["val"].shape[2]
-    return given["bias"] is None and (given["sinks"] is not None or given["softcap"] > 0.0 or narrow)
+    masked = given["bounds"] is not None or 0 < given["window"] < given["k"].meta["val"].shape[2]
+    return given["bias"] is None and (given["sinks"] is not None or given["softcap"] > 0.0 or masked)
 
 
 def _has_rows(x: Tensor) -> bool:

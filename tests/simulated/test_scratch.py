@@ -25,6 +25,12 @@ SHAPES = [(1, 8, 8, 2048, 64), (2, 12, 12, 1024, 64), (1, 8, 2, 2048, 64), (1, 3
           (1, 16, 16, 512, 256)]  # fmt: skip
 
 
+@pytest.fixture
+def expanding() -> None:
+    """Segments expand as in programs, so blocks are no larger than what was asked for."""
+    _expand_segments()
+
+
 def asked_for(run: Callable[[], Any]) -> tuple[int, int]:
     """The most bytes of device memory that a call holds, and those of its results."""
     torch.cuda.synchronize()
@@ -63,10 +69,12 @@ def test_flash_attention_takes_what_the_formula_says(shape: Shape) -> None:
     assert 0 <= peak - results - formula < ROUNDING
 
 
-@pytest.mark.parametrize("kind", ["causal", "bias", "window"])
+@pytest.mark.parametrize("kind", ["causal", "bias", "window", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_takes_no_more_than_is_planned(shape: Shape, dtype: torch.dtype, kind: str) -> None:
+def test_attention_takes_no_more_than_is_planned(
+    shape: Shape, dtype: torch.dtype, kind: str, expanding: None
+) -> None:
     """Whichever of torch's attentions runs on CUDA."""
     constants = (0.125, kind != "bias", 64 if kind == "window" else 0, 0.0, 0.0, 0, False)
 
@@ -76,10 +84,12 @@ def test_attention_takes_no_more_than_is_planned(shape: Shape, dtype: torch.dtyp
         bias = (
             torch.empty(shape[0], 1, length, length, dtype=dtype, device=device) if kind == "bias" else None
         )
-        extra = (bias, None, None)
+        extra, bounds = (bias, None, None), None
+        if kind == "packed":
+            bounds = torch.empty(2, shape[0], length, dtype=torch.int32, device=device)
         return [
-            lambda: ours.attention(q, k, v, *extra, *constants),
-            lambda: ours.attention_backward(grad, q, k, v, *extra, out, lse, *constants),
+            lambda: ours.attention(q, k, v, *extra, *constants, bounds),
+            lambda: ours.attention_backward(grad, q, k, v, *extra, out, lse, *constants, bounds),
         ]
 
     with FakeTensorMode() as mode:
@@ -89,12 +99,6 @@ def test_attention_takes_no_more_than_is_planned(shape: Shape, dtype: torch.dtyp
         with mode, meter:
             fake()
         assert asked_for(real)[0] <= meter.peak + ROUNDING
-
-
-@pytest.fixture
-def expanding() -> None:
-    """Segments expand as in programs, so blocks are no larger than what was asked for."""
-    _expand_segments()
 
 
 COLUMNS = [(64, 1024), (1024, 1024), (4096, 1001), (4096, 4096), (65536, 128), (2000, 14336), (8192, 6)]

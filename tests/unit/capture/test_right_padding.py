@@ -9,74 +9,34 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture import sdpa
-from megacompile.capture.captured import Captured
-from megacompile.capture.graph import capture
 from megacompile.capture.right_padding import is_padded_right
+from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, padded_batch
-
-ATTENTION = torch.ops.megacompile.attention.default
-
-
-def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:
-    forms = {name: (p.dtype, p.stride()) for name, p in model.named_parameters()}
-    return capture(model, (), batch, forms=forms, padded_right=is_padded_right(batch), **options)
-
-
-def calls_of(captured: Captured) -> list[tuple[bool, bool, int]]:
-    """(whether there is a bias, causal, window) of each call of attention."""
-    calls = [node.args for node in captured.graph.nodes if node.target is ATTENTION]
-    return [(args[3] is not None, args[7], args[8]) for args in calls]
-
-
-def path_on_cuda(captured: Captured) -> set[str]:
-    """Which attention would run on a GPU, of calls in bfloat16."""
-    found = set()
-    for node in captured.graph.nodes:
-        if node.target is ATTENTION:
-            q, k, v = (a.meta["val"].to("meta", torch.bfloat16) for a in node.args[:3])
-            has = sdpa.Features(node.args[3] is not None, False, False, False, *node.args[7:10])
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-                found.add(sdpa.choose(q, k, v, has))
-    return found
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "cohere"])
 def test_padding_at_the_right_needs_no_mask(model_type: str) -> None:
     """A dense bias leaves the fast path of a GPU; padding at the left still has it."""
     model = causal(model_type).train()
-    right = graph_of(model, padded_batch(0))
-    assert right.blind and all(causal and not bias for bias, causal, _ in calls_of(right))
+    right = graph_of(model, padded_batch(0), padded_right=True)
+    assert right.blind and all(call["causal"] and call["bias"] is None for call in attention_calls(right))
     assert "kwargs_attention_mask" not in right.inputs
     if model_type != "llama":
         return
     left = graph_of(model, padded_batch(0, left=True))
-    assert not left.blind and all(bias and not causal for bias, causal, _ in calls_of(left))
-    assert (path_on_cuda(right), path_on_cuda(left)) == ({"library"}, {"efficient"})
+    assert not left.blind and not any(call["causal"] for call in attention_calls(left))
+    assert (paths_on_cuda(right), paths_on_cuda(left)) == ({"library"}, {"efficient"})
 
 
 @pytest.mark.parametrize("model_type", ["opt", "qwen3_moe", "mamba"])
 def test_a_mask_that_more_than_attention_reads_stays(model_type: str) -> None:
     """Positions are counted by the mask, a router's loss counts tokens, a recurrence stops at it."""
     changes = {"output_router_logits": True} if model_type == "qwen3_moe" else {}
-    captured = graph_of(causal(model_type, **changes).train(), padded_batch(0))
+    captured = graph_of(causal(model_type, **changes).train(), padded_batch(0), padded_right=True)
     assert not captured.blind and "kwargs_attention_mask" in captured.inputs
-
-
-def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """The loss of a graph and the gradients of all parameters."""
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    given = {name: parameters[n] for name, n in captured.parameters.items()}
-    given |= {name: buffers[n] for name, n in captured.buffers.items()}
-    given |= {name: list(batch.values())[i] for name, i in captured.inputs.items()}
-    given |= captured.constants | {captured.rng: torch.tensor([3, 0])}
-    module = fx.GraphModule(nn.Module(), captured.graph)
-    (loss,) = module(*(given[node.name] for node in captured.graph.nodes if node.op == "placeholder"))
-    return [loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral", "gpt2"])
@@ -86,12 +46,9 @@ def test_losses_and_gradients_are_bitwise_those_with_the_mask(model_type: str) -
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    forms = {name: (p.dtype, p.stride()) for name, p in model.named_parameters()}
-    masked = capture(model, (), batch, forms=forms)
-    assert all(bias for bias, *_ in calls_of(masked))
-    for with_mask, without in zip(
-        run(masked, model, batch), run(graph_of(model, batch), model, batch), strict=True
-    ):
+    masked, blind = graph_of(model, batch), graph_of(model, batch, padded_right=True)
+    assert all(call["bias"] is not None for call in attention_calls(masked)) and blind.blind
+    for with_mask, without in zip(run(masked, model, batch), run(blind, model, batch), strict=True):
         assert torch.equal(with_mask, without)
 
 
@@ -167,7 +124,7 @@ def test_the_proof_holds_exactly_where_nothing_at_padding_counts(name: str) -> N
     model, batch = Model(*(SOUND | UNSOUND)[name]), {n: x.flip(0) for n, x in padded_batch(0).items()}
     batch["input_ids"] %= 64
     batch["labels"] = torch.where(batch["labels"] == -100, -100, batch["labels"] % 64)
-    captured = graph_of(model, batch)
+    captured = graph_of(model, batch, padded_right=True)
     assert captured.blind == (name in SOUND)
     ids = torch.where(batch["attention_mask"] == 0, batch["input_ids"] + 7, batch["input_ids"]) % 64
     changed = not torch.equal(model(**batch), model(**(batch | {"input_ids": ids})))

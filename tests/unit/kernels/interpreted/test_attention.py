@@ -173,7 +173,9 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, doubles, fast_mode=True)
 
 
-@pytest.mark.parametrize("features", [{"window": 9}, {"softcap": 3.0}, {"sinks": True, "window": 9}])
+@pytest.mark.parametrize(
+    "features", [{"window": 9}, {"softcap": 3.0}, {"sinks": True, "window": 9}, {"documents": (0, 7, 33)}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
     """megacompile::attention calls it for what the library lacks; strides and types are those of its fake."""
@@ -183,14 +185,17 @@ def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
         operators, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
     )
     window, softcap = features.get("window", 0), features.get("softcap", 0.0)
+    cumulative = features.get("documents")
+    bounds = document_bounds(torch.tensor(cumulative), 33).expand(2, 2, 33) if cumulative else None
 
     def run(q, k, v, sinks=None):
-        constants = 0.3, True, window, softcap, 0.0, 0, False
+        constants = 0.3, True, window, softcap, 0.0, 0, False, bounds
         out, lse = torch.ops.megacompile.attention(q, k, v, None, sinks, None, *constants)
         assert out.stride() == (2 * 33 * 16, 16, 32, 1) and lse.dtype == torch.float32
         return out
 
     inputs = [randn(2, 2, 33, 16), randn(2, 1, 33, 16), randn(2, 1, 33, 16)]
     inputs += [randn(2)] if "sinks" in features else []
-    compare(run, lambda *x: eager(*x[:3], x[3] if x[3:] else None, 0.3, True, window, softcap), inputs, dtype)
+    terms = 0.3, True, window, softcap, bounds
+    compare(run, lambda *x: eager(*x[:3], x[3] if x[3:] else None, *terms), inputs, dtype)
     assert calls

@@ -1,0 +1,53 @@
+"""Captured graphs: made of a model and a batch, asked for their calls of attention, run with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile.capture import sdpa
+from megacompile.capture.captured import Captured
+from megacompile.capture.graph import capture
+from megacompile.capture.positions import arguments
+
+
+def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:
+    """A model captured on a batch."""
+    forms = {name: (p.dtype, p.stride()) for name, p in model.named_parameters()}
+    return capture(model, (), batch, forms=forms, **options)
+
+
+def attention_calls(captured: Captured) -> list[dict[str, Any]]:
+    """The arguments of each call of attention, by name."""
+    ours = torch.ops.megacompile.attention.default
+    return [arguments(node) for node in captured.graph.nodes if node.target is ours]
+
+
+def paths_on_cuda(captured: Captured, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Which implementations of attention would run on a GPU."""
+    found = set()
+    for call in attention_calls(captured):
+        q, k, v = (call[name].meta["val"].to("meta", dtype) for name in "qkv")
+        has = sdpa.Features.of(
+            call["bias"], call["sinks"], call["causal"], call["window"], call["softcap"], call["dropout_p"],
+            call["bias_grad"], call["bounds"],
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "is_cuda", property(lambda _: True))
+            found.add(sdpa.choose(q, k, v, has))
+    return found
+
+
+def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """The loss of a graph and the gradients of all parameters."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    given = {name: parameters[n] for name, n in captured.parameters.items()}
+    given |= {name: buffers[n] for name, n in captured.buffers.items()}
+    given |= {name: list(batch.values())[i] for name, i in captured.inputs.items()}
+    given |= captured.constants | {captured.rng: torch.tensor([3, 0])}
+    module = fx.GraphModule(nn.Module(), captured.graph)
+    (loss,) = module(*(given[node.name] for node in captured.graph.nodes if node.op == "placeholder"))
+    return [loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))]

@@ -1,0 +1,96 @@
+"""Packed sequences: their bounds reach the operator, not a matrix of tokens by tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.capture.masks import Masks, _bounds
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.kernels import document_bounds
+from megacompile.kernels._triton import recording
+from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run
+from tests.support.zoo import causal, packed_batch
+
+OURS = torch.ops.megacompile
+
+
+def dense(self: Masks, theirs: Any, *args: Any) -> Any:
+    """Packs as transformers does, so that a mask is all that is known."""
+    return theirs(*args)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral"])
+def test_bounds_are_bitwise_the_mask(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients on a CPU, of plain causal layers, windows and softcap."""
+    torch.manual_seed(0)
+    model, batch = causal(model_type).train(), packed_batch(0)
+    bounded = graph_of(model, batch)
+    calls = attention_calls(bounded)
+    assert all(call["causal"] and call["bias"] is None and call["bounds"] is not None for call in calls)
+    monkeypatch.setattr(Masks, "pack", dense)
+    masked = graph_of(model, batch)
+    assert all(call["bias"] is not None and call["bounds"] is None for call in attention_calls(masked))
+    for ours, theirs in zip(run(bounded, model, batch), run(masked, model, batch), strict=True):
+        assert torch.equal(ours, theirs)
+    if model_type == "llama":
+        pytest.importorskip("triton", reason="triton is missing: pip install triton")
+        assert (paths_on_cuda(bounded), paths_on_cuda(masked)) == ({"triton"}, {"efficient"})
+        assert paths_on_cuda(bounded, torch.float32) == {"efficient"}
+
+
+def test_collators_for_flash_attention_say_the_same_twice() -> None:
+    """Those of transformers and TRL give cumulative lengths beside positions."""
+    torch.manual_seed(0)
+    model, batch = causal("llama").train(), packed_batch(0)
+    lengths = torch.tensor([0, 10, 18, 24], dtype=torch.int32)
+    more = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 10, "max_length_k": 10}
+    captured = graph_of(model, batch | more)
+    assert all(call["bounds"] is not None for call in attention_calls(captured))
+    for ours, plain in zip(
+        run(captured, model, batch | more), run(graph_of(model, batch), model, batch), strict=True
+    ):
+        assert torch.equal(ours, plain)
+
+
+def test_bounds_are_those_of_cumulative_lengths() -> None:
+    lengths = (10, 8, 6)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    cumulative = torch.tensor([0, 10, 18, 24])
+    assert torch.equal(_bounds(documents), document_bounds(cumulative, 24))
+    assert torch.equal(_bounds(documents.expand(2, -1))[:, 1], document_bounds(cumulative, 24)[:, 0])
+
+
+def call(device: str, tokens: int, dtype: torch.dtype, window: int = 0) -> tuple[Tensor, ...]:
+    """Forward and backward of packed rows; all that the backward returns."""
+    q, k, v = (torch.empty(1, tokens, n, 64, dtype=dtype, device=device).transpose(1, 2) for n in (8, 2, 2))
+    bounds = torch.empty(2, 1, tokens, dtype=torch.int32, device=device)
+    constants = 0.125, True, window, 0.0, 0.0, 0, False, bounds
+    out, lse = OURS.attention(q, k, v, None, None, None, *constants)
+    found: tuple[Tensor, ...] = OURS.attention_backward(out, q, k, v, None, None, None, out, lse, *constants)
+    return found
+
+
+def test_a_plan_for_a_gpu_counts_what_the_kernel_takes() -> None:
+    """In proportion to the tokens, where a CPU holds their square."""
+    peaks = {}
+    for processors in (132, None):
+        for tokens in (8192, 16384):
+            meter = StorageMeter(processors=processors)
+            with FakeTensorMode(), recording(processors=processors), meter:
+                call("cpu", tokens, torch.bfloat16)
+            peaks[processors, tokens] = meter.peak
+    assert peaks[132, 16384] == 2 * peaks[132, 8192] and peaks[132, 8192] < 8192**2
+    assert peaks[None, 16384] > 16384**2
+
+
+def test_the_operator_is_registered_right() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 12, 8, requires_grad=True) for n in (4, 2, 2))
+    bounds = document_bounds(torch.tensor([0, 5, 12]), 12)
+    arguments = q, k, v, None, None, None, 0.3, True, 0, 0.0, 0.0, 0, False, bounds
+    torch.library.opcheck(OURS.attention.default, arguments)
