@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.capture import sdpa
 from megacompile.capture.sdpa import repeat_heads, sum_heads
+from megacompile.capture.sinks import gradient_of_sinks, with_sinks
 from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
@@ -93,6 +94,8 @@ def attention(
         mask = _flash_mask(q, k, bias, causal, window)
         run = sdpa.forward if path == "library" else sdpa.efficient_forward
         out, lse = run(q, k, v, mask, causal, scale)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         if bias is not None and mask is not None:
             hidden = _tops(mask) == -math.inf
             out = out.masked_fill(hidden, 0.0)
@@ -145,18 +148,17 @@ def attention_backward(
     path = sdpa.choose(q, k, v, has)
     if bounds is not None and path != "triton":
         bias, causal, window = _document_bias(q, k, bounds, causal, window), False, 0
-    if path == "library":
+    if path in ("library", "efficient"):
         mask = _flash_mask(q, k, bias, causal, window)
+        d_sinks = none.clone() if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         grad = _of_lowered_rows(grad, bias, mask)
-        return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, none.clone()
-    if path == "efficient":
-        mask = _flash_mask(q, k, bias, causal, window)
-        grad = _of_lowered_rows(grad, bias, mask)
+        if path == "library":
+            return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, d_sinks
         dq, dk, dv, dmask = sdpa.efficient_backward(grad, q, k, v, out, lse, mask, causal, scale, bias_grad)
         d_bias = none
         if bias is not None and dmask is not None:
             d_bias = dmask.sum_to_size(bias.shape).to(bias.dtype).contiguous()
-        return dq, dk, dv, d_bias, none.clone()
+        return dq, dk, dv, d_bias, d_sinks
     if path == "triton":
         rule = Rule(scale, causal, window, softcap, sinks, bounds)
         dq, dk, dv, d_sinks = flash_attention_backward(grad, q, k, v, out, lse, rule)

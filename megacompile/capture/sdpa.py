@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import runs_triton
+from megacompile.kernels._triton import on_gpu, runs_triton
 from megacompile.kernels.attention import supports
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     if q.numel() == 0 or k.numel() == 0 or has.dropout or (has.bias_grad and not q.is_cuda):
         return "plain"
     same_lengths = q.shape[2] == k.shape[2]
-    plain_scores = not has.sinks and has.softcap == 0.0
+    plain_scores = has.softcap == 0.0 and (not has.sinks or on_gpu(q))
     torchs = plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window))
     masked = has.bias or has.packed or 0 < has.window < k.shape[2]
     sees_all = same_lengths or (not has.window and not has.causal)

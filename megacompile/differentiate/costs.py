@@ -124,7 +124,7 @@ def _is_ours(attention: fx.Node) -> bool:
     """Whether our kernel runs an attention on a GPU: it has what torch's does not know."""
     given = arguments(attention)
     masked = given["bounds"] is not None or 0 < given["window"] < given["k"].meta["val"].shape[2]
-    return given["bias"] is None and (given["sinks"] is not None or given["softcap"] > 0.0 or masked)
+    return given["bias"] is None and (given["softcap"] > 0.0 or masked)
 
 
 def _has_rows(x: Tensor) -> bool:

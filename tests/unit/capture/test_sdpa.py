@@ -39,9 +39,11 @@ def chosen(has: Features, *, dim: int = 64, keys: int = 32, dtype: torch.dtype =
     ("change", "path"),
     [
         ({}, "library"), ({"causal": False}, "library"), ({"window": 32}, "library"),
-        ({"window": 31}, "triton"), ({"softcap": 5.0}, "triton"), ({"sinks": True}, "triton"),
+        ({"window": 31}, "triton"), ({"softcap": 5.0}, "triton"), ({"packed": True}, "triton"),
+        ({"sinks": True}, "library"), ({"sinks": True, "window": 31}, "triton"),
         ({"bias": True}, "efficient"), ({"bias": True, "bias_grad": True}, "efficient"),
-        ({"bias": True, "sinks": True}, "plain"), ({"dropout": True}, "plain"),
+        ({"bias": True, "sinks": True}, "efficient"), ({"bias": True, "softcap": 5.0}, "plain"),
+        ({"dropout": True}, "plain"), ({"dropout": True, "packed": True}, "plain"),
     ],
 )  # fmt: skip
 def test_choice_on_cuda(change: dict[str, Any], path: str) -> None:
@@ -53,6 +55,8 @@ def test_choice_on_cuda_by_shape_and_type() -> None:
     pytest.importorskip("triton", reason="triton is missing: pip install triton")
     assert chosen(PLAIN, dtype=torch.float32) == "efficient", "exact float32 products spill in our kernel"
     assert chosen(replace(PLAIN, window=9), dtype=torch.float32) == "efficient"
+    assert chosen(replace(PLAIN, sinks=True), dtype=torch.float32) == "efficient"
+    assert chosen(replace(PLAIN, packed=True), dtype=torch.float32) == "efficient"
     assert chosen(replace(PLAIN, softcap=5.0), dtype=torch.float32) == "plain"
     assert chosen(PLAIN, dtype=torch.float32, dim=62) == "plain" == chosen(PLAIN, dtype=torch.float64)
     assert chosen(replace(PLAIN, bias=True), dim=60) == "plain", "its rows are no multiple of 16 bytes"
@@ -169,6 +173,35 @@ def test_the_memory_efficient_path_is_the_written_out_one(
         found.append([out.detach(), lse, *torch.autograd.grad(out, wanted, grad)])
     assert efficient.calls == 2
     close = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    for ours, plain in zip(*reversed(found), strict=True):
+        assert ours.shape == plain.shape and ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["library", "efficient"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_sinks_by_the_log_sum_exp_are_those_written_out(
+    path: str, hidden: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output, log-sum-exp and all gradients, by torch's flash attention of the CPU and by the stand-in."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 33, 16, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    sinks = torch.tensor([-20.0, 0.0, 1.5, 20.0]).to(dtype)  # from none to nearly all
+    bias = torch.zeros(2, 1, 33, 33, dtype=dtype)
+    bias[:, :, :, :5] = -torch.inf  # causal: the first five queries see the sink alone
+    found = []
+    for run in ("plain", path):
+        monkeypatch.setattr(sdpa, "choose", lambda *_, run=run: run)
+        if run == "efficient":
+            monkeypatch.setattr(sdpa, "aten", Efficient())
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+        constants = 0.25, True, 0, 0.0, 0.0, 0, False
+        out, lse = torch.ops.megacompile.attention(
+            *leaves[:3], bias if hidden else None, leaves[3], None, *constants
+        )
+        found.append([out.detach(), lse[:, :, 5:], *torch.autograd.grad(out, leaves, grad)])
+    close = {torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for ours, plain in zip(*reversed(found), strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype
         torch.testing.assert_close(ours, plain, rtol=close, atol=close)
