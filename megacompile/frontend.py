@@ -21,6 +21,7 @@ from megacompile.capture.captured import Captured
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.capture.loss import LossFn
+from megacompile.capture.outputs import OutputsFn
 from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
@@ -91,7 +92,7 @@ class Frontend:
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
         self._capture, self._differentiated_by = capture, differentiate
-        self._sees_padding = False  # as a graph showed: later ones are not tried without masks
+        self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
@@ -154,9 +155,10 @@ class Frontend:
                     loss_fn=self.loss_fn,
                     evaluate=evaluate,
                     outputs=batch.outputs,
-                    padded_right=batch.padded_right and not self._sees_padding,
+                    padded_right=batch.padded_right and batch.outputs not in self._seeing,
                 )
-                self._sees_padding |= batch.padded_right and not captured.blind
+                if batch.padded_right and not captured.blind:
+                    self._seeing.append(batch.outputs)
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
 

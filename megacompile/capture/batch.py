@@ -112,7 +112,7 @@ def read_batch(
     shapes = tuple(_described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
-    padded_right = outputs is None and not args and is_transformers(model) and is_padded_right(kwargs)
+    padded_right = not args and is_transformers(model) and is_padded_right(kwargs)
     return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded_right), outputs)
 
 

@@ -182,6 +182,23 @@ def _over(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
     return dims[0] - sum(d < dims[0] for d in dropped), dims[1] - sum(d < dims[1] for d in dropped)
 
 
+def _joined(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | Place | None:
+    """Several values behind each other, in the dimension of positions where each goes on where one ends."""
+    named, dims = arguments(node), known.dims(given[0])
+    assert dims is not None
+    parts = named["tensors"]
+    if named["dim"] % first_value(node).dim() != dims[1]:
+        return _over(known, node, given)
+    places = [known[part] for part in parts if part in known]
+    ends = [place.first + place.length for place in places]
+    goes_on = all(place.first == end for place, end in zip(places[1:], ends, strict=False))
+    apart = dims[0] != dims[1] or places[0].rows == 1
+    if not (goes_on and apart and len(places) == len(parts) and {known.dims(p) for p in parts} == {dims}):
+        return None
+    whole = replace(places[0], length=ends[-1] - places[0].first)
+    return whole.moved(first_value(node).shape, dims)
+
+
 def _stacked(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
     """Several values beside each other in a dimension of their own."""
     at, dims = arguments(node)["dim"] % first_value(node).dim(), known.dims(given[0])
@@ -224,7 +241,8 @@ _RULES: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Dims | Place | N
     **dict.fromkeys(("permute", "transpose"), _permuted),
     **dict.fromkeys(("sum", "mean", "amax", "var", "var_mean", "softmax", "log_softmax", "logsumexp"), _over),
     **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm"), _over),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "select", "unbind", "cat"), _over),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "select", "unbind", "argmax"), _over),
+    "cat": _joined,
     "stack": _stacked,
     "slice": _sliced,
     "attention": _attended,

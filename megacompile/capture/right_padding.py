@@ -8,10 +8,12 @@ hide keys from n[b] on. Causal attention at a position before n[b] sees none of 
 So without the masks nothing changes before n[b], as long as an element of position p in row b depends on
 positions up to p of row b alone, which :mod:`~megacompile.capture.positions` follows through the graph.
 Cross-entropy meets such elements with labels of the same or later positions; those from n[b] on it ignores,
-so the loss does not depend on anything there. Hence nothing there gets a gradient, nor gives one to a weight.
+so the loss does not depend on anything there. The same is true of values that are filled where such labels
+are ignored, as outputs for a loss outside of the program may be. Hence nothing at padding gets a gradient,
+nor gives one to a weight.
 
 What refutes the proof: a graph that still reads the mask, as a router's loss does that counts tokens by it;
-a router's loss that counts all; convolutions, recurrences, outputs beside the loss.
+a router's loss that counts all; convolutions, recurrences, logits among the results.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.captured import Captured, results_of
 from megacompile.capture.positions import Place, Positions, arguments, first_value, name_of
 
+aten = torch.ops.aten
 _IGNORED = -100
 _ENTRIES = {"input_ids", "attention_mask", "labels", "position_ids", "num_items_in_batch"}
 _COPIES = ("clone", "alias", "detach", "_to_copy", "to")
+_COMPARING = (aten.ne.Scalar, aten.eq.Scalar)
 _VIEWS = ("view", "reshape", "_unsafe_view", "flatten")
 
 
@@ -40,7 +44,8 @@ def is_padded_right(kwargs: Mapping[str, Any]) -> bool:
     ids, mask, labels = (kwargs.get(name) for name in ("input_ids", "attention_mask", "labels"))
     if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and isinstance(labels, Tensor)):
         return False
-    if ids.dim() != 2 or not ids.shape == mask.shape == labels.shape or kwargs.keys() - _ENTRIES:
+    tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)}
+    if ids.dim() != 2 or not ids.shape == mask.shape == labels.shape or tensors - _ENTRIES:
         return False
     real = mask != 0
     resumed = real[:, 1:] & ~real[:, :-1]
@@ -51,9 +56,9 @@ def reads_no_padding(captured: Captured, args: Sequence[Any], kwargs: Mapping[st
     """Whether the proof holds of a graph that was traced on this batch, whose tensors are all distinct."""
     leaves = pytree.tree_leaves((args, kwargs))
     read = {name: leaves[index] for name, index in captured.inputs.items()}
-    if captured.outside or any(leaf is kwargs["attention_mask"] for leaf in read.values()):
+    if any(leaf is kwargs["attention_mask"] for leaf in read.values()):
         return False
-    known, labels = Positions(), Positions()
+    known, labels = Positions(), Labels()
     rows, length = kwargs["input_ids"].shape
     for node in captured.graph.nodes:
         if node.name in read and node.op == "placeholder":
@@ -68,19 +73,43 @@ def reads_no_padding(captured: Captured, args: Sequence[Any], kwargs: Mapping[st
     return not any(node in known for node in results_of(captured.graph))
 
 
-def _holds(node: fx.Node, known: Positions, labels: Positions) -> bool:
+class Labels(Positions):
+    """The places of labels, -100 at padding, and of what tells where labels are ignored, or are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: set[fx.Node] = set()
+        self.counted: set[fx.Node] = set()
+
+
+def _holds(node: fx.Node, known: Positions, labels: Labels) -> bool:
     _follow_labels(node, labels)
     if name_of(node) == "cross_entropy_loss" and node.args[0] in known:
         return _ignores(node, known, labels)
+    if name_of(node) == "masked_fill" and node.args[1] in labels.ignored and _fills(node, known, labels):
+        return True
     return known.follow(node)
 
 
-def _follow_labels(node: fx.Node, labels: Positions) -> None:
+def _fills(node: fx.Node, known: Positions, labels: Labels) -> bool:
+    """Whether each position is filled where the label of its own or a later one is ignored."""
+    x, mask = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(mask, fx.Node)
+    if x not in known or known.dims(x) != labels.dims(mask) or node.all_input_nodes != [x, mask]:
+        return False
+    at, of = known[x], labels[mask]
+    return first_value(x).shape == first_value(mask).shape and at.first <= of.first
+
+
+def _follow_labels(node: fx.Node, labels: Labels) -> None:
     """Labels that are copied, flattened, cut or moved to earlier positions are still ignored at padding."""
     source = next(iter(node.all_input_nodes), None)
     if source not in labels or len(node.all_input_nodes) > 1:
         return
     assert source is not None
+    if source in labels.ignored | labels.counted or node.target in _COMPARING:
+        _follow_comparison(node, source, labels)
+        return
     name, place, value = name_of(node), labels[source], node.meta["val"]
     if not isinstance(value, Tensor) or value.dtype not in (torch.int64, source.meta["val"].dtype):
         return
@@ -98,13 +127,30 @@ def _follow_labels(node: fx.Node, labels: Positions) -> None:
             labels.put(node, place.cut(start, length))
 
 
-def _ignores(node: fx.Node, known: Positions, labels: Positions) -> bool:
+def _follow_comparison(node: fx.Node, source: fx.Node, labels: Labels) -> None:
+    """Where labels are -100, and the opposite; at padding the first is true."""
+    opposite = {aten.logical_not.default, aten.bitwise_not.default}
+    if source in labels.ignored | labels.counted:
+        if node.target not in opposite:
+            return
+        is_ignored = source in labels.counted
+    elif node.args[1] != _IGNORED:
+        return
+    else:
+        is_ignored = node.target is aten.eq.Scalar
+    labels.put(node, labels[source])
+    (labels.ignored if is_ignored else labels.counted).add(node)
+
+
+def _ignores(node: fx.Node, known: Positions, labels: Labels) -> bool:
     """Whether each row of logits meets a label of its own or a later position, and no weight of classes."""
     named = arguments(node)
     logits, label = named["self"], named["target"]
     if named["weight"] is not None or named["ignore_index"] != _IGNORED or label not in labels:
         return False
-    if named["reduction"] == 0 or first_value(logits).dim() != 2 or known.dims(logits) != (0, 0):
+    if label in labels.ignored | labels.counted or first_value(logits).dim() != 2:
+        return False
+    if known.dims(logits) != (0, 0):
         return False
     at, of = known[logits], labels[label]
     return at.length == of.length and at.first <= of.first

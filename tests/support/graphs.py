@@ -41,13 +41,19 @@ def paths_on_cuda(captured: Captured, dtype: torch.dtype = torch.bfloat16) -> se
     return found
 
 
-def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """The loss of a graph and the gradients of all parameters."""
+def forward(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """The results of a graph."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     given = {name: parameters[n] for name, n in captured.parameters.items()}
     given |= {name: buffers[n] for name, n in captured.buffers.items()}
     given |= {name: list(batch.values())[i] for name, i in captured.inputs.items()}
     given |= captured.constants | {captured.rng: torch.tensor([3, 0])}
     module = fx.GraphModule(nn.Module(), captured.graph)
-    (loss,) = module(*(given[node.name] for node in captured.graph.nodes if node.op == "placeholder"))
-    return [loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))]
+    placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+    return list(module(*(given[name] for name in placeholders)))
+
+
+def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """The loss of a graph and the gradients of all parameters."""
+    (loss,) = forward(captured, model, batch)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

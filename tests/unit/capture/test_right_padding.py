@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.right_padding import is_padded_right
-from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run
+from tests.support.graphs import attention_calls, forward, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, padded_batch
 
 
@@ -79,6 +79,15 @@ SOUND: dict[str, tuple[Any, Any]] = {
     "own positions": (attends, lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1))),
     "a mean of weights": (lambda w, h: attends(w, h) * w.weight.mean(), shifted),
     "smoothed": (attends, lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1), label_smoothing=0.1)),
+    "a loss per token": (
+        attends,
+        lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1), reduction="none").square().mean(),
+    ),
+    "filled where labels are ignored": (
+        attends,
+        lambda x, y: x[:, :-1].logsumexp(-1).masked_fill(~(y[:, 1:] != -100), 0).sum(),
+    ),
+    "positions in halves": (lambda w, h: torch.cat([attends(w, h)[:, :9], h[:, 9:]], 1), shifted),
     "a norm per token": (lambda w, h: F.layer_norm(attends(w, h), (16,)), shifted),
 }
 UNSOUND: dict[str, tuple[Any, Any]] = {
@@ -93,6 +102,15 @@ UNSOUND: dict[str, tuple[Any, Any]] = {
     "positions in threes": (
         lambda w, h: attends(w, h.view(2, 8, 3, 16).mean(2).repeat_interleave(3, 1)),
         shifted,
+    ),
+    "halves that are swapped": (lambda w, h: attends(w, torch.cat([h[:, 12:], h[:, :12]], 1)), shifted),
+    "filled where labels count": (
+        attends,
+        lambda x, y: x[:, :-1].logsumexp(-1).masked_fill(y[:, 1:] != -100, 0).sum(),
+    ),
+    "filled by earlier labels": (
+        attends,
+        lambda x, y: x[:, 1:].logsumexp(-1).masked_fill(y[:, :-1] == -100, 0).sum(),
     ),
     "a later position": (lambda w, h: h[:, 1:].sum() * attends(w, h), shifted),
     "a product over positions": (lambda w, h: attends(w, (h.mT @ torch.ones(24, 24)).mT), shifted),
@@ -129,6 +147,24 @@ def test_the_proof_holds_exactly_where_nothing_at_padding_counts(name: str) -> N
     ids = torch.where(batch["attention_mask"] == 0, batch["input_ids"] + 7, batch["input_ids"]) % 64
     changed = not torch.equal(model(**batch), model(**(batch | {"input_ids": ids})))
     assert changed == (name in UNSOUND)
+
+
+def test_what_trl_reads_of_a_program_needs_no_mask() -> None:
+    """Log-probabilities and metrics, and gradients from any of a loss outside of the program, bit for bit."""
+    trl = pytest.importorskip("megacompile.integrations.trl")
+    torch.manual_seed(0)
+    model = causal("llama").train()
+    batch = {name: torch.cat([x, x[:, -1:].expand(-1, 40)], 1) for name, x in padded_batch(0).items()}
+    outputs, found = trl.TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")), []
+    for padded_right in (False, True):
+        captured = graph_of(model, batch, padded_right=padded_right, outputs=outputs)
+        assert captured.blind == padded_right
+        results = forward(captured, model, batch)
+        (scored,) = (x for x in results if x.requires_grad)
+        cotangent = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
+        found.append([*results, *torch.autograd.grad(scored, list(model.parameters()), cotangent)])
+    assert all(map(torch.equal, *found))
+    assert not graph_of(model, batch, padded_right=True, outputs=lambda out, _: out.logits).blind
 
 
 def test_what_counts_as_padding_at_the_right() -> None:
