@@ -98,7 +98,7 @@ class Positions:
         """Whether a call is known to keep the property; notes where its result has its positions."""
         given, value = [n for n in node.all_input_nodes if n in self._places], node.meta.get("val")
         if not given or name_of(node) in _SHAPES_ALONE:
-            return True
+            return name_of(node) != "attention"  # of something else than tokens, whose padding is not known
         if isinstance(value, Tensor) and value.numel() == 0:
             return True
         several = isinstance(value, (tuple, list)) and all(isinstance(v, Tensor) for v in value)

@@ -149,6 +149,20 @@ def test_the_proof_holds_exactly_where_nothing_at_padding_counts(name: str) -> N
     assert changed == (name in UNSOUND)
 
 
+def test_attention_over_labels_alone_refutes_the_proof() -> None:
+    """Nothing is known of what is behind their end."""
+
+    class Decoder(Model):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+            shifted_right = F.pad(labels.clamp(0), (1, -1))
+            h = self.embed(shifted_right)
+            return self.loss(self.head(self.embed(input_ids) + self.mix(self.qkv, h)), labels)
+
+    batch = padded_batch(0)
+    batch = {name: torch.where(x == -100, x, x % 64) for name, x in batch.items()}
+    assert not graph_of(Decoder(attends, shifted), batch, padded_right=True).blind
+
+
 def test_what_trl_reads_of_a_program_needs_no_mask() -> None:
     """Log-probabilities and metrics, and gradients from any of a loss outside of the program, bit for bit."""
     trl = pytest.importorskip("megacompile.integrations.trl")
