@@ -14,6 +14,7 @@ from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.passes.assign_slots import assign_slots
 from megacompile.passes.compute_order import compute_order
+from megacompile.passes.insert_collectives import insert_collectives
 from megacompile.passes.insert_frees import insert_frees
 from megacompile.passes.insert_gradients import insert_gradients
 from megacompile.passes.insert_offload import insert_offload
@@ -50,11 +51,12 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_offload, "order recompute", "offload"),
     _pass(insert_prefetch, "order recompute resident", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
+    _pass(insert_collectives, "prefetch gradients", "collectives"),
     _pass(insert_state_io, "prefetch gradients", "state_io"),
     _pass(insert_offloaded_io, "offload state_io", "offloaded_io"),
     _pass(insert_frees, "order recompute offload gradients", "frees"),
-    _pass(assign_slots, "prefetch gradients", "slots"),
-    _pass(synchronize, "prefetch offload gradients state_io offloaded_io frees slots", "waits"),
+    _pass(assign_slots, "prefetch gradients collectives", "slots"),
+    _pass(synchronize, "prefetch offload gradients collectives state_io offloaded_io frees slots", "waits"),
 )
 
 

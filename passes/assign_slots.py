@@ -63,10 +63,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def _ring_bytes(ops: tuple[Op, ...], work: Workload) -> tuple[int, ...]:
-    """A buffer of the ring holds the largest group that ever passes through it."""
+    """A buffer of the ring holds the largest gradient, or shard of one, that ever passes through it."""
     sizes: dict[int, int] = {}
     for op in ops:
         for token in op.writes:
             if isinstance(token, Ring):
-                sizes[token.slot] = max(sizes.get(token.slot, 0), work.groups[op.group].nbytes)
+                passing = op.nbytes if op.kind == "push_shard" else work.groups[op.group].nbytes
+                sizes[token.slot] = max(sizes.get(token.slot, 0), passing)
     return tuple(sizes[i] for i in sorted(sizes))

@@ -24,6 +24,7 @@ from megacompile.partition.blocks import Block, Input, Partition, Value
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
+_SHARD = 256  # elements that a rank's shard of a bucket is a multiple of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """One weight group: a flat bucket of ``elements`` (with padding) in ``dtype`` on the device."""
+    """One weight group: a flat bucket of ``elements`` (with padding) in ``dtype`` on the device.
+
+    Where ``ranks`` share it, each holds the state of a shard, an equal part of the bucket.
+    """
 
     index: int
     name: str
@@ -83,10 +87,20 @@ class GroupLayout:
     trainable: bool
     slots: tuple[Slot, ...]
     elements: int
+    ranks: int = 1
 
     @property
     def nbytes(self) -> int:
         return self.elements * self.dtype.itemsize
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's shard."""
+        return self.elements // self.ranks
+
+    def shard(self, rank: int) -> slice:
+        """The elements of the bucket that are a rank's."""
+        return slice(rank * self.share, (rank + 1) * self.share)
 
 
 @dataclass(frozen=True)
@@ -116,13 +130,15 @@ def assemble(
     groups: tuple[GroupLayout, ...] = (),
     *,
     outside: bool = False,
+    ranks: int = 1,
 ) -> Assembly:
     """Group the parameters and describe every block by numbers.
 
     ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep,
-    those of an earlier program over the same parameters. ``outside``: see :class:`Workload`.
+    those of an earlier program over the same parameters. ``outside``: see :class:`Workload`. ``ranks`` share
+    the groups.
     """
-    groups = groups or _group(part, templates, parameters)
+    groups = groups or _group(part, templates, parameters, ranks)
     places = {s.parameter.name: (g.index, i) for g in groups for i, s in enumerate(g.slots)}
     owner = {name: group for name, (group, _) in places.items()}
     blocks = tuple(_block_work(b, templates[b.template], part, owner) for b in part.blocks)
@@ -139,7 +155,8 @@ def assemble(
             for v in part.values
         ),
         groups=tuple(
-            GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable) for g in groups
+            GroupWork(g.name, g.nbytes, sum(s.parameter.numel for s in g.slots), g.trainable, ranks=g.ranks)
+            for g in groups
         ),
         loss=part.results[0],
         constant_bytes=constant_bytes + SEED_BYTES,
@@ -158,6 +175,7 @@ def _group(
     part: Partition,
     templates: tuple[DifferentiatedTemplate, ...],
     parameters: Mapping[str, Parameter],
+    ranks: int,
 ) -> tuple[GroupLayout, ...]:
     users: dict[str, list[int]] = defaultdict(list)
     givers: dict[str, list[int]] = defaultdict(list)
@@ -174,7 +192,7 @@ def _group(
         key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype)
         keyed[key].append(parameters[name])
     return tuple(
-        _layout(i, part, key[0], members, bool(key[1]))  # type: ignore[arg-type]
+        _layout(i, part, key[0], members, bool(key[1]), ranks)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(keyed.items())
     )
 
@@ -187,7 +205,7 @@ def _weights(item: Input, part: Partition) -> tuple[str, ...]:
 
 
 def _layout(
-    index: int, part: Partition, users: tuple[int, ...], members: list[Parameter], trainable: bool
+    index: int, part: Partition, users: tuple[int, ...], members: list[Parameter], trainable: bool, ranks: int
 ) -> GroupLayout:
     slots, offset = [], 0
     for parameter in sorted(members, key=lambda p: p.param_group):
@@ -197,7 +215,9 @@ def _layout(
     whole = members[0].whole or members[0].name
     rows = members[0].name.removeprefix(whole)  # of a piece
     name = names[0] if len(names) == 1 else f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
-    return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), offset)
+    unit = ranks * _SHARD
+    elements = offset if ranks == 1 else -(-offset // unit) * unit
+    return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), elements, ranks)
 
 
 def padded_elements(elements: int) -> int:

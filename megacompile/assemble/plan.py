@@ -132,9 +132,12 @@ def updated_groups(work: Workload, mode: Mode) -> tuple[int, ...]:
 def norm_bytes(work: Workload, mode: Mode, group: int) -> int:
     """Bytes that the host reads for the norm of a trained group's whole gradient; 0 where it takes none.
 
-    A gradient that arrives in one piece and is used up in its step waits in its own dtype; sums are FP32.
+    A gradient that arrives in one piece and is used up in its step waits in its own dtype; sums are FP32, as
+    is a rank's shard of one.
     """
     if mode.kind not in ("train", "update") or not mode.keeps_gradients:
         return 0
+    if work.ranks > 1:
+        return work.groups[group].shard_bytes
     whole = mode.kind == "train" and mode.micro_batches * len(work.contributions[group]) == 1
     return work.groups[group].nbytes if whole else 4 * work.groups[group].elements

@@ -91,7 +91,8 @@ class GroupWork:
 
     ``nbytes`` on the device; ``elements`` counts parameters; a group that is not ``trainable`` has no
     gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
-    beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32.
+    beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32. Where
+    ``ranks`` share it, both are those of one rank.
     """
 
     name: str
@@ -100,15 +101,21 @@ class GroupWork:
     trainable: bool = True
     state_bytes: int = 0
     gradient_bytes: int = 0
+    ranks: int = 1
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that an update reads and writes: weights and state both ways, and an FP32 gradient.
+        """Bytes that a rank's update reads and writes: weights and state both ways, and an FP32 gradient.
 
         Where nothing is known of the state, masters and moments are taken to be FP32.
         """
-        state = self.state_bytes or 12 * self.elements - self.nbytes
-        return 2 * (self.nbytes + state) + 4 * self.elements
+        state = self.state_bytes or (12 * self.elements - self.nbytes) // self.ranks
+        return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard of the gradient in FP32."""
+        return self.gradient_bytes or 4 * -(-self.elements // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,11 @@ class Workload:
         """The weight groups to whose gradient a block's backward contributes."""
         groups = tuple(group for group, _ in self.blocks[block].grad_groups)
         return self.gathered.get(block, groups) if groups else ()
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks share the state and train together; 1: one alone."""
+        return max((group.ranks for group in self.groups), default=1)
 
     @cached_property
     def parameters(self) -> int:

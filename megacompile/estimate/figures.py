@@ -58,6 +58,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
 CAUSES: dict[Stream, str] = {
     "compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
     "host": "host Adam and norms", "nvme_read": "reads from NVMe", "nvme_write": "writes to NVMe",
+    "comm": "exchanges between devices",
 }  # fmt: skip
 IDLE = "nothing to do"
 

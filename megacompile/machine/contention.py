@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Event, Op
-from megacompile.step.spec import STREAMS
 
 
 def shared_times(
@@ -107,9 +106,10 @@ def _causes(ops: Sequence[Op], runs: int) -> list[list[int]]:
 def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
     """Shares of all cores, and of host memory bandwidth, that an operation takes at full speed."""
     cores = memory = 0.0
-    if machine.shared_cores and op.stream in STREAMS[:4]:
-        threads = {"h2d": 1, "d2h": 1, "host": max(1, machine.cores // 2)}.get(op.stream, machine.cores)
+    if machine.shared_cores and not op.stream.startswith("nvme"):
+        copy, update = 1, max(1, machine.cores // 2)
+        threads = {"h2d": copy, "d2h": copy, "comm": copy, "host": update}.get(op.stream, machine.cores)
         cores = threads / machine.cores
-    elif machine.shared_memory and seconds > 0 and op.stream != "compute":
-        memory = op.nbytes / seconds / machine.host_bandwidth
+    elif machine.shared_memory and seconds > 0 and op.stream not in ("compute", "comm"):
+        memory = op.nbytes / op.ranks / seconds / machine.host_bandwidth
     return cores, memory

@@ -27,6 +27,8 @@ class Machine:
     ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
     which the scratch memory of its kernels depends; None: not a GPU, or not known.
+    ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine;
+    ``fabric_seconds`` the fixed cost of a collective.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -49,6 +51,8 @@ class Machine:
     processors: int | None = None
     attention_forward: float | None = None
     attention_backward: float | None = None
+    fabric_bandwidth: float = 340e9
+    fabric_seconds: float = 20e-6
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:
@@ -57,7 +61,10 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
     Only ratios matter for a choice, and the same model and budget must always give the same plan.
     """
     flops = 400e9 if dtype == torch.bfloat16 else 100e9
-    return Machine("a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True)
+    return Machine(
+        "a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True,
+        fabric_bandwidth=1e9, fabric_seconds=1e-3,
+    )  # fmt: skip
 
 
 @cache

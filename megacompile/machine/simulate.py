@@ -44,7 +44,7 @@ def simulate(step: Step, machine: Machine) -> Timeline:
     for op, start, end, alone in zip(step.ops, starts, ends, seconds, strict=True):
         busy[op.stream] += end - start if shared else alone
     if machine.shared_memory:
-        moved = sum(op.nbytes for op in step.ops if op.stream != "compute")
+        moved = sum(op.nbytes // op.ranks for op in step.ops if op.stream not in ("compute", "comm"))
         period = max(period, moved / machine.host_bandwidth)
     return Timeline(tuple(starts), tuple(ends), max(period, *busy.values()), busy)
 
@@ -107,12 +107,15 @@ def _state_seconds(op: Op, machine: Machine) -> float:
 _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "nothing": lambda op, machine: 0.0,
     "call": call_seconds,
-    "upload": lambda op, machine: machine.copy_seconds + op.nbytes / machine.h2d_bandwidth,
-    "download": lambda op, machine: machine.copy_seconds + op.nbytes / machine.d2h_bandwidth,
+    "upload": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.h2d_bandwidth,
+    "download": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.d2h_bandwidth,
     "device": lambda op, machine: op.nbytes / machine.memory_bandwidth,
     "state": _state_seconds,
     "nvme_read": lambda op, machine: op.nbytes / machine.nvme_read_bandwidth,
     "nvme_write": lambda op, machine: op.nbytes / machine.nvme_write_bandwidth,
+    "fabric": lambda op, machine: (
+        machine.fabric_seconds + op.nbytes * (op.ranks - 1) / op.ranks / machine.fabric_bandwidth
+    ),
 }
 _OF_KIND: dict[Kind, Callable[[Op, Machine], float]] = {k: _SECONDS[spec.cost] for k, spec in SPECS.items()}
 

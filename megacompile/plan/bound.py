@@ -47,19 +47,20 @@ def lower_bound(
     accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
     needs weights that were updated after it. Groups whose state ``plan`` keeps on the device do without
     transfers and host updates. ``model_flops`` are of the whole step; None takes those of the least
-    functions of all blocks.
+    functions of all blocks. Of several ranks the bound is that of one, and of its own link and host.
     """
     there = [g for g in work.contributions if plan is None or plan.groups[g].state != "device"]
     trained = [work.groups[g] for g in there]
-    size, moved = sum(g.nbytes for g in trained), sum(g.update_bytes for g in trained)
+    size, moved = sum(g.nbytes // g.ranks for g in trained), sum(g.update_bytes for g in trained)
+    pushed = sum(g.nbytes if g.ranks == 1 else g.shard_bytes for g in trained)
     normed = sum(norm_bytes(work, mode, g) for g in there)
     m = mode.micro_batches
     flops = m * least_flops(work) if model_flops is None else model_flops
     host = machine.host_bandwidth if machine.shared_memory else float("inf")
     forward = m * _pass_seconds(work, machine, (1 - _BACKWARD) * flops / m, backward=False)
     backward = m * _pass_seconds(work, machine, _BACKWARD * flops / m, backward=True)
-    compute, memory = forward + backward, (2 * size + moved + normed) / host
-    down, up = size / machine.h2d_bandwidth, size / machine.d2h_bandwidth
+    compute, memory = forward + backward, (size + pushed + moved + normed) / host
+    down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth
 
     def bound(seconds: float, binding: str) -> Bound:
@@ -72,7 +73,7 @@ def lower_bound(
                  "host memory": memory}  # fmt: skip
         binding = max(every, key=lambda t: every[t])
         return bound(every[binding], binding)
-    first = {"backward": backward, "gradients up": up, "host memory": (size + normed) / host}
+    first = {"backward": backward, "gradients up": up, "host memory": (pushed + normed) / host}
     then = {"forward": forward, "host Adam": adam, "weights down": down,
             "host memory": (size + moved) / host}  # fmt: skip
     a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])

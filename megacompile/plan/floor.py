@@ -117,7 +117,7 @@ class Floor:
         return (0, seconds) if use is None else (use, seconds + self._fetch(last))
 
     def _push(self, nbytes: int) -> float:
-        return duration(Op("push_grad", "d2h", nbytes=nbytes), self.machine)
+        return duration(Op("push_grad", "d2h", nbytes=nbytes, ranks=self.work.ranks), self.machine)
 
     def _norm(self, group: int) -> float:
         return duration(Op("norm", "host", nbytes=norm_bytes(self.work, self.mode, group)), self.machine)
@@ -126,4 +126,5 @@ class Floor:
         return duration(Op("adam", "host", nbytes=self.work.groups[group].update_bytes), self.machine)
 
     def _fetch(self, group: int) -> float:
-        return duration(Op("prefetch", "h2d", nbytes=self.work.groups[group].nbytes), self.machine)
+        nbytes, ranks = self.work.groups[group].nbytes, self.work.ranks
+        return duration(Op("prefetch", "h2d", nbytes=nbytes, ranks=ranks), self.machine)

@@ -168,5 +168,6 @@ class Mixer:
         adam = duration(Op("adam", "host", nbytes=sum(g.update_bytes for g in trained)), self.machine)
         normed = sum(norm_bytes(self.work, self.mode, g) for g in updated)
         norm = duration(Op("norm", "host", nbytes=normed), self.machine)
-        pushes = sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushed)
+        ops = (Op("push_grad", "d2h", nbytes=n, ranks=self.work.ranks) for n in pushed)
+        pushes = sum(duration(op, self.machine) for op in ops)
         return adam, norm, pushes * self.mode.micro_batches

@@ -32,7 +32,7 @@ def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
         replace(
             work,
             state_bytes=sum(a.nbytes for a in group_arrays(layout, form) if a.name != "weights"),
-            gradient_bytes=4 * layout.elements,
+            gradient_bytes=4 * layout.share,
         )
         for work, layout in zip(assembly.work.groups, assembly.groups, strict=True)
     )

@@ -121,7 +121,8 @@ class Treatments:
 
     def _group(self, g: int) -> dict[Treatment, Takes[float]]:
         m, again = self.mode.micro_batches, g in self._wanted_again
-        fetch = duration(Op("prefetch", "h2d", nbytes=self.work.groups[g].nbytes), self.machine)
+        whole = Op("prefetch", "h2d", nbytes=self.work.groups[g].nbytes, ranks=self.work.ranks)
+        fetch = duration(whole, self.machine)
         later = m - 1 if not self.breadth else 0
         nbytes = float(self.work.groups[g].nbytes)
 

@@ -32,6 +32,7 @@ _STREAM_NAMES = {
     "host": "host Adam",
     "nvme_read": "NVMe read",
     "nvme_write": "NVMe write",
+    "comm": "device ↔ device",
 }
 
 

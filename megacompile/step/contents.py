@@ -42,7 +42,7 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
     # (push into a buffer that adam awaits, group whose gradient it holds there)
     held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
     for op in repeated:
-        if op.kind in ("push_grad", "push_rows", "accumulate"):
+        if op.kind in ("push_grad", "push_rows", "push_shard", "accumulate"):
             for token in op.writes:
                 group = token.group if isinstance(token, HostGrad | ResidentGrad) else op.group
                 landed = held[token]

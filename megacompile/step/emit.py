@@ -7,12 +7,12 @@ repeat with indices moving evenly, as they do over equal layers, are printed as 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megacompile.assemble.workload import Workload
 from megacompile.step.loops import Statement, find_loops, loop_lines, loop_variable, read_statement
 from megacompile.step.operations import Event, Op, Step
-from megacompile.step.spec import SPECS, Buffer, Ring, Token
+from megacompile.step.spec import SPECS, Buffer, Ring, Shard, Token
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:
@@ -23,6 +23,11 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
         "",
         "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
         *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),
+        *(
+            [f"comm exchanges with the other {work.ranks - 1} of {work.ranks} ranks."]
+            if work.ranks > 1
+            else []
+        ),
         "An operation starts when the named events before it (after=) are over.",
         "",
         *_legend(work),
@@ -115,9 +120,11 @@ def _statements(step: Step) -> list[Statement]:
         tuple[str, int, int], int
     ] = {}  # number of the latest that a group or block's offloaded activations had
     counts = {"window": 0, "staged": 0, "spill": 0}
+    reduces = 0
     for op in step.ops:
         if any(isinstance(t, Ring) for t in op.writes):
             pushes[op.group] = len(pushes)
+        reduces += op.kind == "reduce"
         number, buffer = 0, op.buffer
         if buffer is not None:
             owner = (buffer.tag, *((op.group, 0) if op.group >= 0 else (op.block, op.micro)))
@@ -125,7 +132,12 @@ def _statements(step: Step) -> list[Statement]:
                 fills[owner] = counts[buffer.tag]
                 counts[buffer.tag] += 1
             number = fills.get(owner, 0)
-        text = statement(op, prefetches, (pushes.get(op.group, 0), len(step.ring)), (number, step.window))
+        turns: Turns = {
+            "ring": (pushes.get(op.group, 0), len(step.ring)),
+            "shard": (reduces - 1, len(step.shards)),
+            **dict.fromkeys(counts, (number, step.window)),
+        }
+        text = statement(op, prefetches, turns)
         prefetches += op.kind == "prefetch"
         statements.append(read_statement(text))
     return statements
@@ -157,18 +169,16 @@ def line_of_each(step: Step) -> list[tuple[int, int | None]]:
     return places
 
 
-def statement(
-    op: Op, prefetch: int = 0, ring: tuple[int, int] | None = None, window: tuple[int, int] | None = None
-) -> str:
-    """The call on the runtime that runs one operation.
+Turns = Mapping[str, tuple[int, int]]
+"""By tag of buffers that are filled in turn: the number of what one holds, and how many there are."""
 
-    ``prefetch`` counts earlier prefetches; ``ring`` is (number of the streamed gradient, buffers),
-    ``window`` (number of the read whose buffer is used, buffers).
-    """
-    given = SPECS[op.kind].arguments.split()
-    arguments = [_argument(op, text, prefetch, ring) for text in given]
+
+def statement(op: Op, prefetch: int = 0, turns: Turns | None = None) -> str:
+    """The call on the runtime that runs one operation; ``prefetch`` counts earlier prefetches."""
+    given, turns = SPECS[op.kind].arguments.split(), turns or {}
+    arguments = [_argument(op, text, prefetch, turns) for text in given]
     if op.buffer is not None:
-        arguments.append(f"slot={_slot(op.buffer, window)}")
+        arguments.append(f"slot={_slot(op.buffer, turns)}")
     if op.waits:
         arguments.append(f"after={_tokens(op.waits)}")
     if op.frees and not any(text.endswith("frees") for text in given):
@@ -176,7 +186,7 @@ def statement(
     return f"rt.{op.kind}({', '.join(arguments)})"
 
 
-def _argument(op: Op, text: str, prefetch: int, ring: tuple[int, int] | None) -> str:
+def _argument(op: Op, text: str, prefetch: int, turns: Turns) -> str:
     """One of the arguments that :data:`SPECS` names, as source."""
     name, _, what = text.rpartition("=")
     match what:
@@ -185,23 +195,23 @@ def _argument(op: Op, text: str, prefetch: int, ring: tuple[int, int] | None) ->
         case "policy":
             return f'{name}="{op.policy}"'
         case "read" | "write":
-            return f"{name}={_home((op.reads if what == 'read' else op.writes)[0], ring)}"
+            return f"{name}={_home((op.reads if what == 'read' else op.writes)[0], turns)}"
         case "reads" | "writes" | "frees":
             return f"{name}={_tokens(getattr(op, what))}".removeprefix("=")
         case _:
             return f"{what}={getattr(op, what)}"
 
 
-def _home(token: Token, ring: tuple[int, int] | None) -> str:
-    """Where a gradient lands: a group's own buffer, or the next buffer of the ring."""
-    return f'("{token.tag}", {_slot(token, ring)})' if isinstance(token, Ring) else _token(token)
+def _home(token: Token, turns: Turns) -> str:
+    """Where a gradient lands: a group's own buffer, or the next one of a ring."""
+    return f'("{token.tag}", {_slot(token, turns)})' if isinstance(token, Ring | Shard) else _token(token)
 
 
-def _slot(buffer: Ring | Buffer, turn: tuple[int, int] | None) -> str:
+def _slot(buffer: Ring | Shard | Buffer, turns: Turns) -> str:
     """The number of a buffer; buffers are filled in turn."""
-    if turn is None:
+    if buffer.tag not in turns:
         return str(buffer.slot)
-    number, buffers = turn
+    number, buffers = turns[buffer.tag]
     assert buffer.slot == number % buffers
     return f"({number}) % {buffers}"
 

@@ -47,7 +47,7 @@ class Op(NamedTuple):
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.assemble.workload.Call`, as are ``launches`` and ``attention_flops``. ``offset`` is a
     slot's byte offset in the slab. ``seconds`` is measured, 0 where it was not. ``policy`` says what a block
-    keeps between forward and backward.
+    keeps between forward and backward. ``ranks`` share ``nbytes``: each moves its part of them over its link.
     """
 
     kind: Kind
@@ -70,6 +70,7 @@ class Op(NamedTuple):
     launches: int = 0
     attention_flops: tuple[int, int] = (0, 0)
     offset: int = -1
+    ranks: int = 1
 
     @property
     def event(self) -> Event:
@@ -119,7 +120,9 @@ class Step:
     ``slab_bytes`` is the size of the region that weight slots live in, ``ring`` the bytes of each host
     buffer that gradients stream through, ``window`` how many buffers state and weights from NVMe each
     pass through, ``resident`` the groups whose state is on the device (counted in ``constant_bytes``),
-    ``done`` the properties that passes have provided so far.
+    ``done`` the properties that passes have provided so far. Of several ranks, ``shards`` are the bytes of
+    each device buffer for a summed shard, ``exchange_bytes`` those of each of the two that gradients are
+    exchanged by, both counted in ``constant_bytes``.
     """
 
     ops: tuple[Op, ...]
@@ -130,6 +133,8 @@ class Step:
     ring: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
     window: int = 0
+    shards: tuple[int, ...] = ()
+    exchange_bytes: int = 0
     done: frozenset[str] = frozenset()
 
     def on(self, stream: Stream) -> Iterator[Op]:
@@ -147,11 +152,13 @@ class Step:
 def kept_gradients(step: Step) -> dict[int, bool]:
     """Groups whose gradient waits in a host buffer of its own: whether it does so in its own dtype.
 
-    It can where it arrives in one piece and is used up in the same step; sums are made in FP32.
+    It can where it arrives in one piece and is used up in the same step; sums, those over ranks too, are made
+    in FP32.
     """
     updated = {op.group for op in step.ops if op.kind == "adam"}
-    count = Counter(t.group for op in step.on("d2h") for t in op.writes if isinstance(t, HostGrad))
-    return {group: count[group] == 1 and group in updated for group in sorted(count)}
+    pushes = [(t.group, op.kind) for op in step.on("d2h") for t in op.writes if isinstance(t, HostGrad)]
+    count, summed = Counter(g for g, _ in pushes), {g for g, kind in pushes if kind == "push_shard"}
+    return {g: count[g] == 1 and g in updated and g not in summed for g in sorted(count)}
 
 
 def memory_curve(step: Step) -> list[tuple[int, int]]:

@@ -14,8 +14,8 @@ from operator import itemgetter
 from types import UnionType
 from typing import Any, ClassVar, Literal, dataclass_transform
 
-Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write"]
-STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write")
+Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write", "comm"]
+STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write", "comm")
 
 _TOKENS: dict[str, type[Token]] = {}  # by tag
 
@@ -133,6 +133,22 @@ class Ring(Token, tag="ring"):
     slot: int
 
 
+class Shard(Token, tag="shard"):
+    """A device buffer of those that this rank's shards of summed gradients pass through, in FP32."""
+
+    slot: int
+
+
+class Loss(Token, tag="loss"):
+    """A micro-batch's loss on the host."""
+
+    micro: int
+
+
+class Agreed(Token, tag="agreed"):
+    """The losses of all ranks, and whether they are finite."""
+
+
 class Norm(OfGroup, tag="norm"):
     """The squared norms of a group's gradient."""
 
@@ -164,9 +180,12 @@ Kind = Literal[
     "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
     "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
     "push_rows", "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
+    "all_gather", "reduce", "push_shard", "agree",
 ]  # fmt: skip
 
-Cost = Literal["nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write"]
+Cost = Literal[
+    "nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write", "fabric"
+]
 """By which rates of a machine an operation takes its time: :mod:`megacompile.machine.simulate` has them."""
 
 Tokens = type[Token] | UnionType | tuple[()]
@@ -212,7 +231,7 @@ SPECS: dict[Kind, Spec] = {
                   "compute", "group", "group", "nothing", (), Weights),
     "forward": Spec("a block's forward, with what it keeps for the backward",
                     "compute", "block micro", "block micro checkpoint=policy", "call",
-                    _GIVEN, Value | Saved | ValueGrad),
+                    _GIVEN, Value | Saved | ValueGrad | Loss),
     "recompute": Spec("a block's forward again, for what its backward reads alone",
                       "compute", "block micro", "block micro checkpoint=policy", "call", _GIVEN, Saved),
     "backward": Spec("a block's backward: gradients of its inputs and weights",
@@ -245,14 +264,26 @@ SPECS: dict[Kind, Spec] = {
                        "host", "", "", "nothing", Norm, Scale),
     "adam": Spec("the update of a group's masters and moments",
                  "host", "group", "group grad=read", "state",
-                 _GRAD | Scale | Window, Master | Resident | Window),
+                 _GRAD | Scale | Window | Agreed, Master | Resident | Window),
     "read_weights": Spec("a group's streamed weights from NVMe to a buffer of the host window",
                          "nvme_read", "group", "group", "nvme_read", Disk, Staged),
     "read_state": Spec("a group's state from NVMe to a buffer of the host window",
                        "nvme_read", "group", "group", "nvme_read", Disk, Window),
     "write": Spec("a group's updated state from that buffer to NVMe",
                   "nvme_write", "group", "group", "nvme_write", Window, Disk),
+    "all_gather": Spec("the other ranks' shards of a weight group into its slot",
+                       "comm", "group", "group", "fabric", Weights, Weights),
+    "reduce": Spec("this rank's shard of a gradient's sum over all ranks, in their order",
+                   "comm", "group block micro", "group block micro to=write", "fabric", WeightGrad, Shard),
+    "push_shard": Spec("that shard from the device to the host",
+                       "d2h", "group block micro", "group block micro shard=read to=write", "download",
+                       Shard, HostGrad | Ring),
+    "agree": Spec("the losses of all ranks, which update only if all are finite",
+                  "host", "", "", "nothing", Loss, Agreed),
 }  # fmt: skip
+
+COLLECTIVES = ("all_gather", "reduce")
+"""The operations that all ranks make together on the stream that is theirs alone."""
 
 COMPUTES = frozenset(kind for kind, spec in SPECS.items() if spec.cost == "call")
 """The operations that call a function of a block."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megacompile.assemble.plan import Mode
 from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
+from megacompile.step.collectives import check_collectives
 from megacompile.step.contents import (
     check_gradients,
     check_results,
@@ -62,6 +63,7 @@ def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes
     check_weights(step)
     check_window(step)
     check_spills(step)
+    check_collectives(step, work)
     _check_device_memory(step, accesses)
     for op in step.ops:
         _check_kind(op)

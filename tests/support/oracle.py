@@ -55,6 +55,8 @@ def touches(ops: tuple[Op, ...]) -> list[Touch]:
         if op.kind == "prefetch":
             slots[op.group] = (op.offset, op.offset + op.nbytes)
             changes = frozenset([slots[op.group]])
+        if op.kind == "all_gather":
+            changes = frozenset([slots[op.group]])
         reads = frozenset(slots[t[1]] for t in op.reads if t[0] == "w" and t[1] in slots)
         changed = frozenset([*op.writes, *op.donates, *op.frees])
         found.append(Touch(frozenset(op.reads), changed, reads, changes))
@@ -235,6 +237,9 @@ class _Run:
                 if _overlap(frozenset([place]), frozenset([other])):
                     memory.slab[group] = (other, "overwritten")
             memory.slab[op.group] = (place, self.saw[index])
+        elif op.kind == "all_gather" and op.group in memory.slab:
+            place, seen = memory.slab[op.group]
+            memory.slab[op.group] = (place, seen if seen == "overwritten" else ("whole", seen))
         elif op.kind == "evict":
             memory.slab.pop(op.group, None)
         if op.stream == "compute":

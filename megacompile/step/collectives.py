@@ -1,0 +1,82 @@
+"""What several ranks do together: weights that are whole, sums that are used once, losses agreed on.
+
+That no rank can wait for another forever follows from three things: all ranks run one program, which they
+compare before its first step (:mod:`megacompile.world`); all collectives of devices are in order on one
+stream; and every wait names what was recorded before it. The last two are shown here and by
+:mod:`~megacompile.step.verify`.
+"""
+
+from __future__ import annotations
+
+from megacompile.assemble.workload import Workload
+from megacompile.errors import ScheduleError
+from megacompile.step.operations import Op, Step, name
+from megacompile.step.spec import COLLECTIVES, Agreed, Shard, Weights
+
+
+def check_collectives(step: Step, work: Workload) -> None:
+    """Of several ranks: every stay is gathered once, before its first use; every sum leaves once; no update
+    comes before the losses are agreed on. Of one rank: there is nothing of the kind.
+    """
+    if work.ranks == 1:
+        alone = next((op for op in step.ops if op.kind in (*COLLECTIVES, "push_shard", "agree")), None)
+        if alone is not None:
+            raise ScheduleError(f"{name(alone)} is for several ranks, and there is one.")
+        return
+    _check_gathers(step)
+    _check_sums(step)
+    _check_agreement(step)
+
+
+def _check_gathers(step: Step) -> None:
+    here: dict[int, bool] = {}  # groups in their slots: whether all ranks' shards are
+    for op in step.ops:
+        if op.kind == "prefetch":
+            here[op.group] = False
+        elif op.kind == "all_gather":
+            if op.group not in here:
+                raise ScheduleError(f"{name(op)} gathers weights that have no slot.")
+            if here[op.group]:
+                raise ScheduleError(f"{name(op)} gathers weights that are whole already.")
+            here[op.group] = True
+        elif op.kind == "evict":
+            if not here.pop(op.group, True):
+                raise ScheduleError(f"{name(op)} ends a stay that was never gathered: all_gather is missing.")
+        else:
+            parts = [t for t in op.reads if isinstance(t, Weights) and not here.get(t.group, True)]
+            if parts:
+                raise ScheduleError(f"{name(op)} reads {parts[0]} before its all_gather: it holds one shard.")
+
+
+def _check_sums(step: Step) -> None:
+    held: dict[Shard, Op] = {}  # what was summed into a buffer and has not left it
+    for op in step.ops:
+        for token in op.writes:
+            if isinstance(token, Shard) and token in held:
+                raise ScheduleError(f"{name(op)} overwrites what {name(held[token])} left in {token}.")
+            if isinstance(token, Shard):
+                held[token] = op
+        if op.kind in ("push_grad", "push_rows", "accumulate"):
+            raise ScheduleError(f"{name(op)} takes one rank's gradient: reduce is missing.")
+        if op.kind == "push_shard":
+            token = op.reads[0]
+            last = held.pop(token, None) if isinstance(token, Shard) else None
+            if last is None or (last.group, last.block, last.micro) != (op.group, op.block, op.micro):
+                found = name(last) if last is not None else "nothing"
+                raise ScheduleError(f"{name(op)} finds in {token} what {found} left there.")
+    for op in held.values():
+        raise ScheduleError(f"What {name(op)} left goes nowhere: push_shard is missing.")
+
+
+def _check_agreement(step: Step) -> None:
+    """One agree, over all losses, before the first update."""
+    agreed = False
+    for op in step.ops:
+        if op.kind == "agree":
+            if agreed or len(op.reads) != step.micro_batches:
+                raise ScheduleError(f"{name(op)} is to come once, for all {step.micro_batches} losses.")
+            agreed = True
+        elif op.kind == "adam" and not (agreed and Agreed() in op.reads):
+            raise ScheduleError(
+                f"{name(op)} may update before all ranks' losses are known: agree is missing."
+            )

@@ -1,0 +1,77 @@
+"""Let several ranks share a step: weights are gathered, gradients exchanged and summed, losses agreed on.
+
+Each rank holds a shard of every group's state. A prefetch brings the own shard over the own link into its
+place in the slot; an all_gather fills in the rest. A gradient is reduced to the own shard of its sum over all
+ranks, in their order and in FP32, and only that leaves for the host. No rank updates anything before it knows
+that the losses of all are finite.
+
+All ranks run the same program, and all collectives are in order on one stream: so no two ranks can wait for
+each other's. With one rank the step stays as it is.
+"""
+
+from __future__ import annotations
+
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.step.operations import Op, Step
+from megacompile.step.spec import Agreed, Loss, Shard, Value, WeightGrad, Weights
+
+SHARD_BUFFERS = 2  # that one is summed into while another leaves
+PIECE_BYTES = 8 << 20  # of a gradient that a rank sends to each other one at a time, at most
+
+
+def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Insert all_gather after each prefetch, reduce before each push, and agree after the last loss."""
+    if work.ranks == 1:
+        return step
+    ops: list[Op] = []
+    last = max((i for i, op in enumerate(step.ops) if _gives_loss(op, work)), default=-1)
+    trains, reduced = mode.kind == "train", 0
+    for index, op in enumerate(step.ops):
+        if op.kind == "prefetch":
+            op = op.with_(ranks=work.ranks)
+            ops += [op, _all_gather(op)]
+        elif op.kind == "push_grad":
+            ops += _pushed(op, Shard(reduced % SHARD_BUFFERS), work)
+            reduced += 1
+        elif trains and _gives_loss(op, work):
+            ops.append(op.with_(writes=(*op.writes, Loss(op.micro))))
+            if index == last:
+                losses = tuple(Loss(m) for m in range(mode.micro_batches))
+                ops.append(Op("agree", "host", reads=losses, writes=(Agreed(),)))
+        else:
+            ops.append(op.with_(reads=(*op.reads, Agreed())) if trains and op.kind == "adam" else op)
+    return _with_buffers(step.with_(ops=tuple(ops)), work)
+
+
+def _gives_loss(op: Op, work: Workload) -> bool:
+    return op.kind == "forward" and any(isinstance(t, Value) and t.value == work.loss for t in op.writes)
+
+
+def _all_gather(prefetch: Op) -> Op:
+    place = (Weights(prefetch.group),)
+    return Op(
+        "all_gather", "comm", group=prefetch.group, reads=place, writes=place, nbytes=prefetch.nbytes,
+        ranks=prefetch.ranks,
+    )  # fmt: skip
+
+
+def _pushed(push: Op, shard: Shard, work: Workload) -> list[Op]:
+    place = {"block": push.block, "group": push.group, "micro": push.micro}
+    assert all(isinstance(token, WeightGrad) for token in push.reads)
+    nbytes, kept = work.groups[push.group].nbytes, work.groups[push.group].shard_bytes
+    reduce = Op("reduce", "comm", reads=push.reads, writes=(shard,), nbytes=nbytes, ranks=work.ranks, **place)  # type: ignore[arg-type]
+    return [reduce, Op("push_shard", "d2h", reads=(shard,), writes=push.writes, nbytes=kept, **place)]  # type: ignore[arg-type]
+
+
+def _with_buffers(step: Step, work: Workload) -> Step:
+    """Count what shards pass through, and what gradients are exchanged by: one buffer to send, one to get."""
+    reduced = {op.group for op in step.ops if op.kind == "reduce"}
+    if not reduced:
+        return step
+    largest = max(work.groups[g].shard_bytes for g in reduced)
+    buffers = {t.slot for op in step.ops for t in op.writes if isinstance(t, Shard)}
+    piece = min(PIECE_BYTES, max(work.groups[g].nbytes // work.ranks for g in reduced))
+    shards, exchange = (largest,) * len(buffers), work.ranks * piece
+    constant = step.constant_bytes + sum(shards) + 2 * exchange
+    return step.with_(shards=shards, exchange_bytes=exchange, constant_bytes=constant)
