@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
+
+_PIECE = 1 << 20  # elements that are squared at a time
 
 
 def is_dense(x: Tensor) -> bool:
@@ -36,6 +39,40 @@ def strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
     """What begins at ``offset`` of a flat tensor, in a parameter's shape and strides."""
     start = flat.storage_offset() + offset
     return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
+
+
+def copy_elements(target: Tensor, source: Tensor, slot: Slot, start: int) -> None:
+    """Elements of a tensor, from the ``start``-th on as its parameter lies in the bucket, to a flat one."""
+    stride = slot.parameter.stride
+    order = sorted(range(source.dim()), key=lambda d: -stride[d])
+    _copy_rows(target, source.permute(order), start)
+
+
+def _copy_rows(target: Tensor, source: Tensor, start: int) -> None:
+    """Elements of a tensor, row by row, from the ``start``-th on: the rest of a row, rows, a part of one."""
+    count = target.numel()
+    if source.dim() < 2:
+        target.copy_(source.reshape(-1)[start : start + count])
+        return
+    inner = source[0].numel()
+    row, skipped = divmod(start, inner)
+    last, rest = divmod(start + count, inner)
+    if row == last:
+        _copy_rows(target, source[row], skipped)
+        return
+    head = inner - skipped if skipped else 0
+    if head:
+        _copy_rows(target[:head], source[row], skipped)
+        row += 1
+    target[head : count - rest].view(last - row, *source.shape[1:]).copy_(source[row:last])
+    if rest:
+        _copy_rows(target[count - rest :], source[last], 0)
+
+
+def sum_of_squares(flat: Tensor) -> float:
+    """In FP64, a piece at a time."""
+    pieces = (flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
+    return math.fsum(float(piece.double().square_().sum()) for piece in pieces)
 
 
 def add_gradients(

@@ -99,12 +99,15 @@ def check_format(name: str) -> StateFormat:
 def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]:
     """Every flat array of a group's state, in a fixed order; arrays without elements are left out.
 
-    "weights" is what is streamed: bf16 high halves (then "low" holds the low ones), or FP32 masters.
+    "weights" is what is streamed: bf16 high halves (then "low" holds the low ones), or FP32 masters. Where
+    ranks share the group, these are the shards of one of them, with FP32 moments.
     """
     split = group.dtype == torch.bfloat16
-    arrays = [FlatArray("weights", "masters", group.dtype, group.elements)]
-    arrays += [FlatArray("low", "masters", torch.int16, group.elements)] if split else []
-    if group.trainable:
+    arrays = [FlatArray("weights", "masters", group.dtype, group.share)]
+    arrays += [FlatArray("low", "masters", torch.int16, group.share)] if split else []
+    if group.trainable and group.ranks > 1:
+        arrays += [FlatArray(name, "moments", torch.float32, group.share) for name in moment_names(False)]
+    elif group.trainable:
         runs = group_runs(group, form)
         plain = sum(r.place.elements for r in runs if not r.place.coded)
         arrays += [FlatArray(name, "moments", torch.float32, plain) for name in moment_names(False)]
@@ -150,6 +153,18 @@ def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
             runs[-1] = Run(last.start, owner, whole)
         else:
             runs.append(Run(slot.offset, owner, place))
+    return tuple(runs)
+
+
+def shard_runs(group: GroupLayout, form: StateFormat, rank: int) -> tuple[Run, ...]:
+    """The runs of a rank's shard, from its beginning; of a whole group those of :func:`group_runs`."""
+    if group.ranks == 1:
+        return group_runs(group, form)
+    shard, runs = group.shard(rank), []
+    for run in group_runs(group, form):
+        start, stop = max(run.start, shard.start) - shard.start, min(run.stop, shard.stop) - shard.start
+        if start < stop:
+            runs.append(Run(start, run.param_group, MomentPlace(False, stop - start, start, 0)))
     return tuple(runs)
 
 

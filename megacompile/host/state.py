@@ -9,6 +9,7 @@ formats of `host/formats.py`: 12, about 6 or about 5 bytes per trained parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,13 @@ from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena, trim_heap
 from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
-from megacompile.host.formats import CODINGS, StateFormat, group_runs, moment_names
+from megacompile.host.formats import CODINGS, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
+from megacompile.host.parameters import nothing_for, set_value
+from megacompile.host.shards import collected, own_part, whole_arrays
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.views import moments_of, parts_of
+from megacompile.world.control import World
 
 CHUNK = 1 << 22  # elements
 Weights = Callable[[str], Tensor]
@@ -35,6 +39,9 @@ class HostState:
     it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
     in one arena, ``total_bytes`` of it, which leaves ``transient_bytes`` for what steps need. :meth:`move`
     brings a group to the device, where single parameters can still be read and written.
+
+    Of several ranks in ``world``, each holds its shards; whatever reads or writes parameters is then done by
+    all of them together: they take the values that rank 0 gives, and rank 0 alone is given what is read.
     """
 
     def __init__(
@@ -43,7 +50,9 @@ class HostState:
         form: StateFormat = "fp32",
         placement: Placement | None = None,
         transient_bytes: int = 0,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.groups = tuple(groups)
         self.form = form
         placement = placement or Placement(("host",) * len(self.groups))
@@ -58,8 +67,9 @@ class HostState:
         self.steps = [0] * len(self.groups)
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._snapshot = Snapshot((), form, (), ())  # the last one
-        self._runs = [group_runs(group, form) for group in self.groups]
-        self._padding = [padding_of(group) for group in self.groups]
+        self._runs = [shard_runs(group, form, self.world.rank) for group in self.groups]
+        # sums over ranks are zero there
+        self._padding = [padding_of(group) if group.ranks == 1 else [] for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in RAM by kind: "masters", "moments", and the "window" over what is on storage."""
@@ -94,6 +104,8 @@ class HostState:
                 if parameter.is_meta:
                     assert weights is not None
                     value = weights(name)
+                else:
+                    value = self.world.broadcast(value)
                 if name in homes:
                     self.write_whole(homes[name], value)
                     taken.append((name, parameter))
@@ -104,7 +116,7 @@ class HostState:
                 del value
                 trim_heap()
         except BaseException:
-            for name, parameter in taken:
+            for name, parameter in taken if self.world.size == 1 else ():  # else others would have to help
                 set_value(parameter, self.read_whole(homes[name]))
             raise
 
@@ -119,18 +131,22 @@ class HostState:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
-        """Set one parameter from a tensor of its shape, of any floating dtype."""
+        """Set one parameter, or what of it is this rank's, from a tensor of its shape, of any floating
+        dtype."""
         slot, arrays = self._find(place), self.open(place[0], change=True)
         weights, low = arrays["weights"], arrays.get("low")
-        if low is None:
+        if low is None and self.world.size == 1:
             slot_view(weights, slot).copy_(value)
             return
-        part = slice(slot.offset, slot.offset + slot.parameter.numel)
-        high, low = weights[part], low[part]
+        part, own = own_part(self.groups[place[0]], slot, self.world.rank)
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
             value = strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
             value = value.as_strided((value.numel(),), (1,))
-        flat = value.view(-1)
+        flat = value.view(-1)[part]
+        if low is None:
+            weights[own].copy_(flat)
+            return
+        high, low = weights[own], low[own]
         for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
             piece = slice(start, start + CHUNK)
             if high.device.type == "cpu":
@@ -142,9 +158,18 @@ class HostState:
             low[piece].copy_(halves[1])
 
     def read(self, place: tuple[int, int]) -> Tensor:
-        """One parameter's FP32 master as a new tensor of its shape."""
+        """One parameter's FP32 master as a new tensor of its shape; without values on ranks that are not
+        the first."""
         slot, arrays = self._find(place), self.open(place[0], change=False)
-        return self._gather(slot, arrays["weights"], arrays.get("low"))
+        weights, low = arrays["weights"], arrays.get("low")
+        if self.world.size > 1:
+            layout = self.groups[place[0]]
+            weights = collected(self.world, layout, slot, weights)
+            low = None if low is None else collected(self.world, layout, slot, low)
+            slot = replace(slot, offset=0)
+        if weights.is_meta:
+            return torch.empty(slot.parameter.shape, device="meta")
+        return self._gather(slot, weights, low)
 
     def open(self, group: int, *, change: bool) -> dict[str, Tensor]:
         """All arrays of a group, for as long as no other group is opened and no step runs.
@@ -245,15 +270,21 @@ class HostState:
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.
 
-        As with :meth:`open`, views are for as long as the iterator stands at their group.
+        As with :meth:`open`, views are for as long as the iterator stands at their group. Of several ranks,
+        rank 0 has them, and all go through the groups together.
         """
         for index, group in enumerate(self.groups):
-            yield parts_of(group, self.open(index, change=change), self.form)
+            if self.world.size == 1:
+                yield parts_of(group, self.open(index, change=change), self.form)
+                continue
+            with whole_arrays(self.world, group, self.arrays[index], change=change) as wholes:
+                yield parts_of(group, wholes, self.form) if wholes else {}
 
     @property
     def passing(self) -> bool:
-        """Whether some groups are on storage, so that :meth:`parts` passes them through one buffer."""
-        return self.offload is not None and any(place.on_storage for place in self.offload.places)
+        """Whether :meth:`parts` passes groups through one buffer: some are on storage, or on other ranks."""
+        stored = self.offload is not None and any(place.on_storage for place in self.offload.places)
+        return stored or self.world.size > 1
 
     def written(self, count: int) -> None:
         """Nothing: while :meth:`parts` is read, no step runs."""
@@ -277,22 +308,3 @@ class HostState:
 
     def _lies_at_home(self, group: int) -> bool:
         return self.arrays[group] is self._homes.get(group, self.arrays[group])
-
-
-def nothing_for(parameter: nn.Parameter) -> Tensor:
-    """NaN, or zeros of integers, in the shape of a parameter and the memory of one element."""
-    floating = parameter.is_floating_point() or parameter.is_complex()
-    value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype)
-    return value.expand(parameter.shape)
-
-
-def set_value(target: Tensor, value: Tensor) -> None:
-    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype."""
-    fresh = value.to(target.dtype)
-    if not target.is_meta:
-        Tensor.data.__set__(target, fresh)  # type: ignore[attr-defined]  # an owned one refuses .data = fresh
-        return
-    if isinstance(target, nn.Parameter):
-        fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)
-    # .data cannot change the device type; the tensor stays the same object
-    torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]

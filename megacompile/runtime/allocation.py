@@ -15,6 +15,7 @@ from megacompile.host.offload import Placement, host_state_bytes, place_groups
 from megacompile.host.state import HostState
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes
+from megacompile.world.control import World
 
 
 def allocate_host_state(
@@ -24,8 +25,10 @@ def allocate_host_state(
     form: StateFormat,
     directories: Sequence[str],
     host_budget_bytes: int,
+    world: World,
 ) -> tuple[HostState, Placement]:
-    """Host memory, and storage where the plan wants it, for all state and for what steps need beside it.
+    """Host memory, and storage where the plan wants it, for all state and for what steps need beside it; of a
+    rank of ``world``, for its shards.
 
     Raises :class:`~megacompile.errors.BudgetError` where that is more than ``host_budget_bytes``, or more
     than the host gives.
@@ -36,7 +39,7 @@ def allocate_host_state(
     if need > host_budget_bytes:
         raise _too_large(layouts, form, bool(directories), host_budget_bytes, need, transient)
     try:
-        return HostState(layouts, form, placement, transient), placement
+        return HostState(layouts, form, placement, transient, world), placement
     except (RuntimeError, MemoryError) as error:
         raise BudgetError(
             f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "

@@ -21,14 +21,15 @@ from megacompile.runtime.device import Device
 class Backend:
     """``device_bytes`` is the device's own memory and ``machine`` what it is planned as; None on a CPU.
 
-    ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget.
+    ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget; on a CPU,
+    with a stream for collectives where ``comm`` says so.
     """
 
     device: torch.device
     device_bytes: int | None
     machine: Machine | None
     plan_bytes: Callable[[int], int]
-    open: Callable[[int], Device]
+    open: Callable[..., Device]
 
 
 def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) -> Backend:

@@ -32,6 +32,7 @@ class Blocks:
         self._device = device
         self._resident = resident
         self._weights: dict[int, list[Tensor]] = {}  # of the groups that are in a slot now
+        self._slots: dict[int, Tensor] = {}  # their bytes, flat
         self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # of slots, by their place
         self._bound: BoundStep | None = None
 
@@ -45,6 +46,7 @@ class Blocks:
         """Forget all values and all weights in slots."""
         self.values.clear()
         self._weights.clear()
+        self._slots.clear()
 
     def arrive(self, layout: GroupLayout, offset: int) -> Tensor:
         """A group's bytes of the slab, flat; from now on its weights are read there."""
@@ -53,11 +55,16 @@ class Blocks:
             place = self._device.slot(offset, layout.nbytes).view(layout.dtype)
             found = self._views[layout.index, offset] = (place, [slot_view(place, s) for s in layout.slots])
         place, self._weights[layout.index] = found
+        self._slots[layout.index] = place
         return place
+
+    def slot_of(self, group: int) -> Tensor:
+        """The bytes of the slab where a group is now, flat."""
+        return self._slots[group]
 
     def leave(self, group: int) -> None:
         """A group's slot is given up."""
-        del self._weights[group]
+        del self._weights[group], self._slots[group]
 
     def free(self, tokens: Sequence[Token]) -> None:
         """Forget values that no later operation reads."""

@@ -28,12 +28,13 @@ class CpuDevice(Device):
 
     immediate = True
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, comm: bool = False) -> None:
         self.torch_device = torch.device("cpu")
         self.budget_bytes = budget_bytes
         cores = torch.get_num_threads()
         # one thread each for copies; norms take as many as eager does, to round as eager does
-        self.streams = Streams({"h2d": 1, "d2h": 1, "host": cores, "nvme_read": 1, "nvme_write": 1})
+        threads = {"h2d": 1, "d2h": 1, "host": cores, "nvme_read": 1, "nvme_write": 1}
+        self.streams = Streams(threads | ({"comm": 1} if comm else {}))
         super().__init__(self.streams)
         self.adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self._slab = torch.empty(0, dtype=torch.uint8)

@@ -74,12 +74,14 @@ class HostBuffers:
             self._step = step
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
-        """Where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept."""
+        """Where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept; a shard
+        of one in FP32."""
         layout = bound.assembly.groups[group]
+        passing = isinstance(home, Ring) and layout.ranks == 1
+        dtype = layout.dtype if passing or bound.kept.get(group) else torch.float32
+        nbytes = dtype.itemsize * layout.share
         if isinstance(home, Ring):
-            return self._ring[home.slot][: layout.nbytes].view(layout.dtype)
-        dtype = layout.dtype if bound.kept.get(group) else torch.float32
-        nbytes = dtype.itemsize * layout.elements
+            return self._ring[home.slot][:nbytes].view(dtype)
         known = self.gradients.get(group)
         if known is None or known.nbytes < nbytes:
             known = self.gradients[group] = self._grown([] if known is None else [known], nbytes)

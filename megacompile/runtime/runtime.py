@@ -17,6 +17,7 @@ from megacompile.errors import ProgramError
 from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device
+from megacompile.runtime.fabric import Fabric
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
@@ -43,7 +44,8 @@ class Runtime:
         self.buffers = HostBuffers(state.arena, device, state.offload.storage if state.offload else None)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)
         self.lost_gradients = False
-        self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident))
+        fabric = Fabric(state.world, device)
+        self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident), fabric)
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False
 
@@ -62,6 +64,7 @@ class Runtime:
                 with self.device.start(trace):
                     held.progress.begin(self.device.step, program.updates)
                     program.function(run)
+                    self._check_losses(inputs, run.results)
             except BaseException as error:
                 self._abandon(error, pushed=run.pushed)
                 raise
@@ -76,6 +79,8 @@ class Runtime:
     def await_losses(self) -> None:
         """Return when the losses of all steps so far are there."""
         self.device.await_reads()
+        if self.state.world.size > 1:
+            self.device.wait([("agree",)])
 
     def await_norm(self) -> None:
         """Return when the norm of the last gradient that updates waited for is known."""
@@ -116,6 +121,20 @@ class Runtime:
         self._held.landed.clear()
         self.resident.landed.clear()
 
+    def _check_losses(self, inputs: StepInputs, results: StepResults) -> None:
+        """Of several ranks: stop where the losses kept all of them from updating."""
+        world = self.state.world
+        if world.size == 1 or not inputs.check_loss:
+            return
+        self.device.wait([("agree",)])
+        if results.stopped:
+            losses = ", ".join(f"{float(loss)}" for loss in results.losses)
+            raise world.agreed(
+                NonFiniteError(
+                    f"The losses of the ranks are {losses}: no parameter was changed on any of them."
+                )
+            )
+
     def _prepare(self, program: BoundStep, inputs: StepInputs) -> None:
         if self.resident.in_place(program.step):
             self.resident.prepare(program.step)
@@ -125,6 +144,7 @@ class Runtime:
         constants = self.device.prepare(program.step, program.constants)
         self._held.blocks.begin(program, inputs, constants)
         self.buffers.prepare(program.step, self.synchronize)
+        self._held.fabric.prepare(program.step, self.synchronize)
 
     def _move(self, program: BoundStep) -> None:
         """At rest: state to where a step wants it, and with it the FP32 gradients that wait for an update."""

@@ -29,13 +29,15 @@ class StepInputs:
 @dataclass
 class StepResults:
     """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
-    forward alone ``outputs``, its results by (value, micro-batch)."""
+    forward alone ``outputs``, its results by (value, micro-batch). Of several ranks the losses are those of
+    all once ``agree`` has run; ``stopped`` says that some were not finite, and nothing is updated."""
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     takes_norm: bool = False
     grad_norm: Tensor | None = None
     skipped: bool = False
+    stopped: bool = False
 
 
 class NonFiniteError(FloatingPointError):

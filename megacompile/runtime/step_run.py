@@ -16,12 +16,13 @@ import torch
 
 from megacompile.errors import ProgramError
 from megacompile.host.rows import gather_rows
-from megacompile.runtime.step_updates import StepUpdates, check_finite
+from megacompile.runtime.step_collectives import StepCollectives
+from megacompile.runtime.step_updates import check_finite
 from megacompile.step.operations import Event
 from megacompile.step.spec import Offloaded, Stream, Token, Value, ValueGrad, typed
 
 
-class StepRun(StepUpdates):
+class StepRun(StepCollectives):
     """The operations of one emitted step, for one set of inputs."""
 
     def load(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
@@ -75,7 +76,8 @@ class StepRun(StepUpdates):
         self, *, group: int, offset: int, slot: int | None = None, after: Sequence[Event] = ()
     ) -> None:
         device, source = self._device, self._held.state.streamed(group, slot)
-        place = self._blocks.arrive(self._bound.assembly.groups[group], offset)
+        layout = self._bound.assembly.groups[group]
+        place = self._blocks.arrive(layout, offset)[layout.shard(self._held.world.rank)]
         device.submit("h2d", ("prefetch", group), after, lambda: device.copy([place], [source]))
 
     def evict(self, *, group: int, after: Sequence[Event] = ()) -> None:

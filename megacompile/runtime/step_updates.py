@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,14 @@ import torch
 
 from megacompile.errors import StorageError
 from megacompile.host.adam import AdamHyper
-from megacompile.host.bucket import add_gradients, slot_view
+from megacompile.host.bucket import add_gradients, slot_view, sum_of_squares
 from megacompile.host.offload import Offload
 from megacompile.host.rows import add_rows
+from megacompile.host.shards import own_part
 from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device, OnComplete
+from megacompile.runtime.fabric import Fabric
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.progress import Progress
 from megacompile.runtime.resident import ResidentState
@@ -36,6 +39,7 @@ from megacompile.step.spec import (
     WeightGrad,
     typed,
 )
+from megacompile.world.control import World
 
 
 @dataclass
@@ -47,8 +51,14 @@ class Held:
     resident: ResidentState
     buffers: HostBuffers
     blocks: Blocks
+    fabric: Fabric
     progress: Progress = field(default_factory=Progress)
     landed: set[int] = field(default_factory=set)
+
+    @property
+    def world(self) -> World:
+        """The ranks that the state is shared by."""
+        return self.state.world
 
     def guarded(self, run: Callable[[], None]) -> None:
         """A transfer to or from storage that fails leaves a group without its state."""
@@ -71,6 +81,7 @@ class StepUpdates:
         self._held, self._bound, self._inputs = held, bound, inputs
         self._device, self._blocks = held.device, held.blocks
         self._norms: dict[str, torch.Tensor] = {}
+        self._squares: dict[str, float] = {}  # of what is this rank's of each gradient
         self._scale = 1.0
         self._loss_checked = False
         self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
@@ -145,11 +156,16 @@ class StepUpdates:
                 taken = self._device.read(self._held.resident.norms(group))
                 self._norms |= dict(zip(self._held.resident.names(group), taken, strict=True))
             return
-        layout, norms = self._bound.assembly.groups[group], self._norms
+        layout, norms, squares = self._bound.assembly.groups[group], self._norms, self._squares
+        rank = self._held.world.rank
         grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
 
         def measure() -> None:
             for slot in layout.slots:
+                if layout.ranks > 1:
+                    _, own = own_part(layout, slot, rank)
+                    squares[slot.parameter.name] = sum_of_squares(grad[own])
+                    continue
                 view = slot_view(grad, slot)
                 norms[slot.parameter.name] = torch.linalg.vector_norm(view, 2, dtype=torch.float32)
 
@@ -157,9 +173,11 @@ class StepUpdates:
 
     def clip_scale(self, *, after: Sequence[Event] = ()) -> None:
         inputs, results, norms = self._inputs, self.results, self._norms
-        order = self._bound.norm_order
+        order, squares, world = self._bound.norm_order, self._squares, self._held.world
 
         def clip() -> None:
+            if squares:
+                norms.update(_norms_of_all(squares, world))
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
             results.skipped = not bool(torch.isfinite(total))
@@ -218,7 +236,7 @@ class StepUpdates:
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
 
         def update() -> None:
-            if deferred and results.skipped:
+            if results.stopped or (deferred and results.skipped):
                 progress.planned -= 1
                 return
             progress.begun += 1
@@ -253,13 +271,23 @@ class StepUpdates:
         return [replace(h, step=step, grad_scale=scale) for h in self._inputs.hypers]
 
     def _check_loss(self) -> None:
-        """Stop the step before anything is changed; where compute runs ahead, at its first update."""
-        if not self._inputs.check_loss or self._loss_checked:
+        """Stop the step before anything is changed; where compute runs ahead, at its first update. Of several
+        ranks none stops before it knows the losses of all."""
+        if not self._inputs.check_loss or self._loss_checked or self._held.world.size > 1:
             return
         self._device.await_reads()
         self._loss_checked = True
         for loss in self.results.losses:
             check_finite(loss)
+
+
+def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Tensor]:
+    """The norm of each gradient from all ranks' squares, added in their order and rounded to FP32."""
+    heard = world.all_numbers(list(squares.values()))
+    totals = [sum(of_ranks) for of_ranks in zip(*heard, strict=True)]
+    return {
+        name: torch.tensor(math.sqrt(x), dtype=torch.float32) for name, x in zip(squares, totals, strict=True)
+    }
 
 
 def check_finite(loss: torch.Tensor) -> None:

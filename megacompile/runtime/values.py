@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError
-from megacompile.host.state import HostState, Weights, set_value
+from megacompile.host.parameters import set_value
+from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
 
 
@@ -42,12 +43,15 @@ class ModelValues:
         state.take(self.model, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
+        for buffer in self.model.buffers() if state.world.size > 1 else ():
+            buffer.data.copy_(state.world.broadcast(buffer.data))
         self._synchronize = weakref.WeakMethod(synchronize)  # of what holds these values itself
         ownership.take(self.model, self._optimizer, homes, self.copied)
         self._owns = True
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
+        self._refuse_several("copying a model that several ranks train")
         synchronize = self._synchronize()
         if synchronize is not None:
             synchronize()
@@ -60,8 +64,9 @@ class ModelValues:
         return ((name, self._read(name, p)) for name, p in named if p.requires_grad or not trained)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
-        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor."""
-        values = dict(self.parameters(trained=trained))
+        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor; of
+        several ranks, on the first alone."""
+        values = {name: value for name, value in self.parameters(trained=trained) if not value.is_meta}
         if not trained:
             values |= {n: b.clone() for n, b in self.buffers().items()}
         return {name: values[first] for name, first in first_names(self.model).items() if first in values}
@@ -92,13 +97,15 @@ class ModelValues:
         """Set all parameters and persistent buffers to values that were checked."""
         firsts, targets = first_names(self.model), self._targets()
         for name, value in values.items():
-            self._write(firsts[name], targets[firsts[name]], value)
+            given = self._state.world.broadcast(value) if self._state is not None else value
+            self._write(firsts[name], targets[firsts[name]], given)
 
     def _targets(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | self.buffers()
 
     def copy_to(self, model: nn.Module) -> None:
         """Set the values of a model like this one; this one itself is an ordinary model after it."""
+        self._refuse_several("sync_to, and with it release,")
         if ownership.is_owned(model) and not (model is self.model and self._owns):
             raise MegacompileError(
                 f"This {type(model).__name__} belongs to another program: give one that holds its own values."
@@ -124,6 +131,13 @@ class ModelValues:
         if self._owns:
             self.copy_to(self.model)
         self._state, self._homes = None, {}
+
+    def _refuse_several(self, what: str) -> None:
+        if self._state is not None and self._state.world.size > 1:
+            raise MegacompileError(
+                f"{what[0].upper()}{what[1:]} is not there for several devices: call program.state_dict() on "
+                "all ranks, which gives rank 0 the values, or program.export."
+            )
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
         """What holds each of our values in another model, if neither has more than the other."""

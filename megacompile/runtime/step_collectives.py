@@ -1,0 +1,60 @@
+"""What several ranks do together in one run of a step: gathers, sums, shards to the host, the losses of all.
+
+:class:`~megacompile.runtime.step_run.StepRun` adds what blocks read and write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megacompile.runtime.step_updates import StepUpdates
+from megacompile.step.operations import Event
+from megacompile.step.spec import Ring, Shard, Token, WeightGrad, typed
+
+
+class StepCollectives(StepUpdates):
+    """The operations of an emitted step that exist for several ranks alone."""
+
+    def all_gather(self, *, group: int, after: Sequence[Event] = ()) -> None:
+        place, world = self._blocks.slot_of(group), self._held.world
+        self._device.submit("comm", ("all_gather", group), after, lambda: world.all_gather(place))
+
+    def reduce(self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()) -> None:
+        parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
+        layout, fabric, place = self._bound.assembly.groups[group], self._held.fabric, typed(to)
+        assert isinstance(place, Shard)
+        event = ("reduce", group, block, micro)
+        self._device.submit("comm", event, after, lambda: fabric.reduce(layout, parts, place))
+
+    def push_shard(
+        self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
+    ) -> None:
+        place, bounce = typed(shard), typed(to)
+        assert isinstance(place, Shard)
+        source = self._held.fabric.shard(self._bound.assembly.groups[group], place)
+        home = self._held.buffers.gradient(self._bound, group, bounce)
+        fresh = isinstance(bounce, Ring) or group not in self._held.landed
+        self._held.landed.add(group)
+        self.pushed = True
+
+        def use(landed: list[torch.Tensor]) -> None:
+            home.copy_(landed[0]) if fresh else home.add_(landed[0])
+
+        device = self._device
+        event = ("push_shard", group, block, micro)
+        device.submit("d2h", event, after, lambda: device.land([source], use))
+
+    def agree(self, *, after: Sequence[Event] = ()) -> None:
+        results, world, checks = self.results, self._held.world, self._inputs.check_loss
+        own = list(results.losses)
+
+        def listen() -> None:
+            heard = world.all_numbers([float(loss) for loss in own])
+            everyone = [numbers[m] for m in range(len(own)) for numbers in heard]
+            results.stopped = checks and not all(map(math.isfinite, everyone))
+            results.losses = [torch.tensor(x, dtype=own[0].dtype) for x in everyone]
+
+        self._device.submit("host", ("agree",), after, listen)

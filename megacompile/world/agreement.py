@@ -1,0 +1,43 @@
+"""What must be alike on all ranks before they do anything together, and the sentence where it is not.
+
+In: what every rank says of itself, by name. Out: nothing, or the sentence that names the first rank that
+differs from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SENTENCES = {  # in the order in which they are looked at
+    "version": "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions.",
+    "settings": "Rank {rank} was compiled with {theirs}, and rank 0 with {first}: give all ranks the same.",
+    "layout": "The weight groups of rank {rank} are not those of rank 0: make the same model on every rank.",
+    "source": "Rank {rank} compiled another program than rank 0: please report this schedule.",
+    "micro": "Rank {rank} brought {theirs} micro-batches, rank 0 {first}: give every rank as many.",
+    "shapes": (
+        "Rank {rank} brought a batch of {theirs}, rank 0 one of {first}: give all ranks batches of one "
+        "shape, padded where they are shorter."
+    ),
+    "program": (
+        "The model or the batch of rank {rank} is set otherwise than on rank 0 (a mode, an attribute, a "
+        "constant): set all alike."
+    ),
+    "optimizer": "The optimizer of rank {rank} has {theirs}, that of rank 0 {first}: set all alike.",
+    "place": "Rank {rank} is at another step, or has another seed, than rank 0: load the same checkpoint.",
+    "count": (
+        "Rank {rank} gave num_items_in_batch={theirs}, rank 0 {first}: give every rank the count of all "
+        "ranks' batches together."
+    ),
+    "names": "Rank {rank} loads other names, shapes or dtypes than rank 0: give every rank the same state.",
+}
+
+
+def difference(said: Sequence[Mapping[str, Any]]) -> str:
+    """The first thing in which a rank differs from rank 0, in a sentence; "" where all are alike."""
+    for what, sentence in _SENTENCES.items():
+        values = [of_rank.get(what) for of_rank in said]
+        for rank, theirs in enumerate(values):
+            if theirs != values[0]:
+                return sentence.format(rank=rank, theirs=theirs, first=values[0])
+    return ""
