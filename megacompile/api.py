@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megacompile.arguments import check_model, check_settings, directories
+from megacompile.arguments import check_model, check_settings, check_several, directories
 from megacompile.assemble.plan import Plan
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
@@ -29,6 +29,8 @@ from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
 from megacompile.settings import Settings
 from megacompile.units import RESERVE, host_available, parse_bytes
+from megacompile.world.control import World
+from megacompile.world.ranks import find_ranks
 
 
 def compile(
@@ -98,17 +100,24 @@ def compile(
     plan: a :class:`~megacompile.assemble.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
         or edited.
 
+    Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
+    each holds its share of the state, and brings its own batches. ``hbm_budget`` is each device's,
+    ``host_budget`` each machine's. All ranks take the values that the model has on rank 0.
+
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     check_model(model, weights)
+    world = World(find_ranks())
     if inductor:
         check_compiler()
     backend = open_backend(device, compute_dtype)
     launches = backend.device.type == "cuda" and check_triton(
         backend.device, needed=kernels is not False or inductor
     )
+    if world.size > 1:
+        check_several(backend.device, offload_dir, optimizer_state)
     held = [p for p in model.parameters() if not p.is_meta]
     available = host_available() + sum(p.nbytes for p in held)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
@@ -116,6 +125,12 @@ def compile(
         host = int(available * (1 - RESERVE))
     else:
         host = parse_bytes(host_budget, what="host_budget", available=available)
+    if world.size > 1:  # the device that has least decides; those of a machine share its memory
+        with world.together():
+            said = world.exchange(lambda: f"{budget} {host // world.local}".encode())
+        budget, host = (
+            min(map(int, numbers)) for numbers in zip(*(text.split() for text in said), strict=True)
+        )
     optimizer = adopt(optimizer, model)
     _announce(compute_dtype)
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
@@ -128,9 +143,10 @@ def compile(
         loss_fn=loss_fn,
         kernels=launches if kernels is None else kernels,
         form=form,
-        gathers=not folders,
+        gathers=not folders and world.size == 1,
         inductor=backend.device if inductor else None,
         processors=backend.machine.processors if backend.machine else None,
+        ranks=world.size,
     )
     plannable = backend.plan_bytes(budget)
     compiler = Compiler(
@@ -141,10 +157,13 @@ def compile(
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, host, bool(folders)),
         planner=chosen_planner(planner, plan),
-        device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
+        device_state=(
+            world.size == 1 and form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer))
+        ),
+        world=world,
     )
     settings = Settings(
-        open_device=lambda: backend.open(budget),
+        open_device=lambda: backend.open(budget, comm=True) if world.size > 1 else backend.open(budget),
         host_budget_bytes=host,
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
@@ -152,6 +171,7 @@ def compile(
         max_seq_len=max_seq_len,
         optimizer_state=form,
         offload_dirs=folders,
+        world=world,
     )
     program = Program(Session(model, optimizer, compiler, settings, weights))
     if example_batch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.assemble.assembly import Parameter, cut_parameters
-from megacompile.assemble.plan import Mode
+from megacompile.assemble.plan import Mode, Plan
 from megacompile.capture.batch import Batch
-from megacompile.errors import BudgetError
+from megacompile.errors import BudgetError, MegacompileError
 from megacompile.frontend import Compiled, Frontend
 from megacompile.host.offload import Placement
 from megacompile.machine.measured import Measured
@@ -20,6 +21,7 @@ from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
 from megacompile.plan.baselines import Planner
 from megacompile.plan.candidates import Planned
 from megacompile.plan.plan_program import Terms, plan_program
+from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
@@ -27,6 +29,7 @@ from megacompile.step.emit import emit_step
 from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
 from megacompile.units import format_bytes
+from megacompile.world.control import World
 
 _LOG = logging.getLogger(__name__)  # trainers show what it tells
 _FIRST_DECIDES = (
@@ -56,7 +59,8 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
 
 class Compiler:
     """Compiles programs over one model's parameters for one budget, of which ``reserved_bytes`` are taken off
-    already for what the device's driver and libraries hold.
+    already for what the device's driver and libraries hold. Of the ranks of a ``world`` the first plans, and
+    the others follow.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
     is once it is allocated.
@@ -73,8 +77,10 @@ class Compiler:
         planner: Planner | None = None,
         device_state: bool = False,
         reserved_bytes: int = 0,
+        world: World | None = None,
     ) -> None:
         self.frontend = frontend
+        self._world = world or World()
         self._reserved_bytes = reserved_bytes
         self.budget_bytes = budget_bytes
         self.placement: Placement | None = None
@@ -107,6 +113,10 @@ class Compiler:
         """Whether a program for this kind of batch was compiled before."""
         return batch.key in self.keys
 
+    def number(self, batch: Batch, mode: Mode) -> int:
+        """Which of the programs that were compiled this is, in their order; -1: none of them."""
+        return next((i for i, key in enumerate(self._scheduled) if key == (batch.key, mode)), -1)
+
     @property
     def programs(self) -> int:
         """How many programs were compiled and are not forgotten."""
@@ -135,7 +145,7 @@ class Compiler:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
-        compiled, planned = self._within(batch, mode)
+        compiled, planned = self._together(batch, mode)
         if self._resident is None and mode.kind in ("train", "accumulate"):
             self._resident = planned.step.resident
         name, work = type(self.frontend.model).__name__, compiled.assembly.work
@@ -160,6 +170,36 @@ class Compiler:
             scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
+
+    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """Plan on rank 0; the plan and how far weights are cut are the same on all."""
+        if self._world.size == 1:
+            return self._within(batch, mode)
+        found: list[tuple[Compiled, Planned]] = []
+
+        def decide() -> bytes:
+            found.append(self._within(batch, mode))
+            _check_shared(found[0][1].plan)
+            assert self.cuts is not None
+            decided = {
+                "cuts": [[n, list(c)] for n, c in self.cuts.items()],
+                "plan": found[0][1].plan.to_json(),
+            }
+            return json.dumps(decided).encode()
+
+        decided = json.loads(self._world.from_first(decide))
+        if found:
+            return found[0]
+        self.cuts = {name: tuple(cuts) for name, cuts in decided["cuts"]}
+        compiled, plan = (
+            self.compile(batch, evaluate=mode.kind == "evaluate"),
+            Plan.from_json(decided["plan"]),
+        )
+        if plan.workload != compiled.assembly.work.digest:
+            raise MegacompileError(
+                "The model or the batch is not that of rank 0: make the same model on every rank."
+            )
+        return compiled, follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
 
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan; a least budget that is named is one to give."""
@@ -220,3 +260,14 @@ class Compiler:
         if self._resident is None:
             return None if mode.kind in ("train", "accumulate") else ()
         return self._resident
+
+
+def _check_shared(plan: Plan) -> None:
+    """Refuse a plan of one's own that keeps anything where several ranks cannot."""
+    stored = {block.saved_on for block in plan.blocks} & {"nvme"}
+    places = {group.state for group in plan.groups} - {"host"} | stored
+    if places:
+        raise MegacompileError(
+            f"The plan keeps something on {min(places)!r}, which is not there for several devices yet: keep "
+            "all state in host memory."
+        )

@@ -11,11 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from megacompile.assemble.plan import Mode
+from megacompile.capture.batch import Batch
 from megacompile.capture.outputs import OutputsFn, all_outputs
 from megacompile.errors import CaptureError, MegacompileError, ProgramError
 from megacompile.generate import generate
 from megacompile.inspection import Inspection
 from megacompile.runtime.calls import alone
+from megacompile.together import agreed_batches
+from megacompile.world.control import refuse_several
 
 
 class Forward(Inspection):
@@ -23,7 +26,8 @@ class Forward(Inspection):
 
     @alone
     def evaluate(self, batch: Any) -> Tensor:
-        """The loss of a batch in eval mode, under the same budget; no gradient, no update."""
+        """The loss of a batch in eval mode, under the same budget; no gradient, no update. Of several ranks
+        each gets that of its own batch."""
         loss: Tensor = self._forward("evaluate", batch, None)
         return loss
 
@@ -63,18 +67,37 @@ class Forward(Inspection):
 
         ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
         """
-        micro = self._session.micro_batches(batch, outputs=outputs)
-        self._session.schedule(micro[0], self._session.training(micro))
+        session = self._session
+        if outputs is not None:
+            refuse_several(session.world.size, "outputs=")
+
+        def read() -> tuple[list[Batch], list[float]]:
+            micro = session.micro_batches(batch, outputs=outputs)
+            return micro, [1.0] * len(micro)
+
+        with session.world.together():
+            micro, _, _ = agreed_batches(session, read, "train")
+            session.schedule(micro[0], session.training(micro))
 
     def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()
         session = self._session
-        micro = session.micro_batches(batch, evaluate=True, outputs=outputs)
-        if len(micro) > 1:
-            raise MegacompileError(f"{name} takes one batch, not a list of {len(micro)}: call it for each.")
-        if session.runtime is None:
-            self._allocate(batch, outputs)
-        results = session.run(micro, Mode("evaluate"), [1.0])
+        if outputs is not None:
+            refuse_several(session.world.size, name)
+
+        def read() -> tuple[list[Batch], list[float]]:
+            micro = session.micro_batches(batch, evaluate=True, outputs=outputs)
+            if len(micro) > 1:
+                raise MegacompileError(
+                    f"{name} takes one batch, not a list of {len(micro)}: call it for each."
+                )
+            return micro, [1.0]
+
+        with session.world.together():
+            micro, weights, _ = agreed_batches(session, read, "evaluate")
+            if session.runtime is None:
+                self._allocate(batch, outputs)
+            results = session.run(micro, Mode("evaluate"), weights)
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
         return compiled.captured.structure.around([results.outputs[v, 0] for v in compiled.part.results])
@@ -99,6 +122,9 @@ class Forward(Inspection):
             session.saving.raise_failure()
         if session.inconsistent:
             raise ProgramError(session.inconsistent)
-        if session.settings.on_nonfinite == "raise" and session.unreported:
+        raises = (
+            session.settings.on_nonfinite == "raise" or session.world.size > 1
+        )  # at one step on all ranks
+        if raises and session.settings.on_nonfinite != "skip" and session.unreported:
             session.await_norm()  # no step runs after a faulty one, whatever the timing
         session.report_skipped()

@@ -61,8 +61,9 @@ class Frontend:
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
     where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
-    ``processors`` are the multiprocessors of the GPU whose memory is planned, None: the CPU's is.
-    ``capture`` and ``differentiate`` are the stages of these names, or what remembers their results.
+    ``ranks`` share all groups. ``processors`` are the multiprocessors of the GPU whose memory is planned,
+    None: the CPU's is. ``capture`` and ``differentiate`` are the stages of these names, or what remembers
+    their results.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Frontend:
         gathers: bool = True,
         inductor: torch.device | None = None,
         processors: int | None = None,
+        ranks: int = 1,
         capture: Callable[..., Captured] = capture,
         differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
     ) -> None:
@@ -91,6 +93,7 @@ class Frontend:
         self._form: StateFormat = form
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
+        self._ranks = ranks
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
@@ -176,7 +179,13 @@ class Frontend:
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
         parameters = cut_parameters(self.parameters, cuts)
         assembly = assemble(
-            part, templates, parameters, constants, self.layouts, outside=front.captured.outside
+            part,
+            templates,
+            parameters,
+            constants,
+            self.layouts,
+            outside=front.captured.outside,
+            ranks=self._ranks,
         )
         assembly = with_state(assembly, self._form)
         _check_trains(assembly)

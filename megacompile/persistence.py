@@ -6,13 +6,17 @@ In: folders, state dicts, models. Out: the same. Whoever asks first gets every u
 from __future__ import annotations
 
 import itertools
+import json
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacompile.assemble.codec import from_plain, to_plain
 from megacompile.errors import ProgramError
 from megacompile.forward import Forward
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
@@ -20,7 +24,7 @@ from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.runtime.calls import alone
 from megacompile.storage.background import BackgroundSave, Then
-from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.storage.checkpoint import Checkpoint, Progress, checked_folder, save_checkpoint
 from megacompile.storage.export import describe, export_model
 
 
@@ -41,20 +45,34 @@ class Persistence(Forward):
     @alone
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor:
-        what the plain model's ``load_state_dict`` takes. ``trained``: only what requires a gradient."""
+        what the plain model's ``load_state_dict`` takes. ``trained``: only what requires a gradient. Several
+        ranks call it together; the first gets the values, the others an empty dict."""
         self.synchronize()
-        return self._session.values.state_dict(trained=trained)
+        with self._session.world.together():
+            values = self._session.values.state_dict(trained=trained)
+        return values if self._session.world.rank == 0 else {}
 
     @alone
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the masters; names and shapes must be those of :meth:`state_dict`.
 
         Moments and step counts stay as they are, except after a step that stopped in the middle: those of
-        some groups are of that step, so all start from zero.
+        some groups are of that step, so all start from zero. Several ranks call it together, each with the
+        whole state; the first one's values count.
         """
         self.synchronize()
         session = self._session
-        session.values.check(state)
+
+        def described() -> dict[str, Any]:
+            session.values.check(state)
+            return {"names": [[name, list(v.shape), str(v.dtype)] for name, v in state.items()]}
+
+        with session.world.together():
+            session.world.compare(described)
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        session = self._session
         inconsistent = session.inconsistent
         session.inconsistent = (
             "A state was loaded in part only: load a checkpoint, or a whole state, which then sets Adam's "
@@ -79,6 +97,9 @@ class Persistence(Forward):
 
         ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
         with an error, which is then not raised.
+
+        Several ranks call it together. The first one writes, what a process alone would, a weight group at a
+        time, and all wait for it.
         """
         self.synchronize()
         session = self._session
@@ -89,7 +110,8 @@ class Persistence(Forward):
         state, loose = self._allocated_state("save"), session.values.loose()
         source = state if state.passing else self._snapshot(state)
         if wait or isinstance(source, HostState):
-            save_checkpoint(Path(folder), source, loose, progress)
+            with session.world.together():
+                self._write(Path(folder), source, loose, progress)
             if then is not None:
                 then(None)
             return
@@ -100,20 +122,58 @@ class Persistence(Forward):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of :meth:`save`, of the same model in the same formats; budgets may differ.
 
-        Takes no more memory than training does. What does not fit, or is damaged, is named.
+        Takes no more memory than training does. What does not fit, or is damaged, is named. Several ranks
+        call it together, as many as there are now: the first one reads.
         """
         session = self._session
         if self._closed:
             raise ProgramError(session.inconsistent)
         self.synchronize()
-        checkpoint = Checkpoint(Path(folder), self._allocated_state("load"), session.values.loose())
-        progress = checkpoint.progress
-        check_settings(self.optimizer, self.model, progress.param_groups)
-        session.inconsistent = "A checkpoint was read in part only: load a whole one."
-        checkpoint.read()
+        state, loose = self._allocated_state("load"), session.values.loose()
+        with session.world.together():
+            progress, read = self._open(Path(folder), state, loose)
+            session.inconsistent = "A checkpoint was read in part only: load a whole one."
+            read()
         restore_settings(self.optimizer, progress.param_groups)
         session.seed, session.calls = progress.seed, progress.calls
         session.forget_faults()
+
+    def _write(
+        self, folder: Path, source: HostState | Snapshot, loose: Mapping[str, Tensor], progress: Progress
+    ) -> None:
+        """One checkpoint, by the first rank; the others give it their shards."""
+        world = self._session.world
+        world.agree(lambda: checked_folder(folder) if world.rank == 0 else None)
+        if world.rank == 0:
+            save_checkpoint(folder, source, loose, progress)
+        else:
+            deque(source.parts(), maxlen=0)
+        world.agree(lambda: None)
+
+    def _open(
+        self, folder: Path, state: HostState, loose: Mapping[str, Tensor]
+    ) -> tuple[Progress, Callable[[], None]]:
+        """How far the run of a checkpoint is, checked, and what fills the state from it."""
+        world = self._session.world
+        found: list[Checkpoint] = []
+
+        def check() -> bytes:
+            found.append(Checkpoint(folder, state, loose))
+            check_settings(self.optimizer, self.model, found[0].progress.param_groups)
+            return json.dumps(to_plain(found[0].progress)).encode()
+
+        told = json.loads(world.from_first(check))
+
+        def read() -> None:
+            if found:
+                found[0].read()
+            else:
+                deque(state.parts(change=True), maxlen=0)
+            state.steps[:] = json.loads(world.from_first(lambda: json.dumps(state.steps).encode()))
+            for value in loose.values():
+                value.copy_(world.broadcast(value))
+
+        return from_plain(Progress, told, "The checkpoint"), read
 
     @alone
     def export(
@@ -126,14 +186,20 @@ class Persistence(Forward):
         """Write the trained values in ``dtype`` as a folder that ``transformers`` loads.
 
         None: in the dtypes that the model's parameters have. ``beside`` allows a folder with other files in
-        it, of which an earlier export's weights and config are replaced.
+        it, of which an earlier export's weights and config are replaced. Several ranks call it together, and
+        the first one writes.
         """
         self.synchronize()
         session = self._session
         if session.inconsistent and not self._closed:
             raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
-        export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
+        with session.world.together():
+            if session.world.rank == 0:
+                export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
+            else:
+                deque(values, maxlen=0)
+            session.world.agree(lambda: None)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:

@@ -22,10 +22,14 @@ from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
+from megacompile.together import agreed_batches
+from megacompile.world.control import refuse_several
 
 
 class Program(Persistence):
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`.
+
+    Of several ranks each has one, and calls its methods together with the others.
 
     ``model`` and ``optimizer`` are those that were given; a learning-rate scheduler takes ``optimizer``. Used
     as ``with program:``, it is closed at the end.
@@ -52,7 +56,8 @@ class Program(Persistence):
 
         A list trains on the mean of the micro-batches' losses (their sum where the batches carry
         ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last
-        block's backward is done; updates go on in the background.
+        block's backward is done; updates go on in the background. Of several ranks each brings as many
+        micro-batches, and trains on those of all: ``out.losses`` are all ranks', ``out.loss`` is one number.
 
         ``loss(i, output)`` is computed outside of the program, by any code, from what the forward returns for
         micro-batch i: tensors on the host, whose gradients by this scalar the backward starts from. It is
@@ -65,18 +70,25 @@ class Program(Persistence):
             raise ProgramError(
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
-        micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
-        if weights is None:
-            session.check_counts(micro)
-        weights = micro_weights(micro, weights)
-        if len({m.key for m in micro}) > 1:
-            return self._step_by_accumulation(micro, weights, loss)
-        try:
-            results = session.run(micro, session.training(micro), weights, loss=loss)
-        except BaseException:
-            session.drop_gradients()
-            raise
-        return StepOutput(self._session, results, weights)
+        if loss is not None:
+            refuse_several(session.world.size, "loss=, which is computed outside of the program,")
+
+        def read() -> tuple[list[Batch], list[float]]:
+            micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
+            if weights is None:
+                session.check_counts(micro)
+            return micro, micro_weights(micro, weights, ranks=session.world.size)
+
+        with session.world.together():
+            micro, own, everyone = agreed_batches(session, read, "train")
+            if len({m.key for m in micro}) > 1:
+                return self._step_by_accumulation(micro, own, loss)
+            try:
+                results = session.run(micro, session.training(micro), own, loss=loss)
+            except BaseException:
+                session.drop_gradients()
+                raise
+        return StepOutput(self._session, results, everyone)
 
     @alone
     def forward_backward(
@@ -93,6 +105,7 @@ class Program(Persistence):
         ``loss`` and ``outputs`` are those of :meth:`train_step`.
         """
         self._ready()
+        refuse_several(self._session.world.size, "forward_backward")
         micro = self._session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
         if weight is None:
             self._session.check_counts(micro)

@@ -22,19 +22,22 @@ from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.offload import Placement
 from megacompile.host.optimizer import hypers, refuse_moments
-from megacompile.host.state import Weights
+from megacompile.host.state import HostState, Weights
 from megacompile.intake import Intake
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.runtime import ownership
 from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
+from megacompile.runtime.device import Device
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults, step_seed
 from megacompile.runtime.values import ModelValues
 from megacompile.settings import Settings
 from megacompile.step.bind import BoundStep
 from megacompile.storage.background import BackgroundSave
+from megacompile.together import described_program, seed_numbers
 
 
 class Session:
@@ -53,6 +56,7 @@ class Session:
         weights: Weights | None = None,
     ) -> None:
         self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
+        self.world = settings.world
         self._frozen = Frozen(model, optimizer)
         self.values = ModelValues(model, optimizer, weights)
         self.runtime: Runtime | None = None
@@ -110,13 +114,19 @@ class Session:
         if self.runtime is None:
             longest = self._intake.longest(batch)
             if longest is not None:
-                self.compiler.schedule(longest, mode)  # first: how far weights are cut must suffice for it
+                self.world.agree(
+                    lambda: self.compiler.schedule(longest, mode)
+                )  # first: how far weights are cut must suffice for it
+        if self.world.size > 1 and self.compiler.number(batch, mode) < 0:
+            fresh = self.world.agree(lambda: self.compiler.schedule(batch, mode))
+            self.world.compare(lambda: described_program(fresh, self.settings))
         scheduled = self.compiler.schedule(batch, mode)
         if self.runtime is None:
             self._take_over(scheduled)
         else:
             work, budget = scheduled.compiled.assembly.work, self.settings.host_budget_bytes
-            check_beside(self.runtime.state, scheduled.planned.step, work, budget)
+            state, step = self.runtime.state, scheduled.planned.step
+            self.world.agree(lambda: check_beside(state, step, work, budget))
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
@@ -136,22 +146,28 @@ class Session:
         self._previous = self.runtime = None
 
     def _take_over(self, scheduled: Scheduled) -> None:
-        if ownership.is_owned(self.model):
-            raise MegacompileError("Another program has taken over this model: use that one.")
-        refuse_moments(self.optimizer)
-        assembly, settings = scheduled.compiled.assembly, self.settings
-        state, self.compiler.placement = allocate_host_state(
-            scheduled.planned.step,
-            scheduled.planned.plan,
-            assembly,
-            settings.optimizer_state,
-            settings.offload_dirs,
-            settings.host_budget_bytes,
-        )
-        device = settings.open_device()  # what may be refused comes before the model is taken
+        assembly = scheduled.compiled.assembly
+        # what may be refused comes before the model is taken
+        state, self.compiler.placement, device = self.world.agree(lambda: self._allocate(scheduled))
         self.values.take_over(state, assembly.homes, self.synchronize)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
+
+    def _allocate(self, scheduled: Scheduled) -> tuple[HostState, Placement, Device]:
+        if ownership.is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
+        refuse_moments(self.optimizer)
+        settings, planned = self.settings, scheduled.planned
+        state, placement = allocate_host_state(
+            planned.step,
+            planned.plan,
+            scheduled.compiled.assembly,
+            settings.optimizer_state,
+            settings.offload_dirs,
+            settings.host_budget_bytes,
+            self.world,
+        )
+        return state, placement, settings.open_device()
 
     def _bind(self, scheduled: Scheduled) -> BoundStep:
         found = self._bound.get(id(scheduled))
@@ -193,14 +209,16 @@ class Session:
         self.outside = OutsideLoss(loss, scheduled.compiled, weights) if loss is not None else None
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
-            seeds=[step_seed(self.seed, self.calls, i) for i in range(len(micro))],
+            seeds=[
+                step_seed(self.seed, self.calls, number) for number in seed_numbers(self.world, len(micro))
+            ],
             loss_weights=list(weights),
             hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
             outside=self.outside,
         )
-        with whole_step(), self._noting_faults():
+        with whole_step(), self._noting_faults(), self.world.together():
             results = runtime.run(bound, inputs)
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
@@ -229,13 +247,14 @@ class Session:
         """Return when the losses of all steps so far can be read."""
         self.same_process()
         if self.runtime is not None:
-            self.runtime.await_losses()
+            with self.world.together():
+                self.runtime.await_losses()
 
     def await_norm(self) -> None:
         """Return when the norm of the last gradient is known; raise for one that was not finite."""
         self.same_process()
         if self.runtime is not None:
-            with self._noting_faults(Exception):
+            with self._noting_faults(Exception), self.world.together():
                 self.runtime.await_norm()
         self.report_skipped()
 
@@ -243,7 +262,7 @@ class Session:
         """Return when every transfer and update that is under way is over."""
         self.same_process()
         if self.runtime is not None:
-            with self._noting_faults(Exception):
+            with self._noting_faults(Exception), self.world.together():
                 self.runtime.synchronize()
 
     def finish_saving(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megacompile.host.formats import StateFormat
 from megacompile.runtime.device import Device
+from megacompile.world.control import World
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Settings:
     max_seq_len: int | None
     optimizer_state: StateFormat
     offload_dirs: tuple[str, ...]
+    world: World
 
     @property
     def defers_updates(self) -> bool:

@@ -165,8 +165,9 @@ def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> list[float]:
-    """The weight of each micro-batch's loss: as given; 1 where losses count all tokens; else the mean."""
+def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None, *, ranks: int = 1) -> list[float]:
+    """The weight of each micro-batch's loss: as given; 1 where losses count all tokens; else the mean, over
+    as many micro-batches on each of the ``ranks``."""
     if weights is not None:
         if len(weights) != len(micro):
             raise MegacompileError(
@@ -176,7 +177,7 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None) -> li
     counted = ["num_items_in_batch" in m.kwargs for m in micro]
     if any(counted) and not all(counted):
         raise MegacompileError("num_items_in_batch is in some micro-batches only: give it in all, or none.")
-    return [1.0 if all(counted) else 1.0 / len(micro)] * len(micro)
+    return [1.0 if all(counted) else 1.0 / (len(micro) * ranks)] * len(micro)
 
 
 def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:

@@ -157,7 +157,7 @@ def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Facts) 
     """A group of one saved parameter, alike one of ours in all but name and rows."""
     group, parameter = owner
     slot = Slot(replace(parameter, name=name, shape=facts.shape), 0)
-    return replace(group, slots=(slot,), elements=padded_elements(slot.parameter.numel))
+    return replace(group, slots=(slot,), elements=padded_elements(slot.parameter.numel), ranks=1)
 
 
 def _parts(facts: Facts, saved: Pieces) -> tuple[Part, ...]:

@@ -54,6 +54,11 @@ SLOW = (
     r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
     r"test_interruptions\.py::test_killed_at_random_moments_a_run_ends_as_the_undisturbed\[20",
+    # Several ranks: those of the cheapest model stay, and one fault of each kind.
+    r"test_several_devices\.py::test_more_ranks_in_low_precision_are_bitwise_one_process\[(4|3-(?!dropout))",
+    r"test_several_devices\.py::test_a_tied_table",
+    r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[killed-all_(to_all|numbers)",
+    r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[(raises-all_to_all|stalls)",
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",

@@ -1,0 +1,224 @@
+"""What ranks do when one of them is unlike the others, asks for what is not there, fails, or is gone."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import megacompile
+from megacompile import MegacompileError, NonFiniteError, Program, ProgramError
+from megacompile.runtime.blocks import Blocks
+from megacompile.world.control import World
+from tests.support.models import batch_for, build
+from tests.support.ranks import Raised, raising, run_ranks, whole
+
+
+def compiled(rank: int = 0, lr: float = 1e-3, **options: Any) -> Program:
+    model = build("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    given: dict[str, Any] = {"compute_dtype": torch.float32, "device": "cpu"} | options
+    return megacompile.compile(model, 1, optimizer=optimizer, **given)
+
+
+# ---- alike --------------------------------------------------------------------------------------
+
+
+def unlike(rank: int) -> list[Any]:
+    """What differs is refused on all ranks, in words that name the rank, and training goes on."""
+    same, one = batch_for("plain", rank), rank == 1
+    program = compiled()
+    program.train_step(same)
+    with raising(MegacompileError, "Rank 1 brought 2 micro-batches, rank 0 1"):
+        program.train_step([same, same] if one else [same])
+    with raising(MegacompileError, "Rank 1 brought a batch of (3, 16)", "rank 0 one of (2, 16)"):
+        program.train_step(batch_for("plain", rank, size=3 if one else 2))
+    with raising(MegacompileError, "holds no tensor", "" if one else "Rank 1: "):
+        program.train_step({} if one else same)
+    program.optimizer.param_groups[0]["lr"] = 1e-2 if one else 1e-3
+    with raising(MegacompileError, "The optimizer of rank 1 has AdamHyper(lr=0.01"):
+        program.train_step(same)
+    program.optimizer.param_groups[0]["lr"] = 1e-3
+    program.model.blocks.eval() if one else None  # type: ignore[union-attr]
+    with raising(MegacompileError, "set otherwise than on rank 0"):
+        program.train_step(same)
+    program.model.blocks.train()  # type: ignore[union-attr]
+    return [float(loss) for loss in program.train_step(same).losses]
+
+
+def unlike_programs(rank: int) -> None:
+    with raising(
+        MegacompileError, "Rank 1 was compiled with max_grad_norm=2.0", "rank 0 with max_grad_norm=1"
+    ):
+        compiled(max_grad_norm=1.0 + rank).train_step(batch_for("plain", rank))
+    with raising(
+        MegacompileError, "The model or the batch is not that of rank 0", "" if rank else "Rank 1: "
+    ):
+        model = build("plain", depth=2, width=32 + 4 * rank)
+        program = megacompile.compile(model, 1, device="cpu", compute_dtype=torch.float32)
+        program.train_step(batch_for("plain", rank))
+    with raising(megacompile.BudgetError, "is too small" if rank == 0 else "Rank 0"):
+        megacompile.compile(build("plain"), "10kB", device="cpu", compute_dtype=torch.float32).prepare(
+            batch_for("plain", rank)
+        )
+    with raising(megacompile.BudgetError, "host_budget=50 kB is too small"):
+        compiled(host_budget="100kB").prepare(batch_for("plain", rank))
+
+
+def refused(rank: int) -> None:
+    for words, options in {
+        "optimizer_state='int8' is not there": {"optimizer_state": "int8"},
+        "offload_dir is not there": {"offload_dir": "."},
+    }.items():
+        with raising(MegacompileError, words):
+            compiled(**options)
+    program, batch = compiled(), batch_for("plain", rank)
+    for words, call in {
+        "loss=": lambda: program.train_step(batch, loss=lambda i, out: out.sum()),
+        "forward_backward": lambda: program.forward_backward(batch),
+        "predict": lambda: program.predict(batch),
+        "Micro-batches of several kinds": lambda: program.train_step([batch, batch_for("plain", size=3)]),
+    }.items():
+        with raising(MegacompileError, words, "not there for several devices"):
+            call()  # type: ignore[no-untyped-call]
+    program.train_step(batch)
+    with raising(MegacompileError, "Sync_to", "state_dict"):
+        program.sync_to(program.model)
+
+
+def all_of_them(rank: int) -> list[float]:
+    losses = unlike(rank)
+    unlike_programs(rank)
+    refused(rank)
+    return losses
+
+
+def test_what_is_unlike_or_not_there_is_refused_on_all_ranks_by_name() -> None:
+    first, second = whole(run_ranks(2, all_of_them))
+    assert first == second and all(map(math.isfinite, first))
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def nonfinite(rank: int) -> list[float]:
+    """A loss that is not finite on one rank keeps all from updating, and they go on."""
+    batch, bad = batch_for("plain", rank), batch_for("plain", rank)
+    bad["y"] = bad["y"] * (math.inf if rank == 1 else 1.0)
+    program = compiled()
+    program.train_step(batch)
+    before = program.state_dict()
+    with raising(NonFiniteError, "The losses of the ranks are", "inf"):
+        program.train_step(bad)
+    after = program.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    skipping = compiled(on_nonfinite="skip")
+    skipping.train_step(bad)
+    raised = compiled(max_grad_norm=1.0)
+    raised.train_step(bad)
+    with raising(NonFiniteError, "The gradient's norm was"):
+        raised.train_step(batch)
+    return [float(p.train_step(batch).loss) for p in (program, skipping, raised)]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None:
+    first, second = whole(run_ranks(2, nonfinite))
+    assert first == second and all(map(math.isfinite, first))
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+STALL = 3.0  # seconds that the others wait for a rank that stalls
+
+
+def failing(rank: int, how: str, where: str, count: int) -> str:
+    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what the others say then."""
+    program, batch = compiled(max_grad_norm=1.0), batch_for("plain", rank)
+    program.train_step(batch)
+    program.synchronize()
+    owner: Any = Blocks if where == "call" else World
+    real, seen = getattr(owner, where), []
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        seen.append(where)
+        if len(seen) == count and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(seen) == count and how == "raises":
+            raise ValueError("the card fell out")
+        if len(seen) == count:
+            time.sleep(STALL + 6)
+        return real(*arguments, **named)
+
+    with mock.patch.object(owner, where, fail if rank == 1 else real):
+        try:
+            for _ in range(3):
+                program.train_step(batch)
+            program.synchronize()
+        except (ProgramError, ValueError) as error:
+            with raising(ProgramError, "Start all ranks again"):
+                program.train_step(batch)
+            return str(error)
+    return "trained on"
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "count", "words"),
+    [
+        ("killed", "all_gather", 9, "Rank 1 is gone"),
+        ("killed", "all_to_all", 3, "Rank 1 is gone"),
+        ("killed", "all_numbers", 2, "Rank 1 is gone"),
+        ("raises", "all_to_all", 5, "Rank 1 stopped: ValueError: the card fell out"),
+        ("raises", "call", 7, "Rank 1 stopped: ValueError: the card fell out"),
+        ("stalls", "all_gather", 12, "Rank 1 is gone, or does not answer"),
+    ],
+)
+def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
+    timeout = STALL if how == "stalls" else 600.0
+    first, failed, third = run_ranks(3, failing, how, where, count, timeout=timeout)
+    assert words in first and words in third
+    assert failed is None if how == "killed" else failed
+    if how == "raises":
+        assert failed == "the card fell out"
+
+
+def dying_in_save(rank: int, folder: Path) -> str:
+    program, batch = compiled(), batch_for("plain", rank)
+    program.train_step(batch)
+    program.save(folder)
+    program.train_step(batch)
+    real, seen = World.gather, []
+
+    def gather(self: World, shard: torch.Tensor) -> Any:
+        seen.append(shard)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, shard)
+
+    with mock.patch.object(World, "gather", gather if rank == 1 else real):
+        try:
+            program.save(folder)
+        except ProgramError as error:
+            return str(error)
+    return "saved"
+
+
+def loads(rank: int, folder: Path) -> float:
+    program, batch = compiled(), batch_for("plain", rank)
+    program.prepare(batch)
+    program.load(folder)
+    return float(program.train_step(batch).loss)
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    first, second = run_ranks(2, dying_in_save, tmp_path / "run")
+    assert "Rank 1 is gone" in first and second is None
+    assert not isinstance(first, Raised)
+    losses = whole(run_ranks(2, loads, tmp_path / "run"))
+    assert losses[0] == losses[1] and math.isfinite(losses[0])

@@ -1,0 +1,227 @@
+"""Several ranks over gloo beside one process with their batches as micro-batches: the same bits."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import megacompile
+from megacompile import Program
+from tests.support.models import Plain, batch_for, build
+from tests.support.ranks import run_ranks, whole
+
+STEPS = 3
+collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
+Case = tuple[str, dict[str, Any]]
+FP32: dict[str, Any] = {"compute_dtype": torch.float32}
+CASES: dict[str, Case] = {
+    "plain": ("plain", FP32),
+    "llama": ("llama", FP32),
+    "llama in bf16": ("llama", {}),
+    "gpt2 with dropout": ("gpt2-dropout", {}),
+    "dropout in bf16": ("dropping", {}),
+    "in small pieces": ("plain", FP32),  # of what ranks exchange at once
+    "tied and frozen": ("gpt2", FP32),
+    "clipped": ("plain", FP32 | {"max_grad_norm": 0.1}),
+    "never clipped": ("plain", FP32 | {"max_grad_norm": 1e9}),
+}
+
+
+LAYERS: dict[str, dict[str, int]] = {"llama": {"layers": 2}}
+
+
+class Dropping(Plain):
+    """A model without transformers that drops features."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kept = nn.functional.dropout(x, 0.25, self.training)
+        return super().forward(kept.to(self.first.weight.dtype), y.to(self.first.weight.dtype))
+
+
+def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
+    torch.manual_seed(seed)
+    model = Dropping() if name == "dropping" else build(name, seed, **LAYERS.get(name, {}))
+    if name == "gpt2":
+        model.transformer.h[0].requires_grad_(False)  # type: ignore[operator, union-attr]
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    return megacompile.compile(model, 1, optimizer=optimizer, device="cpu", **options)
+
+
+def batches(name: str, step: int, ranks: range, micro: int = 1) -> list[dict[str, Any]]:
+    """The micro-batches of some ranks in a step, those of all ranks taking turns."""
+    size = ranks.stop
+    return [
+        batch_for("plain" if name == "dropping" else name, seed=100 * step + m * size + r)
+        for m in range(micro)
+        for r in ranks
+    ]
+
+
+def facts(program: Program, losses: list[Tensor], norms: list[Any], folder: Path) -> dict[str, Any]:
+    program.save(folder)
+    memory = program.memory
+    return {
+        "losses": losses,
+        "norms": norms,
+        "peak": memory.device_peak_bytes,
+        "predicted": memory.predicted_peak_bytes,
+        "host": memory.host_bytes["masters"] + memory.host_bytes["moments"],
+        "source": program.source,
+    }
+
+
+def train(rank: int, size: int, names: list[str], folder: Path, micro: int = 1) -> dict[str, Any]:
+    """On one rank; of one process, which is given all ranks' micro-batches, ``rank`` is -1."""
+    found = {}
+    for name in names:
+        model, options = CASES[name]
+        piece = 1000 if name == "in small pieces" else collectives.PIECE_BYTES
+        with (
+            mock.patch.object(collectives, "PIECE_BYTES", piece),
+            compiled(model, options, seed=max(0, rank)) as program,  # rank 0's values count
+        ):
+            losses, norms = [], []
+            for step in range(STEPS):
+                ranks = range(size) if rank < 0 else range(rank, size, size)
+                out = program.train_step(batches(model, step, ranks, micro))
+                losses.append(torch.stack([out.loss, *out.losses]))
+                norms.append(out.grad_norm)
+            found[name] = facts(program, losses, norms, folder / name)
+    return found
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+class Run:
+    """The cases on several ranks and in one process."""
+
+    def __init__(self, size: int, names: list[str], folder: Path, micro: int = 1) -> None:
+        self.size = size
+        self.ranks = whole(run_ranks(size, train, size, names, folder / "ranks", micro))
+        self.one = train(-1, size, names, folder / "one", micro)
+        self.state = {n: (saved(folder / "ranks" / n), saved(folder / "one" / n)) for n in names}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    names = ["plain", "llama", "in small pieces", "clipped", "never clipped"]
+    return Run(2, names, tmp_path_factory.mktemp("two"))
+
+
+def test_masters_and_moments_are_bitwise_those_of_one_process(two: Run) -> None:
+    for name in two.state.keys() - {"clipped"}:
+        ranks, one = two.state[name]
+        assert ranks.keys() == one.keys()
+        assert [n for n in one if not torch.equal(ranks[n], one[n])] == [], name
+
+
+def test_losses_are_those_of_all_ranks_on_each_of_them(two: Run) -> None:
+    for name, one in two.one.items():
+        for rank in two.ranks:
+            assert all(map(torch.equal, rank[name]["losses"], one["losses"])), name
+
+
+def test_every_rank_clips_by_one_norm(two: Run) -> None:
+    first, second = (rank["clipped"]["norms"] for rank in two.ranks)
+    assert all(map(torch.equal, first, second))
+    assert all(n > 0.1 for n in first)
+    torch.testing.assert_close(first, two.one["clipped"]["norms"], rtol=1e-6, atol=0)
+    ranks, one = two.state["clipped"]
+    for name in one:
+        torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-6)
+
+
+def test_each_rank_keeps_its_predicted_peak_and_its_share_of_the_state(two: Run) -> None:
+    for name, one in two.one.items():
+        shares = [rank[name]["host"] for rank in two.ranks]
+        padding = 12 * 512 * 20  # 256 elements of each rank in a group
+        assert one["host"] <= sum(shares) <= one["host"] + padding, name
+        assert len(set(shares)) == 1
+        for rank in two.ranks:
+            assert rank[name]["peak"] == rank[name]["predicted"], name
+            assert rank[name]["source"] == two.ranks[0][name]["source"]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(3, "dropout in bf16"), (4, "dropout in bf16"), (3, "llama in bf16"), (3, "gpt2 with dropout")],
+)
+def test_more_ranks_in_low_precision_are_bitwise_one_process(size: int, name: str, tmp_path: Path) -> None:
+    ranks, one = Run(size, [name], tmp_path).state[name]
+    assert [n for n in one if not torch.equal(ranks[n], one[n])] == []
+
+
+def test_two_micro_batches_on_each_rank_are_four_of_one_process(tmp_path: Path) -> None:
+    """Within rounding: each rank's sum over ranks comes first, then that over its micro-batches."""
+    run = Run(2, ["plain"], tmp_path, micro=2)
+    ranks, one = run.state["plain"]
+    for name in one:
+        torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-5)
+    for rank in run.ranks:
+        torch.testing.assert_close(rank["plain"]["losses"], run.one["plain"]["losses"])
+        assert rank["plain"]["peak"] == rank["plain"]["predicted"]
+
+
+def resume(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of one process, and give all that can be given."""
+    first, second = batches("plain", 7, range(max(0, rank), size, size)), batches("plain", 8, range(size))
+    with compiled("plain", FP32, seed=3 + rank) as program:
+        program.prepare(first if rank >= 0 else second)
+        program.load(folder / "one" / "plain")
+        if rank < 0:
+            first = batches("plain", 7, range(size))
+        out = program.train_step(first)
+        name = "ranks" if rank >= 0 else "one"
+        program.save(folder / f"resumed {name}", wait=False)
+        program.synchronize()
+        program.export(folder / f"exported {name}", torch.float32)
+        values = program.state_dict()
+        evaluated = program.evaluate(second[max(0, rank)])
+        program.load_state_dict({n: v + 1 + rank for n, v in plain_values(rank).items()})
+        return {
+            "loss": out.loss,
+            "values": values,
+            "evaluated": evaluated,
+            "loaded": program.state_dict(),
+            "calls": program.train_step(first).losses,
+        }
+
+
+def plain_values(rank: int) -> dict[str, Tensor]:
+    return build("plain", 5).state_dict()
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(-1, 3, ["plain"], folder / "one")
+    ranks, one = whole(run_ranks(3, resume, 3, folder)), resume(-1, 3, folder)
+    resumed = saved(folder / "resumed ranks"), saved(folder / "resumed one")
+    assert [n for n in resumed[1] if not torch.equal(resumed[0][n], resumed[1][n])] == []
+    exported = saved(folder / "exported ranks"), saved(folder / "exported one")
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(exported[0][n], exported[1][n]) for n in exported[1])
+    assert [sorted(rank["values"]) for rank in ranks] == [sorted(one["values"]), [], []]
+    assert all(torch.equal(ranks[0]["values"][n], v) for n, v in one["values"].items())
+    assert all(torch.equal(ranks[0]["loaded"][n], v + 1) for n, v in plain_values(0).items())
+    assert torch.equal(ranks[0]["evaluated"], one["evaluated"])
+    assert len({float(rank["evaluated"]) for rank in ranks}) == 3
+
+
+def test_a_tied_table_is_that_of_one_process_within_rounding(tmp_path: Path) -> None:
+    """Its two contributions are added in another order; a frozen block has no gradient at all."""
+    run = Run(2, ["tied and frozen"], tmp_path)
+    ranks, one = run.state["tied and frozen"]
+    assert ranks.keys() == one.keys()
+    for name in one:
+        torch.testing.assert_close(ranks[name], one[name], rtol=1e-3, atol=2e-6)
+    for rank in run.ranks:
+        torch.testing.assert_close(rank["tied and frozen"]["losses"], run.one["tied and frozen"]["losses"])

@@ -1,0 +1,123 @@
+"""Several ranks on this machine: processes of a fork server that imported everything, over gloo.
+
+In: a function of ``(rank, *arguments)`` of this package or of a test's module. Out: what each rank returned,
+or the text of what it raised.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+WAIT = 120.0  # seconds for a rank's answer, before a test takes it to hang
+HANGS = "hangs"
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama",
+     "transformers.models.gpt2.modeling_gpt2", "megacompile", "tests.support.models"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised: the name of its type, its message, and where."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+def run_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> list[Any]:
+    """What ``work(rank, *arguments)`` returned on each of so many ranks, :class:`Raised` where it raised,
+    None where the process ended without an answer, :data:`HANGS` where it gave none. ``timeout`` is that of
+    collectives, in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+        store = str(Path(folder) / "store")
+        processes = [
+            _context.Process(target=_run, args=(rank, size, store, timeout, pipes[rank][1], work, arguments))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for _, end in pipes:
+            end.close()
+        answers: list[Any] = [HANGS]
+        try:
+            answers = _answers([receiver for receiver, _ in pipes])
+            return answers
+        finally:
+            for process in processes:
+                process.join(0 if any(a is HANGS for a in answers) else 10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def whole(answers: Sequence[Any]) -> list[Any]:
+    """The answers, none of them an error."""
+    for rank, answer in enumerate(answers):
+        assert not isinstance(answer, Raised), f"rank {rank}: {answer.trace}"
+    assert all(answer is not HANGS for answer in answers), "a rank hangs"
+    return list(answers)
+
+
+def _answers(receivers: list[Any]) -> list[Any]:
+    """By rank, as they come; :data:`HANGS` for those that give none."""
+    answers: list[Any] = [HANGS] * len(receivers)
+    waiting, until = list(receivers), time.monotonic() + WAIT
+    while waiting and (ready := connection.wait(waiting, until - time.monotonic())):
+        for receiver in ready:
+            waiting.remove(receiver)
+            try:
+                answer = pickle.loads(receiver.recv_bytes())  # tensors by value
+            except EOFError:
+                answer = None
+            answers[receivers.index(receiver)] = answer
+            if isinstance(answer, Raised):  # for whom the others may wait
+                until = min(until, time.monotonic() + 15)
+    return answers
+
+
+def _run(
+    rank: int, size: int, store: str, timeout: float, pipe: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megacompile.world import control, ranks
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    limit = timedelta(seconds=timeout)
+    ranks.TIMEOUT = control.TIMEOUT = limit
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    try:
+        answer = work(rank, *arguments)
+    except Exception as error:
+        answer = Raised(type(error).__name__, str(error), traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.close()
+
+
+@contextmanager
+def raising(kind: type[BaseException], *words: str) -> Any:
+    """As ``pytest.raises``, in a rank."""
+    try:
+        yield
+    except kind as error:
+        for word in words:
+            assert word in str(error), str(error)
+        return
+    raise AssertionError(f"no {kind.__name__}")
