@@ -41,7 +41,7 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
         place = {"block": op.block, "micro": op.micro, "nbytes": nbytes}
         after[index].append(Op("offload", "d2h", reads=saved, writes=(home,), **place))  # type: ignore[arg-type]
         after[start].append(Op("free_offloaded", "compute", op.block, micro=op.micro, frees=saved))
-        before[max(back - 1, start + 1)].append(
+        before[max(back - plan.blocks[op.block].reload, start + 1)].append(
             Op("reload", "h2d", reads=(home,), writes=saved, **place)  # type: ignore[arg-type]
         )
     return step.with_(ops=weave(step.ops, before, after))

@@ -11,16 +11,19 @@ from megacompile.assemble.text import plan_lines
 from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "none", "least");
-    ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers."""
+    """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "attention",
+    "none", "least");
+    ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers; ``reload``: how many
+    compute operations ahead of its use it starts its way back, 0 or 1."""
 
     checkpoint: str
     saved_on: Literal["device", "host", "nvme"] = "device"
+    reload: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,11 @@ def _check_counts(plan: Plan) -> None:
     counts = {f"groups[{i}].prefetch_depth": g.prefetch_depth for i, g in enumerate(plan.groups)} | {
         "grad_lag": plan.grad_lag
     }
+    late = [i for i, b in enumerate(plan.blocks) if b.reload not in (0, 1)]
+    if late:
+        raise MegacompileError(
+            f"The plan file.blocks[{late[0]}].reload is {plan.blocks[late[0]].reload}: give 0 or 1."
+        )
     buffers = {"ring": plan.ring, "window": plan.window}
     for name, value in (counts | buffers).items():
         if value < (name in buffers):

@@ -22,6 +22,7 @@ _WIDTH = 106  # of a printed line
 _POLICY_TEXTS = {
     "all": "keep everything",
     "some": "recompute norms and activations",
+    "attention": "recompute all but attention",
     "none": "recompute everything",
     "least": "recompute everything, norms twice",
 }
@@ -39,7 +40,8 @@ _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all":
 def block_text(plan: BlockPlan) -> str:
     """What a block keeps and where that waits."""
     checkpoint = _POLICY_TEXTS.get(plan.checkpoint, f"keep {plan.checkpoint}")
-    return f"{checkpoint}, saved {_PLACES[plan.saved_on]}"
+    waits = "" if plan.reload or plan.saved_on == "device" else ", back just in time"
+    return f"{checkpoint}, saved {_PLACES[plan.saved_on]}{waits}"
 
 
 def group_text(plan: GroupPlan) -> str:

@@ -16,7 +16,7 @@ from megacompile.differentiate.scratch import SORTED_FROM
 from megacompile.kernels.linear_cross_entropy import tile_width
 
 aten = torch.ops.aten
-_FORWARD, _BACKWARD = attention._opoverload, attention_backward._opoverload
+ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload
 _LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_blocks.py`` counts them
     torch.ops.megacompile.rms_norm_backward.default: 3,  # a sum of shares, and its conversion
     torch.ops.megacompile.add_rms_norm_backward.default: 3,
@@ -84,8 +84,8 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
 
 def attention_flops(node: fx.Node) -> tuple[int, int]:
     """What of a node's :func:`flops` is attention's: forward, backward."""
-    work = flops(node) if node.target in (_FORWARD, _BACKWARD) else 0
-    return (work, 0) if node.target is _FORWARD else (0, work)
+    work = flops(node) if node.target in (ATTENTION, _BACKWARD) else 0
+    return (work, 0) if node.target is ATTENTION else (0, work)
 
 
 def _grouped_flops(node: fx.Node) -> int:

@@ -17,15 +17,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.capture.views import storage_nbytes, view_base
+from megacompile.differentiate.costs import is_heavy
 from megacompile.differentiate.functions import BlockFunction, block_function, fused
 from megacompile.differentiate.joint import Ref, extract
-from megacompile.differentiate.saved import joint_of, saved_set
+from megacompile.differentiate.saved import is_attention, joint_of, keeps_all, saved_set
 from megacompile.partition.blocks import Template
 
-PolicyName = Literal["all", "some", "none", "least"]
-CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "none", "least")
+PolicyName = Literal["all", "some", "attention", "none", "least"]
+CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "attention", "none", "least")
 """Keep every tensor that the backward reads; keep the results of products and attention and derive
-the rest again; keep nothing and recompute the first set, or the second, before the backward."""
+the rest again; keep those of attention alone; keep nothing and recompute the first set, or the second, before
+the backward."""
+_LARGE_SHARE = 8  # attention is kept alone where it is at least one of so many FLOPs of a forward
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,20 @@ class _Cutter:
         forward = self._function(f"{prefix}_forward", self._out_list(), ())
         policies: dict[PolicyName, PolicyFunctions] = {}
         if any(grad is not None for grad in self.joint.grads):
-            everything = saved_set(self.joint, keep_cheap=True)
-            something = saved_set(self.joint, keep_cheap=False)
+            everything = saved_set(self.joint, keeps_all)
+            something = saved_set(self.joint, is_heavy)
             policies["all"] = self._with_saved("all", prefix, everything, forward)
             if _total(something) < _total(everything):
                 policies["some"] = self._with_saved("some", prefix, something, forward)
+            if forward.attention_flops[0] * _LARGE_SHARE >= forward.flops > 0:
+                attention = saved_set(self.joint, is_attention)
+                policies["attention"] = self._with_saved("attention", prefix, attention, forward)
             policies["none"] = self._recomputed("none", prefix, everything, policies["all"], forward)
             if "some" in policies:
                 lean = self._recomputed("least", prefix, something, policies["some"], forward)
                 policies["least"] = lean
         else:
-            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in CHECKPOINT_POLICIES}
+            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in CHECKPOINT_POLICIES if name != "attention"}
         return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:

@@ -7,14 +7,15 @@ base is).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.capture.views import is_view
-from megacompile.differentiate.costs import flat, is_heavy
+from megacompile.differentiate.costs import ATTENTION, flat, is_heavy
 from megacompile.differentiate.joint import Ref, trace_joint
 from megacompile.partition.blocks import Template
 
@@ -63,11 +64,23 @@ def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def saved_set(joint: Joint, *, keep_cheap: bool) -> list[fx.Node]:
+def keeps_all(_: fx.Node) -> bool:
+    """Of a saved set that holds whatever the backward reads."""
+    return True
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is a result of attention, or attention itself."""
+    if node.target is operator.getitem:
+        return is_attention(node.args[0])  # type: ignore[arg-type]
+    return node.target is ATTENTION
+
+
+def saved_set(joint: Joint, keeps: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Forward tensors that the backward starts from, in the order of the forward.
 
-    Inputs and outputs count as given. Without ``keep_cheap`` only results of products and attention are
-    kept, and what is derived from them is derived again.
+    Inputs and outputs count as given. Results of operators that ``keeps`` names are kept; what is derived
+    from them is derived again.
     """
     saved: set[fx.Node] = set()
     visited: set[fx.Node] = set()
@@ -80,7 +93,7 @@ def saved_set(joint: Joint, *, keep_cheap: bool) -> list[fx.Node]:
         if node in joint.refs:
             continue
         passes_on = is_view(node) or node in joint.static or _is_tuple(node)
-        if not passes_on and (keep_cheap or is_heavy(node) or not node.all_input_nodes):
+        if not passes_on and (keeps(node) or not node.all_input_nodes):
             saved.add(node)
         else:
             pending += node.all_input_nodes

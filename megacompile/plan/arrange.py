@@ -18,11 +18,11 @@ from megacompile.assemble.workload import Workload
 from megacompile.plan.mixture import Mixture
 from megacompile.plan.takes import Kind, Order, Treatment
 
-CHECKPOINT_POLICIES = ("all", "some", "none", "least")
+CHECKPOINT_POLICIES = ("all", "some", "attention", "none", "least")
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
-_SAVES_LESS = {"least": 0, "none": 1, "some": 2, "all": 3}
+_SAVES_LESS = {"least": 0, "none": 1, "attention": 2, "some": 3, "all": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,17 @@ class Shape:
     order: Order
     prefetch_depth: int
     grad_lag: int
+
+    @property
+    def reload(self) -> int:
+        """How far ahead offloaded activations come back."""
+        return min(1, self.prefetch_depth)
+
+
+def policies_of(work: Workload) -> list[str]:
+    """The checkpoint policies that any block has, those that keep most first."""
+    names = {c.name for block in work.blocks for c in block.policies}
+    return [name for name in CHECKPOINT_POLICIES if name in names]
 
 
 def orders(mode: Mode) -> list[Order]:
@@ -61,7 +72,7 @@ def uniform(
     """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
     names = checkpoints or (checkpoint,) * len(work.blocks)
     return Plan(
-        blocks=tuple(BlockPlan(n, saved_on) for n in names),  # type: ignore[arg-type]
+        blocks=tuple(BlockPlan(n, saved_on, shape.reload) for n in names),  # type: ignore[arg-type]
         groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
         order=shape.order,
         grad_lag=shape.grad_lag,
@@ -74,7 +85,7 @@ def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrange
     groups: list[GroupPlan] = [GroupPlan("stream", shape.prefetch_depth)] * len(work.groups)
     for kind, counts in mixture.blocks:
         for b, (checkpoint, saved_on) in _places(kind, counts, arrangement):
-            blocks[b] = BlockPlan(checkpoint, saved_on)  # type: ignore[arg-type]
+            blocks[b] = BlockPlan(checkpoint, saved_on, shape.reload)  # type: ignore[arg-type]
     for kind, counts in mixture.groups:
         for g, (_, residency) in _places(kind, counts, arrangement):
             if residency == "resident":

@@ -9,12 +9,12 @@ from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
-from megacompile.plan.arrange import Shape, shapes, uniform
+from megacompile.plan.arrange import Shape, policies_of, shapes, uniform
 from megacompile.step.operations import Step, memory_curve, peak_bytes
 from megacompile.step.spec import Token
 from megacompile.units import format_bytes
 
-_LEAN_POLICIES = ("none", "some", "least")
+_LEAN_POLICIES = ("none", "some", "least", "attention")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 _SHALLOW = 24  # blocks up to which all prefixes are tried
 _PREFIXES = 4  # tried per family of deeper models
@@ -46,8 +46,10 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     Blocks that differ may need less when they are treated differently.
     """
     found: list[tuple[Least, Shape, str]] = []
+    offered = policies_of(work)
+    lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
     for shape in shapes(mode):
-        for checkpoint in _LEAN_POLICIES if shape.prefetch_depth == 0 else ():
+        for checkpoint in lean if shape.prefetch_depth == 0 else ():
             for saved_on in ("device", "host"):
                 small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
                 found.append((small, shape, saved_on))

@@ -11,7 +11,7 @@ from functools import partial
 
 from megacompile.assemble.plan import BlockPlan, Mode, Plan
 from megacompile.assemble.workload import Workload
-from megacompile.plan.arrange import CHECKPOINT_POLICIES, Place, with_deferred, with_state_at
+from megacompile.plan.arrange import Place, policies_of, with_deferred, with_state_at
 from megacompile.plan.tiers import WINDOWS
 
 Move = Callable[[Plan], Iterator[Plan]]
@@ -102,6 +102,8 @@ def _flow(plan: Plan) -> Iterator[Plan]:
     yield replace(plan, grad_lag=plan.grad_lag + 1)
     if plan.grad_lag:
         yield replace(plan, grad_lag=plan.grad_lag - 1)
+    for ahead in sorted({1 - b.reload for b in plan.blocks if b.saved_on != "device"}):
+        yield replace(plan, blocks=tuple(replace(b, reload=ahead) for b in plan.blocks))
     for ring in (2, 4):
         yield replace(plan, ring=ring)
 
@@ -128,11 +130,12 @@ def _groups(plan: Plan) -> Iterator[Plan]:
 
 def _blocks(work: Workload, plan: Plan) -> Iterator[Plan]:
     """Another treatment for a stretch of the blocks that have one now."""
-    names = {c.name for b in work.blocks for c in b.policies}
-    treatments = [BlockPlan(n, s) for n in CHECKPOINT_POLICIES if n in names for s in ("device", "host")]
-    present = sorted(set(plan.blocks), key=lambda p: (p.checkpoint, p.saved_on))
-    for other in treatments:
+    names = sorted(policies_of(work), key=lambda n: n == "attention")
+    treatments = [BlockPlan(n, s) for n in names for s in ("device", "host")]
+    present = sorted(set(plan.blocks), key=lambda p: (p.checkpoint, p.saved_on, p.reload))
+    for treatment in treatments:
         for now in present:
+            other = replace(treatment, reload=now.reload)
             if other == now:
                 continue
             places = [i for i, p in enumerate(plan.blocks) if p == now]

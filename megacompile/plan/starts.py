@@ -6,18 +6,18 @@ that comes of it just fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from megacompile.assemble.plan import Plan
 from megacompile.plan.arrange import (
     ARRANGEMENTS,
-    CHECKPOINT_POLICIES,
     Arrangement,
     Shape,
     arrange,
     orders,
+    policies_of,
     shapes,
     shapes_of,
     uniform,
@@ -118,7 +118,7 @@ def fixed(candidates: Candidates) -> None:
     """
     residencies = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
     for order, checkpoint, saved_on in product(
-        orders(candidates.mode), CHECKPOINT_POLICIES, ("device", "host")
+        orders(candidates.mode), policies_of(candidates.work), ("device", "host")
     ):
         for residency in residencies:
             for shape in shapes_of(order):
@@ -140,7 +140,7 @@ def all_resident(candidates: Candidates) -> None:
     if not groups or sum(g.nbytes + g.state_bytes for g in groups) > candidates.budget_bytes:
         return
     for shape in shapes(candidates.mode):
-        for checkpoint, residency in product(CHECKPOINT_POLICIES, ("step", "stream")):  # of frozen groups
+        for checkpoint, residency in product(policies_of(candidates.work), ("step", "stream")):  # of frozen groups
             plan = uniform(candidates.work, shape, checkpoint, "device", residency)
             plan = with_state_at(plan, candidates.residents, "device")
             candidates.score(plan)
@@ -152,11 +152,12 @@ def few_blocks(candidates: Candidates) -> None:
     """Where counts are too coarse: keep everything, then step by step what lowers the peak most."""
     if len(candidates.work.blocks) > _FEW or candidates.mode.kind in ("evaluate", "update"):
         return
+    names = policies_of(candidates.work)
     for shape in shapes(candidates.mode):
-        plan = uniform(candidates.work, shape, CHECKPOINT_POLICIES[0], "device", "stream")
+        plan = uniform(candidates.work, shape, names[0], "device", "stream")
         now = candidates.measure(plan)
         while not now.fits:
-            less = (candidates.measure(p) for p in _keeping_less(now.plan))
+            less = (candidates.measure(p) for p in _keeping_less(now.plan, names))
             least = min(less, key=lambda other: other.peak, default=now)
             if least.peak >= now.peak:
                 break
@@ -165,9 +166,9 @@ def few_blocks(candidates: Candidates) -> None:
             candidates.score(now.plan)
 
 
-def _keeping_less(plan: Plan) -> Iterator[Plan]:
+def _keeping_less(plan: Plan, names: Sequence[str]) -> Iterator[Plan]:
     for b, now in enumerate(plan.blocks):
-        for checkpoint in CHECKPOINT_POLICIES[CHECKPOINT_POLICIES.index(now.checkpoint) + 1 :]:
+        for checkpoint in names[names.index(now.checkpoint) + 1 :]:
             yield replace(
                 plan, blocks=(*plan.blocks[:b], replace(now, checkpoint=checkpoint), *plan.blocks[b + 1 :])
             )

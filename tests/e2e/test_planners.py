@@ -68,10 +68,10 @@ def test_a_dumped_plan_runs_again_and_edited(tmp_path: Path) -> None:
     again, found = trained(plan=path)
     assert again.plan == program.plan and same(found, expected)
     fields = json.loads(path.read_text())
-    fields["blocks"][1] = {"checkpoint": "none", "saved_on": "host"}
+    fields["blocks"][1] = {"checkpoint": "none", "saved_on": "host", "reload": 0}
     path.write_text(json.dumps(fields))
     edited, found = trained(plan=str(path))
-    assert edited.plan.blocks[1] == BlockPlan("none", "host") and same(found, expected)
+    assert edited.plan.blocks[1] == BlockPlan("none", "host", 0) and same(found, expected)
 
 
 def test_plans_that_do_not_belong_are_refused(tmp_path: Path) -> None:
@@ -99,3 +99,34 @@ def test_a_plan_beyond_the_budget_is_refused_with_what_it_needs() -> None:
         program = megacompile.compile(model, "60kB", compute_dtype=torch.float32, plan=plan)
         program.train_step(batch_for("plain"))
     assert caught.value.least_bytes is not None and caught.value.least_bytes > 60_000
+
+
+def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
+    """At 64 tokens attention is a sixth of a layer's FLOPs: its results are offered, at 24 they are not."""
+
+    def by_policy(checkpoint: str, reload: int) -> tuple[list[float], dict[str, Any], megacompile.Program]:
+        def plan(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+            block = BlockPlan(checkpoint, "host", reload)
+            return Plan((block,) * len(work.blocks), (GroupPlan("stream", 0),) * len(work.groups))
+
+        model = build("llama")
+        program = megacompile.compile(model, "1GB", compute_dtype=torch.float32, planner=plan)
+        losses = [float(program.train_step(batch_for("llama", i, length=64)).loss) for i in range(2)]
+        return losses, program.state_dict(), program
+
+    losses, weights, _ = by_policy("all", 1)
+    for reload in (0, 1):
+        found, state, program = by_policy("attention", reload)
+        assert found == losses and same(state, weights)
+        assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
+        layer = program.schedule.work.blocks[1]
+        names = [policy.name for policy in layer.policies]
+        assert names == ["all", "some", "attention", "none", "least"]
+        kept = {policy.name: policy.saved_bytes for policy in layer.policies}
+        assert kept["attention"] == 2 * 64 * (32 + 4) * 4  # out and log-sum-exp of four heads
+        attention = layer.policy("attention")
+        assert attention.recompute is None and attention.backward is not None
+        assert attention.backward.attention_flops[0] == 0
+    program = megacompile.compile(build("llama"), "1GB", compute_dtype=torch.float32)
+    program.prepare(batch_for("llama"))
+    assert "attention" not in {p.name for b in program.schedule.work.blocks for p in b.policies}

@@ -151,7 +151,11 @@ def any_plan(seed: int) -> Callable[[Workload, Mode, Machine, int], Plan]:
     def plan(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
         rng = random.Random(seed)
         blocks = [
-            BlockPlan(rng.choice(("all", "some", "none", "least")), rng.choice(("device", "host")))
+            BlockPlan(
+                rng.choice(("all", "some", "attention", "none", "least")),
+                rng.choice(("device", "host")),
+                rng.randint(0, 1),
+            )
             for _ in work.blocks
         ]
         groups = [

@@ -202,8 +202,9 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
     """Any plan for a workload, sensible or not."""
     block = st.builds(
         BlockPlan,
-        checkpoint=st.sampled_from(["all", "some", "none", "least"]),
+        checkpoint=st.sampled_from(["all", "some", "attention", "none", "least"]),
         saved_on=st.sampled_from(["device", "host", "nvme"]),
+        reload=st.integers(0, 1),
     )
     group = st.builds(
         GroupPlan,

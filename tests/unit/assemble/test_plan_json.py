@@ -28,7 +28,7 @@ def test_round_trip_is_exact(plan: Plan) -> None:
 def test_files_are_plain_json_with_a_version() -> None:
     fields = json.loads(PLAN.to_json())
     assert fields["version"] == PLAN_VERSION
-    assert fields["blocks"][1] == {"checkpoint": "all", "saved_on": "host"}
+    assert fields["blocks"][1] == {"checkpoint": "all", "saved_on": "host", "reload": 1}
     assert fields["groups"] == [
         {"residency": "micro", "prefetch_depth": 3, "state": "nvme", "update": "immediate"}
     ]
@@ -79,6 +79,7 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
         ("groups[0].", "state", "tape"),
         ("blocks[1].", "saved_on", "disk"),
         ("blocks[1].", "checkpoint", 3),
+        ("blocks[1].", "reload", 2),
     ],
 )
 def test_a_wrong_value_is_named(where: str, name: str, value: Any) -> None:

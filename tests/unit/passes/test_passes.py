@@ -154,6 +154,14 @@ def test_insert_offload_goes_with_the_next_block_and_returns_one_ahead() -> None
     ]
 
 
+def test_insert_offload_returns_just_in_time_where_the_plan_says_so() -> None:
+    work, plan = chain(4), uniform(chain(4), "all", saved_on="host")
+    plan = replace(plan, blocks=tuple(replace(block, reload=0) for block in plan.blocks))
+    lines = shown(run("compute_order insert_recompute insert_offload", work, plan))
+    for block in (0, 1):
+        assert lines[lines.index(f"backward(block={block})") - 1].startswith(f"reload(block={block},")
+
+
 def test_insert_offload_leaves_what_other_blocks_read_again() -> None:
     """Block 3 reads value 1 too: it is no longer block 1's own."""
     work = chain(5)
