@@ -32,11 +32,11 @@ class Shape:
     order: Order
     prefetch_depth: int
     grad_lag: int
+    reload: int = 1
 
-    @property
-    def reload(self) -> int:
-        """How far ahead offloaded activations come back."""
-        return min(1, self.prefetch_depth)
+    def block(self, checkpoint: str, saved_on: str) -> BlockPlan:
+        """A block's plan; what stays on the device is not brought back."""
+        return BlockPlan(checkpoint, saved_on, 1 if saved_on == "device" else self.reload)  # type: ignore[arg-type]
 
 
 def policies_of(work: Workload) -> list[str]:
@@ -52,7 +52,7 @@ def orders(mode: Mode) -> list[Order]:
 
 def shapes_of(order: Order) -> list[Shape]:
     """How far transfers run ahead of compute in what starts are tried with, furthest first."""
-    return [Shape(order, prefetch_depth, lag) for prefetch_depth, lag in ((2, 1), (1, 1), (0, 0))]
+    return [Shape(order, *ahead) for ahead in ((2, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0))]
 
 
 def shapes(mode: Mode) -> list[Shape]:
@@ -72,7 +72,7 @@ def uniform(
     """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
     names = checkpoints or (checkpoint,) * len(work.blocks)
     return Plan(
-        blocks=tuple(BlockPlan(n, saved_on, shape.reload) for n in names),  # type: ignore[arg-type]
+        blocks=tuple(shape.block(n, saved_on) for n in names),
         groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
         order=shape.order,
         grad_lag=shape.grad_lag,
@@ -85,7 +85,7 @@ def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrange
     groups: list[GroupPlan] = [GroupPlan("stream", shape.prefetch_depth)] * len(work.groups)
     for kind, counts in mixture.blocks:
         for b, (checkpoint, saved_on) in _places(kind, counts, arrangement):
-            blocks[b] = BlockPlan(checkpoint, saved_on, shape.reload)  # type: ignore[arg-type]
+            blocks[b] = shape.block(checkpoint, saved_on)
     for kind, counts in mixture.groups:
         for g, (_, residency) in _places(kind, counts, arrangement):
             if residency == "resident":

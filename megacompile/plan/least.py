@@ -50,7 +50,7 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
     for shape in shapes(mode):
         for checkpoint in lean if shape.prefetch_depth == 0 else ():
-            for saved_on in ("device", "host"):
+            for saved_on in ("device", "host") if shape.reload else ("host",):
                 small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
                 found.append((small, shape, saved_on))
                 yield small
