@@ -20,7 +20,7 @@ from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
 from megacompile.plan.baselines import Planner
 from megacompile.plan.candidates import Planned
-from megacompile.plan.plan_program import Terms, plan_program
+from megacompile.plan.plan_program import Terms, first_that_fits, plan_program
 from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
 from megacompile.schedule.dump import write_dump
@@ -218,14 +218,25 @@ class Compiler:
     def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan a kind of batch; the first one also decides how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode)
-        if self.cuts is None:
-            tilings = self.frontend.tilings(batch, evaluate=evaluate)
+        chunks = self.frontend.chunks(batch, evaluate=evaluate)
+        if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
-            compiled, planned = plan_program(tilings, mode, terms, gathers=gathers)
+
+            def first(chunk: int) -> tuple[Compiled, Planned]:
+                tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
+                return plan_program(tilings, mode, terms, gathers=gathers)
+
+            compiled, planned = first_that_fits(chunks, first)
             self.cuts = compiled.tiled.cuts
             return compiled, planned
+
+        def further(chunk: int) -> tuple[Compiled, Planned]:
+            return plan_program(
+                [self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)], mode, terms
+            )
+
         try:
-            return plan_program([self.compile(batch, evaluate=evaluate)], mode, terms)
+            return first_that_fits(chunks, further)
         except BudgetError as error:
             ways = " ".join(self._ways_out(batch, evaluate))
             raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error

@@ -23,6 +23,7 @@ from megacompile.capture.graph import capture
 from megacompile.capture.loss import LossFn
 from megacompile.capture.outputs import OutputsFn
 from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
+from megacompile.differentiate.sequence import CHUNKS, length_of
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
 from megacompile.fuse.report import Fusions
@@ -48,12 +49,14 @@ class Front:
 
 @dataclass(frozen=True)
 class Compiled(Front):
-    """One kind of batch, through all stages that do not depend on the plan."""
+    """One kind of batch, through all stages that do not depend on the plan; ``chunk`` > 0: what acts on each
+    position of a sequence alone runs over chunks of so many."""
 
     tiled: Tiled
     part: Partition
     templates: tuple[DifferentiatedTemplate, ...]
     assembly: Assembly
+    chunk: int = 0
 
 
 class Frontend:
@@ -98,7 +101,7 @@ class Frontend:
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self._differentiated: dict[tuple[str, str], DifferentiatedTemplate] = {}
+        self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
 
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
@@ -118,20 +121,32 @@ class Frontend:
         whole = self.tables(batch, evaluate=evaluate)
         return tiling_candidates(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
 
-    def tilings(self, batch: Batch, *, evaluate: bool) -> Iterator[Compiled]:
+    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[Compiled]:
         """One kind of batch cut in each of these ways; each made when asked for."""
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
-            yield self.build(batch, cuts, evaluate=evaluate)
+            yield self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
 
-    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Compiled:
-        """One kind of batch with its weights cut in this way.
+    def chunks(self, batch: Batch, *, evaluate: bool) -> Iterator[int]:
+        """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
+        has loops."""
+        yield 0
+        templates = self.build(batch, {}, evaluate=evaluate).part.templates
+        longest = max((length_of(t) or 0 for t in templates), default=0)
+        for chunk in (c for c in CHUNKS if c < longest):
+            found = self.build(batch, {}, evaluate=evaluate, chunk=chunk)
+            if not any(t.loops for t in found.templates):
+                return
+            yield chunk
+
+    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool, chunk: int = 0) -> Compiled:
+        """One kind of batch with its weights cut in this way, and its sequence in chunks of so many.
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
-        key = (batch.key, tuple(cuts.items()))
+        key = (batch.key, tuple(cuts.items()), chunk)
         with _TRACING:
             if key not in self._compiled:
-                self._compiled[key] = self._build(self._front(batch, evaluate), cuts)
+                self._compiled[key] = self._build(self._front(batch, evaluate), cuts, chunk)
             return self._compiled[key]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
@@ -165,11 +180,12 @@ class Frontend:
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
 
-    def _build(self, front: Front, cuts: Cuts) -> Compiled:
+    def _build(self, front: Front, cuts: Cuts, chunk: int) -> Compiled:
         try:
             tiled = tile(front.fused, cuts, gather=self._gathers)
             part = partition(tiled.captured)
-            templates = tuple(self._differentiate(t, front.fused.fake_mode) for t in part.templates)
+            mode = front.fused.fake_mode
+            templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
         except MegacompileError:
             raise
         except RuntimeError as error:  # what an operator says about its arguments
@@ -189,14 +205,14 @@ class Frontend:
         )
         assembly = with_state(assembly, self._form)
         _check_trains(assembly)
-        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly)
+        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
 
-    def _differentiate(self, template: Template, mode: FakeTensorMode) -> DifferentiatedTemplate:
+    def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
         """Templates of the same name and computation, in programs cut differently, are made once."""
-        key = (template.digest, template.name)
+        key = (template.digest, template.name, chunk)
         if key not in self._differentiated:
             self._differentiated[key] = self._differentiated_by(
-                template, mode, self._inductor, self._processors
+                template, mode, self._inductor, self._processors, chunk
             )
         return replace(self._differentiated[key], index=template.index)
 

@@ -31,7 +31,7 @@ class Inspection:
         scheduled = self._session.scheduled()
         planned, work = scheduled.planned, scheduled.compiled.assembly.work
         names = tuple(b.name for b in work.blocks), tuple(g.name for g in work.groups)
-        return replace(planned.plan, names=names)
+        return replace(planned.plan, names=names, loops=work.loops)
 
     @property
     def schedule(self) -> Schedule:

@@ -162,6 +162,7 @@ def assemble(
         constant_bytes=constant_bytes + SEED_BYTES,
         results=part.results,
         outside=outside,
+        loops=max((t.loops for t in templates if t.loops), default=(0, 0), key=lambda loops: loops[1]),
     )
     return Assembly(groups, places, work)
 

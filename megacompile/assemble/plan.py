@@ -67,15 +67,16 @@ class Plan:
     workload: str = ""
 
     names: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()), compare=False, repr=False)
+    loops: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
 
     def __str__(self) -> str:
         """The plan in words, equal layers folded; by number where the names are not known."""
         blocks = self.names[0] or [f"block {i}" for i in range(len(self.blocks))]
         groups = self.names[1] or [f"group {i}" for i in range(len(self.groups))]
-        return "\n".join(plan_lines(self, blocks, groups))
+        return "\n".join(plan_lines(self, blocks, groups, loops=self.loops))
 
     def to_json(self) -> str:
-        plain = {name: value for name, value in to_plain(self).items() if name != "names"}
+        plain = {name: value for name, value in to_plain(self).items() if name not in ("names", "loops")}
         return json.dumps({"version": PLAN_VERSION, **plain}, indent=1, allow_nan=False)
 
     @staticmethod
@@ -89,7 +90,7 @@ class Plan:
             raise MegacompileError(
                 f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
             )
-        plan: Plan = from_plain(Plan, {**given, "names": [[], []]}, "The plan file")
+        plan: Plan = from_plain(Plan, {**given, "names": [[], []], "loops": [0, 0]}, "The plan file")
         _check_counts(plan)
         return plan
 

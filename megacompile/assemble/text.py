@@ -83,7 +83,11 @@ def plan_rows(plan: Plan, blocks: Sequence[str], groups: Sequence[str], sizes: S
 
 
 def plan_lines(
-    plan: Plan, blocks: Sequence[str], groups: Sequence[str], sizes: Sequence[int] = ()
+    plan: Plan,
+    blocks: Sequence[str],
+    groups: Sequence[str],
+    sizes: Sequence[int] = (),
+    loops: tuple[int, int] = (0, 0),
 ) -> list[str]:
     """The plan as text: its rows as a table, and the choices of the whole step."""
     rows = plan_rows(plan, blocks, groups, sizes)
@@ -93,7 +97,14 @@ def plan_lines(
         fits = width + 2 + len(row.text) <= _WIDTH
         first, *rest = [row.text] if fits else row.text.split("; ")
         lines += [f"{row.title:<{width}}  {first}", *(f"{'':<{width}}  {text}" for text in rest)]
-    return [*lines, *textwrap.wrap(cut_text(blocks), _WIDTH), *textwrap.wrap(whole_step(plan), _WIDTH)]
+    wrapped = [*textwrap.wrap(cut_text(blocks), _WIDTH), *textwrap.wrap(loops_text(loops), _WIDTH)]
+    return [*lines, *wrapped, *textwrap.wrap(whole_step(plan), _WIDTH)]
+
+
+def loops_text(loops: tuple[int, int]) -> str:
+    """Into how many chunks of how many tokens a sequence is cut; "" where it is whole."""
+    length, chunk = loops
+    return f"sequences in {-(-length // chunk)} chunks of {chunk:,} tokens" if chunk else ""
 
 
 def cut_text(blocks: Sequence[str]) -> str:
@@ -114,7 +125,7 @@ def cut_text(blocks: Sequence[str]) -> str:
 def plan_table(plan: Plan, work: Workload) -> str:
     """The plan of a workload, folded, with the bytes of its weight groups."""
     names = [b.name for b in work.blocks], [g.name for g in work.groups]
-    return "\n".join(plan_lines(plan, *names, [g.nbytes for g in work.groups]))
+    return "\n".join(plan_lines(plan, *names, [g.nbytes for g in work.groups], work.loops))
 
 
 def whole_step(plan: Plan) -> str:
@@ -124,7 +135,7 @@ def whole_step(plan: Plan) -> str:
         f"gradients leave within {plan.grad_lag} operation{'' if plan.grad_lag == 1 else 's'}",
         f"{plan.ring} host buffers for streamed gradients",
     ]
-    known = {"blocks", "groups", "order", "grad_lag", "ring", "names"}
+    known = {"blocks", "groups", "order", "grad_lag", "ring", "names", "loops"}
     for item in fields(plan):
         value = getattr(plan, item.name)
         if item.name not in known and (item.default is MISSING or value != item.default):

@@ -124,6 +124,7 @@ class Workload:
 
     A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss. Where
     the loss is computed ``outside``, training gives the results too, and is given gradients by them.
+    ``loops`` are the positions of a sequence and of a chunk, where blocks run over chunks; else zeros.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -133,6 +134,7 @@ class Workload:
     constant_bytes: int = 0
     results: tuple[int, ...] = ()
     outside: bool = False
+    loops: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", self.results or (self.loss,))

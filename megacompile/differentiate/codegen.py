@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megacompile.kernels.linear_cross_entropy import add_product_
 
 DEVICE = "DEVICE"  # the name under which a function finds the device it runs on
 
@@ -30,7 +33,7 @@ def function_source(graph: fx.Graph, name: str, doc: str) -> str:
             lines.append(f"    del {', '.join(unused)}")
     for node in graph.nodes:
         if node.op == "call_function":
-            lines.append(f"    {node.name} = {_call(node)}{_comment(node)}")
+            lines.append(f"    {node.name} = {call_text(node)}{comment(node)}")
             dead = [n.name for n in last.get(node, [])] + ([] if node.users else [node.name])
             if dead:
                 lines.append(f"    del {', '.join(dead)}")
@@ -38,6 +41,10 @@ def function_source(graph: fx.Graph, name: str, doc: str) -> str:
             items = ", ".join(n.name if isinstance(n, fx.Node) else "None" for n in node.args[0])
             lines.append(f"    return [{items}]")
     return "\n".join(lines) + "\n"
+
+
+def _name(node: fx.Node) -> str:
+    return node.name
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -53,15 +60,19 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dead
 
 
-def _call(node: fx.Node) -> str:
+def call_text(
+    node: fx.Node, names: Callable[[fx.Node], str] = _name, arguments: Sequence[Any] | None = None
+) -> str:
+    """The call of a node as an expression; ``names`` name what it reads, ``arguments`` stand for its own."""
+    given = node.args if arguments is None else arguments
     if node.target is operator.getitem:
-        source, index = node.args
-        return f"{_value(source)}[{index}]"
-    arguments = [_value(a) for a in node.args]
-    arguments += [f"{key}={_value(value)}" for key, value in node.kwargs.items() if key != "pin_memory"]
+        source, index = given
+        return f"{_value(source, names)}[{index}]"
+    items = [_value(a, names) for a in given]
+    items += [f"{key}={_value(value, names)}" for key, value in node.kwargs.items() if key != "pin_memory"]
     # some kernels lay their result out in another way than fake tensors say, so that a view needs a copy
     target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
-    return f"{target_name(target)}({', '.join(arguments)})"
+    return f"{target_name(target)}({', '.join(items)})"
 
 
 def target_name(target: Any) -> str:
@@ -75,28 +86,45 @@ def target_name(target: Any) -> str:
     raise AssertionError(f"no name for the call target {target}")
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, names: Callable[[fx.Node], str]) -> str:
     if isinstance(value, fx.Node):
-        return value.name
+        return names(value)
     if isinstance(value, torch.device):
         return DEVICE
     if isinstance(value, (list, tuple)):
-        items = ", ".join(_value(v) for v in value)
+        items = ", ".join(_value(v, names) for v in value)
         return f"[{items}]"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
-def _comment(node: fx.Node) -> str:
+def comment(node: fx.Node) -> str:
+    """A remark on the dtype and shape of a node's value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""
     return f"  # {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
+def spans(example: Tensor, length: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """(first, end) of each chunk of positions.
+
+    Of fake tensors, on which only memory is measured, the first two chunks and the last stand for all.
+    """
+    starts: Sequence[int] = range(0, length, chunk)
+    if isinstance(example, FakeTensor):
+        starts = sorted({*starts[:2], *starts[-1:]})
+    for start in starts:
+        yield start, min(start + chunk, length)
+
+
 def load_functions(source: str, device: torch.device) -> dict[str, Callable[[list[Any]], list[Any]]]:
     """Execute generated source; returns the functions it defines, for tensors of ``device``."""
-    namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "operator": operator, DEVICE: device}
+    namespace: dict[str, Any] = {
+        "torch": torch, "aten": torch.ops.aten, "operator": operator, DEVICE: device,
+        "spans": spans, "add_product_": add_product_,
+    }  # fmt: skip
+    given = set(namespace)
     exec(compile(source, "<megacompile blocks>", "exec"), namespace)
-    return {k: v for k, v in namespace.items() if callable(v) and hasattr(v, "__code__")}
+    return {k: v for k, v in namespace.items() if k not in given and hasattr(v, "__code__")}

@@ -20,6 +20,7 @@ from megacompile.differentiate.codegen import function_source, load_functions
 from megacompile.differentiate.costs import attention_flops, flops, is_heavy, launches, moved
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
+from megacompile.differentiate.loops import looped_source
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.reuse import reuse
 from megacompile.kernels._triton import recording
@@ -39,7 +40,8 @@ class BlockFunction:
     arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
     when it returns: results less donations. ``launches`` counts the kernels that a GPU is asked to run,
     ``attention_flops`` what of ``flops`` is attention's forward and its backward. ``kernels`` counts the
-    calls of our own operators. ``fused`` says that ``source`` is Inductor's, not our own.
+    calls of our own operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it
+    runs over chunks of the sequence.
     """
 
     name: str
@@ -55,6 +57,7 @@ class BlockFunction:
     attention_flops: tuple[int, int]
     kernels: Calls = ()
     fused: bool = False
+    looped: bool = False
 
     def load(self, device: torch.device) -> Boxed:
         """The function, ready to be called on tensors of a device."""
@@ -72,16 +75,22 @@ def block_function(
     mode: FakeTensorMode,
     share: float,
     processors: int | None,
+    loops: tuple[int, int] | None = None,
 ) -> BlockFunction:
     """Print and measure a graph. ``owned`` are the arguments that the function may overwrite, ``share`` is
-    the part of its rows that a grouped product computes, ``processors`` are those of the GPU that it is for.
+    the part of its rows that a grouped product computes, ``processors`` are those of the GPU that it is for,
+    ``loops`` the positions of its sequence and those of a chunk, where it is to run chunk by chunk.
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
     attention = [attention_flops(n) for n in counted]
     asked = sum(map(launches, counted))
-    reuse(graph, owned)
-    source = function_source(graph, name, f"{_signature(inputs)} -> {_signature(r for r, _ in results)}")
+    doc = f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
+    source = looped_source(graph, name, doc, *loops) if loops else None
+    looped = source is not None
+    if source is None:
+        reuse(graph, owned)
+        source = function_source(graph, name, doc)
     plain = load_functions(source, torch.device("cpu"))[name]
     taken = _measure(plain, _examples(graph), inputs, mode, torch.device("cpu"), processors)
     return BlockFunction(
@@ -94,9 +103,10 @@ def block_function(
         end_bytes=taken.end_bytes,
         flops=work[0],
         moved_bytes=work[1],
-        launches=asked,
+        launches=asked * -(-loops[0] // loops[1]) if loops and looped else asked,
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
         kernels=work[2],
+        looped=looped,
     )
 
 

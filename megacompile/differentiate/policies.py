@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,9 @@ from megacompile.capture.views import storage_nbytes, view_base
 from megacompile.differentiate.costs import is_heavy
 from megacompile.differentiate.functions import BlockFunction, block_function, fused
 from megacompile.differentiate.joint import Ref, extract
-from megacompile.differentiate.saved import is_attention, joint_of, keeps_all, saved_set
+from megacompile.differentiate.loop_check import disagreement
+from megacompile.differentiate.saved import Joint, is_attention, joint_of, keeps_all, saved_set
+from megacompile.differentiate.sequence import fitting_chunk, length_of, two_lengths
 from megacompile.partition.blocks import Template
 
 PolicyName = Literal["all", "some", "attention", "none", "least"]
@@ -28,6 +31,7 @@ CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "attention", "none
 """Keep every tensor that the backward reads; keep the results of products and attention and derive
 the rest again; keep those of attention alone; keep nothing and recompute the first set, or the second, before
 the backward."""
+_SHORT, _SHORT_CHUNK = (24, 26), 7  # lengths at which loops are checked, and their chunks there
 _LARGE_SHARE = 8  # attention is kept alone where it is at least one of so many FLOPs of a forward
 
 
@@ -52,12 +56,18 @@ class PolicyFunctions:
 
 @dataclass(frozen=True)
 class DifferentiatedTemplate:
-    """A template's functions by checkpoint policy; ``forward`` alone serves evaluation."""
+    """A template's functions by checkpoint policy; ``forward`` alone serves evaluation.
+
+    ``loops``: positions of its sequence and those of a chunk, where functions run chunk by chunk;
+    ``not_looped``: why none does, where that was asked for.
+    """
 
     index: int
     name: str
     forward: BlockFunction
     policies: dict[PolicyName, PolicyFunctions]
+    loops: tuple[int, int] | None = None
+    not_looped: str | None = None
 
     def functions(self) -> Iterable[BlockFunction]:
         """Each function once."""
@@ -83,30 +93,72 @@ def differentiate(
     mode: FakeTensorMode,
     inductor: torch.device | None = None,
     processors: int | None = None,
+    chunk: int = 0,
+    *,
+    check: bool = True,
 ) -> DifferentiatedTemplate:
     """Trace a template's forward and backward jointly and cut it at several saved sets.
 
     ``inductor`` names the device for which Inductor compiles the functions; None leaves them plain.
     ``processors`` are the multiprocessors of the GPU whose memory is planned, None: the CPU's is.
+    ``chunk`` > 0: what acts on each position of a sequence alone runs over chunks of so many positions, if it
+    computes the same on random numbers, which ``check`` makes sure of.
     """
-    cutter = _Cutter(template, mode, processors)
+    length = length_of(template)
+    if chunk and length is not None and length > chunk:
+        return _in_chunks(template, mode, processors, (length, chunk), check)
+    cutter = _Cutter(template, joint_of(template, mode), mode, processors)
     found = cutter.run()
     return found if inductor is None else cutter.with_inductor(found, inductor)
+
+
+def _in_chunks(
+    template: Template, mode: FakeTensorMode, processors: int | None, loops: tuple[int, int], check: bool
+) -> DifferentiatedTemplate:
+    """With loops over chunks, unless there are none or they compute something else."""
+    pairs, reason = two_lengths(template, mode, _SHORT)
+    if reason is None:
+        (_, joint), (short, short_joint) = pairs
+        loops = loops[0], fitting_chunk(joint, loops[1])
+        found = _Cutter(template, joint, mode, processors, loops=loops, lean=True).run()
+        if not any(f.looped for f in found.functions()):
+            reason = "no product acts on positions alone"
+        elif check:
+            make = partial(_Cutter, short, short_joint, mode, None, lean=True)
+            whole, looped = make().run(), make(loops=(length_of(short) or 0, _SHORT_CHUNK)).run()
+            reason = disagreement(short, whole, looped)
+    if reason is None:
+        return replace(found, loops=loops)
+    found = _Cutter(template, joint_of(template, mode), mode, processors).run()
+    return replace(found, not_looped=reason)
 
 
 class _Cutter:
     """Cuts one joint graph at several saved sets."""
 
-    def __init__(self, template: Template, mode: FakeTensorMode, processors: int | None) -> None:
+    def __init__(
+        self,
+        template: Template,
+        joint: Joint,
+        mode: FakeTensorMode,
+        processors: int | None,
+        *,
+        loops: tuple[int, int] | None = None,
+        lean: bool = False,
+    ) -> None:
         self.template = template
         self.mode = mode
         self.processors = processors
-        self.joint = joint_of(template, mode)
+        self.joint = joint
+        self.loops = loops
+        self.lean = lean
         self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref]]] = {}  # by function: results, given
 
     def run(self) -> DifferentiatedTemplate:
         prefix = _identifier(self.template.name)
         forward = self._function(f"{prefix}_forward", self._out_list(), ())
+        if self.lean:
+            return self._lean(prefix, forward)
         policies: dict[PolicyName, PolicyFunctions] = {}
         if any(grad is not None for grad in self.joint.grads):
             everything = saved_set(self.joint, keeps_all)
@@ -122,7 +174,24 @@ class _Cutter:
                 lean = self._recomputed("least", prefix, something, policies["some"], forward)
                 policies["least"] = lean
         else:
-            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in CHECKPOINT_POLICIES if name != "attention"}
+            policies = {
+                name: PolicyFunctions(name, forward, None, None, ())
+                for name in CHECKPOINT_POLICIES
+                if name != "attention"
+            }
+        return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
+
+    def _lean(self, prefix: str, forward: BlockFunction) -> DifferentiatedTemplate:
+        """Policies of little memory alone: what is not kept is derived inside of the backward's own loops."""
+        policies: dict[PolicyName, PolicyFunctions] = {}
+        names: tuple[PolicyName, ...] = ("none",)
+        if any(grad is not None for grad in self.joint.grads):
+            attention = saved_set(self.joint, is_attention)
+            if any(map(is_attention, attention)):
+                policies["attention"] = self._with_saved("attention", prefix, attention, forward)
+            policies["none"] = self._with_saved("none", prefix, [], forward)
+        else:
+            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in names}
         return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
@@ -185,7 +254,9 @@ class _Cutter:
         graph, inputs = self._graph(name)
         owned = self._owned(graph, saved)
         share = self.template.share
-        return block_function(name, graph, inputs, results, owned, self.mode, share, self.processors)
+        return block_function(
+            name, graph, inputs, results, owned, self.mode, share, self.processors, self.loops
+        )
 
     def _graph(self, name: str) -> tuple[fx.Graph, list[Ref]]:
         """A function's graph, made anew, and what its arguments are."""

@@ -28,7 +28,7 @@ from megacompile.passes import lower_memory
 from megacompile.plan.bound import Bound, lower_bound
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
-from megacompile.plan.plan_program import Known, Terms, plan_program
+from megacompile.plan.plan_program import Known, Terms, first_that_fits, plan_program
 from megacompile.plan.tiers import Tiers
 from megacompile.plan.tiling import tried
 from megacompile.schedule.schedule import Schedule
@@ -192,11 +192,11 @@ class Study:
         """The batch with no weight cut; its work has all FLOPs."""
         return next(self._rungs((batch, seq, False, None)))[0]
 
-    def _rungs(self, kind: _Kind) -> Iterator[tuple[Compiled, float]]:
+    def _rungs(self, kind: _Kind, chunk: int = 0) -> Iterator[tuple[Compiled, float]]:
         """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
         graph misses."""
         flops = self.model.step_flops(*kind[:2])
-        for compiled in self._repeat(kind).tilings():
+        for compiled in self._repeat(kind).tilings(chunk):
             work, missed = complete_flops(compiled.assembly.work, flops)
             yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
 
@@ -212,19 +212,24 @@ class Study:
             )
         return self._repeated[kind]
 
-    def tilings(self, question: Question) -> Iterator[Compiled]:
+    def tilings(self, question: Question, chunk: int = 0) -> Iterator[Compiled]:
         """The question's batch with no weight cut, then with ever smaller pieces."""
-        return (compiled for compiled, _ in self._rungs(question.kind))
+        return (compiled for compiled, _ in self._rungs(question.kind, chunk))
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
         best: tuple[int, Compiled] | None = None
-        for tiling, need in tried(self.tilings(question), question.mode(True), question.hbm_budget):
-            if best is None or need < best[0]:
-                best = need, tiling
-            if need <= question.hbm_budget:
-                break
-            self.progress("cutting large weights into smaller pieces")
+        for chunk in self._repeat(question.kind).chunks():
+            if chunk:
+                self.progress(f"running sequences in chunks of {chunk:,} tokens")
+            for tiling, need in tried(
+                self.tilings(question, chunk), question.mode(True), question.hbm_budget
+            ):
+                if best is None or need < best[0]:
+                    best = need, tiling
+                if need <= question.hbm_budget:
+                    return least_budgets(tiling, question), tiling
+                self.progress("cutting large weights into smaller pieces")
         assert best is not None
         return least_budgets(best[1], question), best[1]
 
@@ -247,10 +252,13 @@ class Study:
     def _predict(self, question: Question, clip: bool) -> dict[bool, Prediction]:
         mode = question.mode(clip)
         repeated = self._repeat(question.kind)
+
+        def plan(chunk: int) -> tuple[Compiled, Planned]:
+            tilings, terms = self.tilings(question, chunk), question.terms
+            return plan_program(tilings, mode, terms, gathers=repeated.gathers, known=self._known)
+
         try:
-            compiled, planned = plan_program(
-                self.tilings(question), mode, question.terms, gathers=repeated.gathers, known=self._known
-            )
+            compiled, planned = first_that_fits(repeated.chunks(), plan)
         except BudgetError:
             return {}
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)

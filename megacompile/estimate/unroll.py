@@ -21,6 +21,7 @@ from torch import nn
 
 from megacompile.assemble.assembly import assemble, cut_parameters
 from megacompile.capture.batch import Batch
+from megacompile.differentiate.policies import differentiate
 from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
@@ -49,6 +50,7 @@ class Repeated:
             gathers=not stored,
             kernels=processors is not None,  # as compile has them unless told
             processors=processors,
+            differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
         self._layers = _layers(model)
@@ -56,15 +58,19 @@ class Repeated:
         self._few = self._whole
         if self._short is not None:
             self._few = frontend(self._short.module)
-        self._made: dict[tuple[tuple[str, tuple[int, ...]], ...], Compiled] = {}
+        self._made: dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Compiled] = {}
 
-    def tilings(self) -> Iterator[Compiled]:
+    def chunks(self) -> Iterator[int]:
+        """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
+        return self._few.chunks(self._batch, evaluate=False)
+
+    def tilings(self, chunk: int = 0) -> Iterator[Compiled]:
         """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
-        for compiled in self._few.tilings(self._batch, evaluate=False):
-            key = tuple(compiled.tiled.cuts.items())
+        for compiled in self._few.tilings(self._batch, evaluate=False, chunk=chunk):
+            key = tuple(compiled.tiled.cuts.items()), chunk
             if key not in self._made:
                 self._made[key] = self._repeat(compiled)
             yield self._made[key]
@@ -81,7 +87,7 @@ class Repeated:
         part = _unroll(compiled.part, self._layers, few)
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
-            return self._whole.build(self._batch, cuts, evaluate=False)
+            return self._whole.build(self._batch, cuts, evaluate=False, chunk=compiled.chunk)
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())

@@ -7,12 +7,13 @@ its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megacompile.assemble.assembly import Assembly
 from megacompile.assemble.plan import Mode, Plan
-from megacompile.errors import BudgetError
+from megacompile.errors import BudgetError, MegacompileError
 from megacompile.host.needs import state_in_ram
 from megacompile.host.offload import Placement
 from megacompile.machine.rates import Machine
@@ -23,6 +24,7 @@ from megacompile.plan.residency import not_gathered, reside, trained_groups
 from megacompile.plan.tiers import Drive, Tiers
 from megacompile.plan.tiling import Tiling, choose
 
+T = TypeVar("T")
 Known = dict[tuple[Mode, str], list[Plan]]
 """Winners of earlier searches by mode and digest of the workload, which later ones score too."""
 _SCORED = 8  # of them, the last
@@ -84,6 +86,26 @@ def plan_program(
         return tiling, planned
     work = tiling.assembly.work
     return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
+
+
+def first_that_fits(chunks: Iterable[int], plan: Callable[[int], T]) -> T:
+    """What ``plan`` gives for the first number of positions in a chunk that fits.
+
+    Raises what it does for the one of the least budget; where a plan that was given goes with none, that.
+    """
+    least: BudgetError | None = None
+    other: MegacompileError | None = None
+    for chunk in chunks:
+        try:
+            return plan(chunk)
+        except BudgetError as error:
+            if least is None or (error.least_bytes or 0) < (least.least_bytes or 0):
+                least = error
+        except MegacompileError as error:
+            other = other or error
+    failed = other or least
+    assert failed is not None
+    raise failed
 
 
 def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:

@@ -140,7 +140,9 @@ def all_resident(candidates: Candidates) -> None:
     if not groups or sum(g.nbytes + g.state_bytes for g in groups) > candidates.budget_bytes:
         return
     for shape in shapes(candidates.mode):
-        for checkpoint, residency in product(policies_of(candidates.work), ("step", "stream")):  # of frozen groups
+        for checkpoint, residency in product(
+            policies_of(candidates.work), ("step", "stream")
+        ):  # of frozen groups
             plan = uniform(candidates.work, shape, checkpoint, "device", residency)
             plan = with_state_at(plan, candidates.residents, "device")
             candidates.score(plan)

@@ -63,7 +63,7 @@ def diff_plans(a: Plan, b: Plan, blocks: Sequence[str] = (), groups: Sequence[st
     ]
     lines = [f"{row.title}  {row.text}" for row in folded(rows)]
     for item in fields(a):
-        if item.name not in ("blocks", "groups", "names"):
+        if item.name not in ("blocks", "groups", "names", "loops"):
             lines += [t for t in [_change(item.name, getattr(a, item.name), getattr(b, item.name))] if t]
     return lines
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacompile.assemble.codec import to_plain
-from megacompile.assemble.text import plan_table
+from megacompile.assemble.text import loops_text, plan_table
 from megacompile.differentiate.codegen import function_source
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.kernel_calls import Calls, total
@@ -98,6 +98,10 @@ def _policies(scheduled: Scheduled) -> str:
     for template in scheduled.compiled.templates:
         uses = sum(b.template == template.index for b in scheduled.compiled.part.blocks)
         lines.append(f"template {template.index}: {template.name} (×{uses})")
+        if template.loops is not None:
+            lines.append(f"  {loops_text(template.loops)}")
+        elif template.not_looped is not None:
+            lines.append(f"  sequences whole: {template.not_looped}")
         for policy in template.policies.values():
             lines.append(
                 f"  policy {policy.name}: {len(policy.saved)} tensors, {format_bytes(policy.saved_bytes)}"

@@ -1,0 +1,95 @@
+"""The numerical check of loops: a template's functions over chunks beside the whole ones, on random numbers.
+
+Both are made of one joint graph at a short length. Forward, recompute and backward of each checkpoint policy
+run on equal inputs; a backward is given what the whole forward saved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megacompile.differentiate.functions import BlockFunction
+from megacompile.differentiate.joint import Ref
+from megacompile.partition.blocks import Template
+
+if TYPE_CHECKING:
+    from megacompile.differentiate.policies import DifferentiatedTemplate
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+"""Of a result's largest element, by the lowest precision among the template's inputs."""
+IGNORED = -100  # labels, every fifth
+_CPU = torch.device("cpu")
+
+
+def disagreement(
+    template: Template, whole: DifferentiatedTemplate, looped: DifferentiatedTemplate
+) -> str | None:
+    """Which function's loops do not compute what the whole one does; None where all do."""
+    inputs = _random_inputs(template)
+    floats = [e.dtype for e in template.examples if e.is_floating_point()]
+    allowed = max((TOLERANCE[d] for d in floats), default=0.0)
+    for name, policy in whole.policies.items():
+        known: dict[Ref, Tensor] = {("in", i): x for i, x in enumerate(inputs)}
+        pairs = [
+            (policy.forward, looped.policies[name].forward),
+            (policy.recompute, looped.policies[name].recompute),
+            (policy.backward, looped.policies[name].backward),
+        ]
+        for function, other in pairs:
+            if function is None or other is None:
+                continue
+            if function is policy.backward:
+                known |= _random_gradients(function, known)
+            results, others = _run(function, known), _run(other, known)
+            for ref, a, b in zip(function.outputs, results, others, strict=True):
+                if why := _differ(a, b, allowed):
+                    return f"{function.name}: {ref[0]} {ref[1]} {why}"
+            if function is not policy.backward:
+                known |= dict(zip(function.outputs, results, strict=True))
+    return None
+
+
+def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
+    """The function on copies, as it may write over what it is given."""
+    return function.load(_CPU)([known[ref].clone() for ref in function.inputs])
+
+
+def _differ(a: Tensor, b: Tensor, allowed: float) -> str | None:
+    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+        return f"is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
+    if not a.is_floating_point():
+        return None if torch.equal(a, b) else "differs"
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    scale = float(a.abs().amax()) or 1.0 if a.numel() else 1.0
+    distance = float((a.to(wide) - b.to(wide)).abs().amax()) / scale if a.numel() else 0.0
+    return None if distance <= allowed else f"is off by {distance:.1e} of scale, allowed are {allowed:.0e}"
+
+
+def _random_inputs(template: Template) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = any(n.target is torch.ops.aten.nll_loss_forward.default for n in template.graph.nodes)
+    pairs = zip(template.examples, template.kinds, strict=True)
+    return [_random(e, kind, labels, generator) for e, kind in pairs]
+
+
+def _random(example: Tensor, kind: str, labels: bool, generator: torch.Generator) -> Tensor:
+    """Weights of a size that keeps activations near 1; small labels and ids."""
+    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+    if not example.is_floating_point():
+        made.random_(0, 2, generator=generator)
+        if labels and kind == "value":
+            made.flatten()[::5] = IGNORED
+        return made
+    made.normal_(generator=generator)
+    if kind == "weight":
+        made.mul_(example.shape[-1] ** -0.5 if example.dim() > 1 else 0.1).add_(float(example.dim() == 1))
+    return made
+
+
+def _random_gradients(function: BlockFunction, known: dict[Ref, Tensor]) -> dict[Ref, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    wanted = [ref for ref in function.inputs if ref[0] == "grad"]
+    return {("grad", k): torch.empty_like(known["out", k]).normal_(generator=generator) for _, k in wanted}

@@ -1,0 +1,153 @@
+"""Stages: which nodes of a block function's graph run in which loop over chunks, and which values are whole.
+
+In: a graph whose nodes :mod:`~megacompile.differentiate.sequence` has noted. Out: :class:`Stages`. Even ones
+run operators on whole values once, odd ones are loops. What such an operator or the result reads is whole; of
+what a later loop reads again, a value with a product on the way to it is whole, and the rest is derived again
+there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from megacompile.capture.views import is_view
+from megacompile.differentiate.costs import is_heavy
+from megacompile.differentiate.sequence import role
+
+
+class Stages:
+    """The stage of each node of one graph.
+
+    ``stage`` is the earliest, ``home`` of a local one the latest at which all its readers are served;
+    ``whole`` are the local ones that loops write for what comes after them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes = [n for n in graph.nodes if n.op == "call_function"]
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.roles = {n: role(n) for n in graph.nodes}
+        self.results: list[Any] = list(graph.output_node().args[0])
+        self.stage: dict[fx.Node, int] = {}
+        self.home: dict[fx.Node, int] = {}
+        self.whole: set[fx.Node] = set()
+        self._sort()
+        self._whole()
+        for loop in reversed(self.loops):
+            self.sinks(loop)
+
+    @property
+    def loops(self) -> range:
+        return range(1, max(self.stage.values(), default=0) + 1, 2)
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether any loop has a product."""
+        return any(is_heavy(n) for loop in self.loops for n in self._inside(self.sinks(loop), loop))
+
+    def _sort(self) -> None:
+        """The earliest stage of each node, then for local ones the latest at which all readers are served."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.stage[node] = 0
+            elif node.op == "call_function":
+                local = self.roles[node] != "mixing"
+                self.stage[node] = max([int(local), *(self._after(a, local) for a in node.all_input_nodes)])
+        for node in reversed(self.nodes):
+            if self.roles[node] == "local":
+                latest = [self._served(node, user) for user in node.users]
+                self.home[node] = min(latest, default=self.stage[node])
+
+    def _after(self, argument: fx.Node, local: bool) -> int:
+        at = self.stage[argument]
+        if self.roles[argument] == "local":
+            return at if local else at + 1
+        if self.roles[argument] == "sum":
+            return at + 2 if local else at + 1
+        return at + 1 if local else at
+
+    def _served(self, node: fx.Node, user: fx.Node) -> int:
+        if user.op == "output":
+            return self.stage[node]
+        if self.roles[user] == "local":
+            return self.home[user]
+        return self.stage[user] - (self.roles[user] == "mixing")
+
+    def _whole(self) -> None:
+        for node in self.nodes:
+            if self.roles[node] == "mixing":
+                for argument in node.all_input_nodes:
+                    self._make_whole(argument)
+        for node in self.results:
+            if isinstance(node, fx.Node):
+                self._make_whole(node)
+
+    def _make_whole(self, node: fx.Node) -> None:
+        """A local view is rebuilt from its base, which is whole instead."""
+        while self.roles[node] == "local" and is_view(node):
+            node = node.all_input_nodes[0]
+        if self.roles[node] == "local" and isinstance(node.meta["val"], Tensor):
+            self.whole.add(node)
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        return self.roles[node] != "local" or node in self.whole
+
+    def _derived_cheaply(self, node: fx.Node) -> bool:
+        """Whether no product is on the way to a local node from what is whole."""
+        seen, pending = set[fx.Node](), [node]
+        while pending:
+            current = pending.pop()
+            if current in seen or self._is_whole(current):
+                continue
+            seen.add(current)
+            if is_heavy(current):
+                return False
+            pending += current.all_input_nodes
+        return True
+
+    def sinks(self, loop: int) -> list[fx.Node]:
+        """What a loop is for: whole values and sums; values of earlier loops that it reads become whole."""
+        sinks = [n for n in self.nodes if self._ends_in(n, loop)]
+        pending, seen = list(sinks), set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for argument in node.all_input_nodes:
+                if self.roles[argument] != "local" or self.before(argument, loop):
+                    continue
+                if (
+                    self.home[argument] < loop
+                    and not is_view(argument)
+                    and not self._derived_cheaply(argument)
+                ):
+                    self.whole.add(argument)
+                else:
+                    pending.append(argument)
+        return sinks
+
+    def before(self, node: fx.Node, loop: int) -> bool:
+        """Whether a local node is whole when a loop begins."""
+        return node in self.whole and self.home[node] < loop
+
+    def _ends_in(self, node: fx.Node, loop: int) -> bool:
+        if self.roles[node] == "sum":
+            return self.stage[node] == loop
+        return node in self.whole and self.home[node] == loop
+
+    def _inside(self, sinks: list[fx.Node], loop: int) -> list[fx.Node]:
+        """Local nodes that a loop computes for its sinks, in order."""
+        found: set[fx.Node] = set()
+        pending = list(sinks)
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            for argument in node.all_input_nodes:
+                if self.roles[argument] == "local" and not self.before(argument, loop):
+                    pending.append(argument)
+        return sorted(found, key=self.order.__getitem__)

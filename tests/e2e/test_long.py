@@ -1,0 +1,102 @@
+"""One long sequence: loops over its chunks where the whole does not fit, beside eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile import frontend
+
+LENGTH, CHUNKS = 480, (60, 20)
+VOCABULARY = 512
+
+
+def model_of(kind: str) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+            )
+        )  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+
+
+def batch_of(length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, : length // 3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def start(kind: str, budget: str, **options: Any) -> megacompile.Program:
+    model = model_of(kind).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return megacompile.compile(
+        model, budget, optimizer=optimizer, max_grad_norm=1.0, compute_dtype=torch.float32, **options
+    )
+
+
+def least_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The least budget with sequences whole; loops are on after it."""
+    monkeypatch.setattr(frontend, "CHUNKS", ())
+    with pytest.raises(megacompile.BudgetError) as caught:
+        start(kind, "100B").prepare(batch_of())
+    assert caught.value.least_bytes is not None
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
+    return caught.value.least_bytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_long_sequence_trains_far_below_what_it_needs_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    budget = int(0.4 * least_whole(kind, monkeypatch))
+    program = start(kind, f"{budget}B", dump=tmp_path)
+    model = model_of(kind).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        found = program.train_step(batch_of())
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch_of()).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(float(found.loss), loss.item(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(float(found.grad_norm), float(norm), rtol=1e-5, atol=0)  # type: ignore[arg-type]
+    memory = program.memory
+    assert memory.device_peak_bytes == memory.predicted_peak_bytes <= budget
+    length, chunk = program.schedule.work.loops
+    assert length == LENGTH and chunk in CHUNKS
+    text = f"sequences in {LENGTH // chunk} chunks of {chunk} tokens"
+    assert text in str(program.plan) and text in (tmp_path / "train" / "02_policies.txt").read_text()
+    assert "for start, end in spans(" in (tmp_path / "train" / "03_blocks.py").read_text()
+    assert float(program.evaluate(batch_of(24))) > 0  # a short one has no loops
+
+
+def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
+    program = start("llama", "1GB")
+    program.prepare(batch_of())
+    assert program.schedule.work.loops == (0, 0) and "chunks" not in str(program.plan)
+
+
+def test_a_plan_with_loops_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = f"{int(0.5 * least_whole('llama', monkeypatch))}B"
+    first = start("llama", budget)
+    again = start("llama", budget, plan=(first.prepare(batch_of()), first.plan)[1])
+    losses = [float(program.train_step(batch_of()).loss) for program in (first, again)]
+    assert losses[0] == losses[1] and again.plan == first.plan

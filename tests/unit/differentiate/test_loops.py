@@ -1,0 +1,221 @@
+"""Loops over chunks of a sequence: what they compute, what finds a wrong rule, what they hold."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from megacompile.capture.batch import read_batch
+from megacompile.differentiate import loop_check, loops, policies, sequence, stages
+from megacompile.differentiate.loop_check import disagreement
+from megacompile.differentiate.policies import DifferentiatedTemplate, _Cutter
+from megacompile.differentiate.saved import Joint
+from megacompile.differentiate.sequence import length_of, two_lengths
+from megacompile.frontend import Frontend
+from megacompile.partition.blocks import Template
+from tests.support.models import batch_for, build
+
+LENGTH = 60  # no other size of the small models
+
+
+@functools.cache
+def traced(kind: str, block: int, dtype: torch.dtype = torch.float32) -> tuple[Template, Joint, Any]:
+    """A template of a small model and its joint graph, its sequence's dimensions noted."""
+    model = build(kind)
+    frontend = Frontend(model, dtype)
+    batch = read_batch(batch_for(kind, size=1, length=LENGTH), model)
+    compiled = frontend.build(batch, {}, evaluate=False)
+    template, mode = compiled.part.templates[block], compiled.fused.fake_mode
+    assert length_of(template) == LENGTH
+    pairs, reason = two_lengths(template, mode, (24, 26))
+    assert reason is None
+    return template, pairs[0][1], mode
+
+
+def functions(
+    kind: str, block: int, chunk: int | None, dtype: torch.dtype = torch.float32
+) -> DifferentiatedTemplate:
+    """A template's functions of little memory, whole or over chunks."""
+    template, joint, mode = traced(kind, block, dtype)
+    given = (LENGTH, chunk) if chunk else None
+    return _Cutter(template, joint, mode, None, loops=given, lean=True).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "chunk"),
+    [
+        ("llama", 1, 7),
+        ("llama", 1, 20),
+        ("llama", 1, LENGTH),
+        ("llama", 2, 7),
+        ("gpt2", 1, 16),
+        ("gpt2", 2, 16),
+        ("qwen3", 1, 7),
+        ("gemma3", 2, 7),
+    ],
+)
+def test_loops_compute_what_whole_functions_do(kind: str, block: int, chunk: int) -> None:
+    """Layers, heads and their loss; chunks that divide the length, that do not, and one in all."""
+    whole, looped = functions(kind, block, None), functions(kind, block, chunk)
+    assert all(f.looped for f in looped.functions())
+    assert disagreement(traced(kind, block)[0], whole, looped) is None
+    for name, policy in looped.policies.items():
+        assert policy.saved == whole.policies[name].saved
+        assert policy.forward.end_bytes == whole.policies[name].forward.end_bytes
+        assert "for start, end in spans(" in policy.forward.source
+
+
+def test_only_attention_mixes_positions_in_a_layer() -> None:
+    _, joint, _ = traced("llama", 1)
+    mixing = {
+        str(node.target)
+        for node in joint.graph.nodes
+        if sequence.role(node) == "mixing" and any(a.meta["along"] is not None for a in node.all_input_nodes)
+    }
+    assert mixing - {"<built-in function getitem>", "output"} == {
+        "megacompile.attention.default",
+        "megacompile.attention_backward.default",
+    }
+
+
+def test_a_loop_holds_what_a_chunk_needs_and_no_logits_of_all_positions() -> None:
+    whole, looped = functions("llama", 2, None), functions("llama", 2, 4)
+    logits = LENGTH * 128 * 4
+    assert whole.forward.peak_bytes > logits > 4 * looped.forward.peak_bytes
+
+
+def _attention_is_local(node: fx.Node) -> str:
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return "local" if "attention" in str(source.target) else sequence.role(node)
+
+
+def _sums_keep_the_last_chunk(body: Any, node: fx.Node, reads: tuple[str, ...]) -> None:
+    _ADD(body, node, reads)
+    line = body.lines[-1]
+    if line.text.startswith("add_product_"):
+        body.lines.insert(-1, loops._Line(f"aten.zero_.default({line.reads[0]})", line.reads[:1]))
+
+
+def _of_another_dimension(body: Any, node: fx.Node) -> bool:
+    along = node.meta.get("along")
+    if along == 2:
+        node.meta["along"] = 1
+    try:
+        return _FETCH(body, node)
+    finally:
+        node.meta["along"] = along
+
+
+def _loops_end_early(example: Any, length: int, chunk: int) -> Any:
+    return [(start, min(start + chunk, length)) for start in range(0, length - chunk, chunk)]
+
+
+def _all_labels_count(graph: fx.Graph) -> None:
+    _MEANS(graph)
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.ne.Scalar:
+            node.update_arg(1, -1)
+
+
+_ADD, _FETCH, _MEANS = loops._Body._add, loops._Body._fetch, loops.means_as_sums
+_FAULTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
+    (1, stages, "role", _attention_is_local),
+    (1, loops._Body, "_add", _sums_keep_the_last_chunk),
+    (1, loops._Body, "_fetch", _of_another_dimension),
+    (1, "megacompile.differentiate.codegen", "spans", _loops_end_early),
+    (2, loops, "means_as_sums", _all_labels_count),
+]
+
+
+@pytest.mark.parametrize(("block", "owner", "name", "fault"), _FAULTS, ids=[f[3].__name__ for f in _FAULTS])
+def test_a_wrong_rule_is_found_on_random_numbers(
+    block: int, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = functions("llama", block, None)
+    template = traced("llama", block)[0]
+    if isinstance(owner, str):
+        looped = functions("llama", block, 16)
+        monkeypatch.setattr(f"{owner}.{name}", fault)
+    else:
+        monkeypatch.setattr(owner, name, fault)
+        try:
+            looped = functions("llama", block, 16)
+        except RuntimeError:
+            return  # shapes do not even go together
+    assert disagreement(template, whole, looped) is not None
+
+
+def test_a_template_whose_loops_differ_stays_whole_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, _, mode = traced("llama", 2)
+    found = policies.differentiate(template, mode, chunk=16)
+    assert found.loops == (LENGTH, 16) and found.not_looped is None
+    monkeypatch.setattr(loop_check, "TOLERANCE", {torch.float32: -1.0})
+    found = policies.differentiate(template, mode, chunk=16)
+    assert found.loops is None and found.not_looped is not None
+    assert "is off by" in found.not_looped
+    assert set(found.policies) == {"all", "some", "none", "least"}
+    assert not any(f.looped for f in found.functions())
+
+
+def test_a_length_that_is_also_a_size_of_weights_stays_whole() -> None:
+    """Sizes that are the sequence's cannot be told from those of a layer of 64 hidden units."""
+    model = build("llama")
+    frontend = Frontend(model, torch.float32)
+    compiled = frontend.build(
+        read_batch(batch_for("llama", size=1, length=32), model), {}, evaluate=False, chunk=8
+    )
+    layer = compiled.templates[1]
+    assert layer.loops is None and layer.not_looped is not None
+    assert "another length" in layer.not_looped
+
+
+def test_several_sequences_stay_whole() -> None:
+    model = build("llama")
+    batch = read_batch(batch_for("llama", size=2, length=LENGTH), model)
+    compiled = Frontend(model, torch.float32).build(batch, {}, evaluate=False, chunk=8)
+    assert not any(t.loops for t in compiled.templates)
+
+
+def test_gradients_of_weights_in_bf16_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside FP32 they are as good as the whole function's; sums in bf16 are not."""
+
+    def distance(chunk: int | None) -> float:
+        return max(_distances(functions("llama", 1, chunk, torch.bfloat16)))
+
+    whole = distance(None)
+    assert distance(2) <= whole + 5e-4
+    monkeypatch.setattr(loops, "_summed", lambda value: value.dtype)
+    monkeypatch.setattr(loops._Body, "_add", _sum_as_it_is)
+    assert distance(2) > whole + 5e-4
+
+
+def _sum_as_it_is(body: Any, node: fx.Node, reads: tuple[str, ...]) -> None:
+    total = f"sum_{node.name}"
+    body.names[node] = total
+    body.outer.append(total)
+    made = loops.call_text(node, names=body._name, arguments=list(node.args))
+    body.lines.append(loops._Line(f"aten.add_.Tensor({total}, {made})", (total, *reads)))
+
+
+def _distances(found: DifferentiatedTemplate) -> list[float]:
+    """Root mean square errors of gradients of weight matrices, beside a whole run in float32."""
+    template = traced("llama", 1, torch.bfloat16)[0]
+    exact = functions("llama", 1, None)
+    given = loop_check._random_inputs(template)
+    grads = []
+    for made, dtype in ((exact, torch.float32), (found, torch.bfloat16)):
+        policy = made.policies["none"]
+        assert policy.backward is not None
+        known = {("in", i): x.to(dtype) if x.is_floating_point() else x for i, x in enumerate(given)}
+        (out,) = loop_check._run(policy.forward, known)  # type: ignore[arg-type]
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        known["grad", 0] = gradient.to(dtype)
+        grads.append(loop_check._run(policy.backward, known))  # type: ignore[arg-type]
+    pairs = [(a, b.float()) for a, b in zip(*grads, strict=True) if a.dim() == 2]
+    return [float((a - b).norm() / a.norm()) for a, b in pairs]
