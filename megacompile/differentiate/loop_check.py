@@ -53,8 +53,9 @@ def disagreement(
 
 
 def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
-    """The function on copies, as it may write over what it is given."""
-    return function.load(_CPU)([known[ref].clone() for ref in function.inputs])
+    """The function on copies of what it is given to keep, which it may write over."""
+    donated = ("saved", "grad")
+    return function.load(_CPU)([known[r].clone() if r[0] in donated else known[r] for r in function.inputs])
 
 
 def _differ(a: Tensor, b: Tensor, allowed: float) -> str | None:

@@ -120,17 +120,25 @@ def _in_chunks(
     if reason is None:
         (_, joint), (short, short_joint) = pairs
         loops = loops[0], fitting_chunk(joint, loops[1])
-        found = _Cutter(template, joint, mode, processors, loops=loops, lean=True).run()
-        if not any(f.looped for f in found.functions()):
-            reason = "no product acts on positions alone"
-        elif check:
-            make = partial(_Cutter, short, short_joint, mode, None, lean=True)
-            whole, looped = make().run(), make(loops=(length_of(short) or 0, _SHORT_CHUNK)).run()
-            reason = disagreement(short, whole, looped)
+        try:
+            found = _Cutter(template, joint, mode, processors, loops=loops, lean=True).run()
+            if not any(f.looped for f in found.functions()):
+                reason = "no product acts on positions alone"
+            elif check:
+                reason = _wrong(short, short_joint, mode)
+        except RuntimeError as error:  # what an operator says about its arguments
+            reason = f"its loops fail: {str(error).strip().splitlines()[0]}"
     if reason is None:
         return replace(found, loops=loops)
     found = _Cutter(template, joint_of(template, mode), mode, processors).run()
     return replace(found, not_looped=reason)
+
+
+def _wrong(short: Template, joint: Joint, mode: FakeTensorMode) -> str | None:
+    """What loops compute otherwise than whole functions at a short length; None where nothing."""
+    make = partial(_Cutter, short, joint, mode, None, lean=True)
+    whole, looped = make().run(), make(loops=(length_of(short) or 0, _SHORT_CHUNK)).run()
+    return disagreement(short, whole, looped)
 
 
 class _Cutter:

@@ -80,7 +80,8 @@ def at_length(template: Template, length: int, other: int) -> Template:
 
     def resized(example: Tensor) -> Tensor:
         shape = [other if n == length else n for n in example.shape]
-        order = sorted(range(example.dim()), key=lambda d: (-example.stride(d), d))
+        strides = example.stride()
+        order = sorted(range(example.dim()), key=lambda d: (-strides[d], d))
         made = torch.empty([shape[d] for d in order], dtype=example.dtype, device=example.device)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return made.permute(inverse).requires_grad_(example.requires_grad)
@@ -223,7 +224,7 @@ def _keeps_dimension(node: fx.Node, args: list[Any], along: int, out: Any) -> bo
     if target in (*_MOVES, *_ALIKE, aten.expand.default):
         return out is not None
     if target in _OF_ONE_DIMENSION:
-        place = _PLACE.get(target, 1)  # type: ignore[call-overload]
+        place = _PLACE.get(target, 1)
         dim = args[place] if len(args) > place else 0
         outs = out if isinstance(out, tuple) else (out,)
         given = target not in _SPREADS  # the dimension counts in what it is given, not in the result

@@ -29,7 +29,8 @@ class Stages:
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.roles = {n: role(n) for n in graph.nodes}
-        self.results: list[Any] = list(graph.output_node().args[0])
+        results: Any = graph.output_node().args[0]
+        self.results: list[Any] = list(results)
         self.stage: dict[fx.Node, int] = {}
         self.home: dict[fx.Node, int] = {}
         self.whole: set[fx.Node] = set()

@@ -161,6 +161,9 @@ def test_a_template_whose_loops_differ_stays_whole_and_says_so(monkeypatch: pyte
     assert "is off by" in found.not_looped
     assert set(found.policies) == {"all", "some", "none", "least"}
     assert not any(f.looped for f in found.functions())
+    monkeypatch.setattr(loops._Body, "_resized", lambda body, node: list(node.args))
+    found = policies.differentiate(template, mode, chunk=16)
+    assert found.loops is None and str(found.not_looped).startswith("its loops fail: ")
 
 
 def test_a_length_that_is_also_a_size_of_weights_stays_whole() -> None:
