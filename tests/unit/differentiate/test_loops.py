@@ -26,9 +26,11 @@ LENGTH = 60  # no other size of the small models
 
 @functools.cache
 def traced(kind: str, block: int, dtype: torch.dtype = torch.float32) -> tuple[Template, Joint, Any]:
-    """A template of a small model and its joint graph, its sequence's dimensions noted."""
+    """A template of a small model and its joint graph, its sequence's dimensions noted; "fused" kinds have
+    fused kernels."""
+    kind, _, fused = kind.partition(" ")
     model = build(kind)
-    frontend = Frontend(model, dtype)
+    frontend = Frontend(model, dtype, kernels=bool(fused))
     batch = read_batch(batch_for(kind, size=1, length=LENGTH), model)
     compiled = frontend.build(batch, {}, evaluate=False)
     template, mode = compiled.part.templates[block], compiled.fused.fake_mode
@@ -58,6 +60,8 @@ def functions(
         ("gpt2", 2, 16),
         ("qwen3", 1, 7),
         ("gemma3", 2, 7),
+        ("llama fused", 1, 7),
+        ("gpt2 fused", 1, 7),
     ],
 )
 def test_loops_compute_what_whole_functions_do(kind: str, block: int, chunk: int) -> None:
@@ -71,8 +75,9 @@ def test_loops_compute_what_whole_functions_do(kind: str, block: int, chunk: int
         assert "for start, end in spans(" in policy.forward.source
 
 
-def test_only_attention_mixes_positions_in_a_layer() -> None:
-    _, joint, _ = traced("llama", 1)
+@pytest.mark.parametrize("kind", ["llama", "llama fused", "gpt2 fused"])
+def test_only_attention_mixes_positions_in_a_layer(kind: str) -> None:
+    _, joint, _ = traced(kind, 1)
     mixing = {
         str(node.target)
         for node in joint.graph.nodes
