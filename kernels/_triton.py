@@ -86,9 +86,9 @@ def ceil_div(n: int, d: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """How many programs of a persistent kernel to start (4 where the interpreter stands in)."""
-    if _recording is not None and _recording.processors is not None:
-        return _recording.processors
+    """The multiprocessors of a device, or of the GPU that launches are recorded for (4 for the interpreter)."""
+    if _recording is not None:
+        return _recording.processors or _recording.chip_processors
     return _device_processors(device) if device.type == "cuda" else 4
 
 
@@ -155,20 +155,24 @@ class Recording:
     launches: list[Launch]
     arch: int
     processors: int | None
+    chip_processors: int
 
 
 _recording: Recording | None = None
 
 
 @contextlib.contextmanager
-def recording(arch: int = 80, processors: int | None = None) -> Iterator[list[Launch]]:
+def recording(
+    arch: int = 80, processors: int | None = None, chip_processors: int = 4
+) -> Iterator[list[Launch]]:
     """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do.
 
+    ``chip_processors`` are the multiprocessors of the chip, on which grids of persistent kernels depend.
     With ``processors``, operators on any tensors allocate as on a GPU with so many multiprocessors, and
     nothing is appended, which would keep their tensors alive.
     """
     global _recording
-    outer, _recording = _recording, Recording([], arch, processors)
+    outer, _recording = _recording, Recording([], arch, processors, chip_processors)
     try:
         yield _recording.launches
     finally:

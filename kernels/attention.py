@@ -238,18 +238,28 @@ def flash_attention_backward(
 
 @aot_cases
 def _aot() -> list[AotCase]:
-    def case(dim: int, rule: Rule, sinks: bool, packed: bool, dtype: torch.dtype) -> None:
-        q = torch.empty((2, 4096, 32, dim), dtype=dtype, device="meta").transpose(1, 2)
-        k = torch.empty((2, 4096, 8, dim), dtype=dtype, device="meta").transpose(1, 2)
+    def case(dims: tuple[int, int], rule: Rule, sinks: bool = False, packed: bool = False) -> None:
+        q, k, v = (
+            torch.empty((2, 4096, heads, dim), dtype=torch.bfloat16, device="meta").transpose(1, 2)
+            for heads, dim in ((32, dims[0]), (8, dims[0]), (8, dims[1]))
+        )
         logits = q[0, :, 0, 0].contiguous() if sinks else None
         bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
         rule = replace(rule, sinks=logits, bounds=bounds)
-        out, lse = forward_triton(q, k, k, rule)
-        backward_triton(out, q, k, k, out, lse, rule)
+        out, lse = forward_triton(q, k, v, rule)
+        backward_triton(out, q, k, v, out, lse, rule)
 
-    every = Rule(0.1, window=1024, softcap=50.0)
-    low = torch.bfloat16
+    causal, window = Rule(0.1), Rule(0.1, window=1024)
+    gemma, every = replace(causal, softcap=50.0), replace(window, softcap=50.0)
     return [
-        *((f"{d} all bf16", partial(case, d, every, True, True, low)) for d in (64, 128, 256)),
-        ("64 two-sided bf16", partial(case, 64, Rule(0.1, False, 512), False, False, low)),
+        *((f"{d} all bf16", partial(case, (d, d), every, True, True)) for d in (64, 128, 256)),
+        ("64 two-sided bf16", partial(case, (64, 64), Rule(0.1, False, 512))),
+        *((f"{d} causal bf16", partial(case, (d, d), causal)) for d in (64, 128, 256)),
+        ("192/128 causal bf16", partial(case, (192, 128), causal)),
+        ("128 window bf16", partial(case, (128, 128), window)),
+        ("128 packed bf16", partial(case, (128, 128), causal, packed=True)),
+        ("64 sinks bf16", partial(case, (64, 64), causal, sinks=True)),
+        ("64 window sinks bf16", partial(case, (64, 64), window, sinks=True)),
+        ("256 softcap bf16", partial(case, (256, 256), gemma)),
+        ("256 window softcap bf16", partial(case, (256, 256), every)),
     ]

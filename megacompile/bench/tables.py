@@ -1,4 +1,4 @@
-"""Bench: results as Markdown, CSV, JSON and a picture; compared with older ones; the resource table."""
+"""Bench: results as Markdown, CSV, JSON and a picture; compared with older ones; the gate's ceilings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.bench.kernels import MODES, Row
 from megacompile.errors import MegacompileError
-from megacompile.kernels.aot import SHARED_LIMIT, read_table
+from megacompile.kernels.ceilings import CHIPS
+from megacompile.kernels.tables import read_ceilings, read_table
 
 SLOWER = 1.05
 """A median this many times an older one is called slower: below that is noise."""
@@ -130,18 +131,20 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def resources() -> str:
-    """The checked-in table of the ahead-of-time gate, one line per kernel and case."""
-    chips = sorted(SHARED_LIMIT)
+def ceilings() -> str:
+    """The checked-in ceilings of the ahead-of-time gate and what binds, a line per kernel and case."""
+    chips = sorted(CHIPS)
     lines = [
-        "| kernel | case | " + " | ".join(f"sm_{chip}" for chip in chips) + " |",
+        "| kernel | case | " + " | ".join(f"{CHIPS[chip].name} (sm_{chip})" for chip in chips) + " |",
         "|---|---|" + "---|" * len(chips),
     ]
     cells: dict[tuple[str, str, int, str], dict[int, str]] = defaultdict(dict)
-    for row in read_table():
-        spills = f", {row.local} B spilled" if row.local else ""
-        text = f"{row.registers} regs, {row.shared / 1024:.0f} KiB, {row.load} B loads{spills}"
-        cells[row.kernel, row.case, row.variant, row.module][row.arch] = text
+    spilled = {row.key: f", {row.local} B spilled" for row in read_table() if row.local}
+    for row in read_ceilings():
+        more = f", executes {row.executed:.2f}" if row.executed > 1 else ""
+        cells[row.kernel, row.case, row.variant, row.module][row.arch] = (
+            row.text + more + spilled.get(row.key, "")
+        )
     for (kernel, case, *_), found in cells.items():
         lines.append(f"| {kernel} | {case} | " + " | ".join(found.get(chip, "") for chip in chips) + " |")
     return "\n".join(lines)

@@ -20,10 +20,11 @@ each --provider FILE.py, named as the operations and called as their eager forms
     def add_rms_norm(x, residual, weight): ...   def rope(x, cos, sin): ...
 
 Correctness is checked against float64 before anything is timed. Without a GPU nothing is timed: the
-table of what the kernels compile to is printed instead, and --check compares results on the CPU."""
+ceilings of the compiled kernels are printed instead, and --check compares results on the CPU."""
 
 _NO_GPU = """megacompile: there is no GPU here, and Triton's interpreter says nothing about time.
-Above is what the kernels compile to; --check compares results on the CPU."""
+Above is how fast the compiled kernels can be at most, by their machine code; --check compares results
+on the CPU."""
 
 
 def add_kernels(commands: Any) -> None:
@@ -49,13 +50,13 @@ def add_kernels(commands: Any) -> None:
 
 def run_kernels(options: argparse.Namespace) -> int:
     """Exit code 0; 1 where a provider of ours is wrong, or where there is no GPU to time."""
-    from megacompile.bench.tables import compare, markdown, read_rows, resources, write
+    from megacompile.bench.tables import ceilings, compare, markdown, read_rows, write
 
     old = read_rows(Path(options.compare)) if options.compare else None
     work = list(_work(options))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.check:
-        print(resources())
+        print(ceilings())
         print(_NO_GPU, file=sys.stderr)
         return 1
     bench, hardware = _bench(options, device)

@@ -1,0 +1,178 @@
+"""How fast a compiled kernel can be at most, and what binds: from its machine code and a model of the chip.
+
+An iteration of the hot loop (``sass.py``) costs each part of a multiprocessor some cycles. Were they to
+overlap entirely, the longest would be the time: the ceiling. Latencies, bank conflicts, waits at barriers and
+what is outside the loop come on top, so no run is faster and most are slower.
+
+    issue    instructions / 4 schedulers              alu, fma, special    lanes of that kind of instruction
+    tensor   MMA instructions                         shared               bytes through shared memory
+
+Kernels with products are held to TFLOP/s of the products that the formula needs, the others to GB/s, which
+bytes in flight bound too: a multiprocessor that asks for few bytes at a time waits for memory.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacompile.kernels import sass
+from megacompile.kernels._triton import Launch, ceil_div
+
+LATENCY = 800e-9  # seconds from a load to its value in a busy memory: 20 KB per multiprocessor fill an H100's
+MAX_CTAS = 32
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A multiprocessor and how many there are.
+
+    ``products``: flop per cycle of each MMA instruction, 16-bit to float32. ``lanes``: float32 operations per
+    cycle; integers, comparisons and conversions run on 64, exponentials and the like on 16 (CUDA programming
+    guide, throughput of native arithmetic instructions). ``shared_bytes``, ``warps``: what it holds (there,
+    technical specifications). Bytes of shared memory per cycle are 128, on each.
+    """
+
+    name: str
+    processors: int
+    clock: float
+    bandwidth: float
+    products: dict[str, int]
+    lanes: int
+    shared_bytes: int
+    warps: int
+    peak: str
+
+
+# Flop per cycle are the datasheet's dense rate / (multiprocessors x clock). mma.sync on 9.0 reaches 0.629 of
+# wgmma (arXiv:2402.13499); for 10.0 nothing is published: taken to be as fast as there.
+CHIPS = {
+    80: Chip("A100 SXM", 108, 1.41e9, 2.039e12, {"HMMA": 2048}, 64, 164 << 10, 64, "312 TFLOP/s"),
+    86: Chip("RTX 3090", 82, 1.695e9, 0.936e12, {"HMMA": 512}, 128, 100 << 10, 48, "71 TFLOP/s"),
+    89: Chip("RTX 4090", 128, 2.52e9, 1.008e12, {"HMMA": 512}, 128, 100 << 10, 48, "165.2 TFLOP/s"),
+    90: Chip(
+        "H100 SXM", 132, 1.83e9, 3.35e12, {"HGMMA": 4096, "HMMA": 2576}, 128, 228 << 10, 64, "989 TFLOP/s"
+    ),
+    100: Chip(
+        "B200", 148, 1.855e9, 7.7e12, {"UTCHMMA": 8192, "HMMA": 2576}, 128, 228 << 10, 64, "2250 TFLOP/s"
+    ),
+    120: Chip("RTX 5090", 170, 2.407e9, 1.792e12, {"HMMA": 512}, 128, 100 << 10, 48, "209.5 TFLOP/s"),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Ceiling:
+    """One row of the table; cycles are per CTA and iteration of the hot loop, bytes too.
+
+    ``executed``: flops of MMA instructions / flops that the formula needs (0 without products).
+    ``in_flight``: bytes that a multiprocessor can wait for at a time. ``rate``: TFLOP/s with products, GB/s
+    without. ``binds``: a column, "memory" (its bandwidth) or "latency" (too few bytes in flight).
+    """
+
+    module: str
+    case: str
+    kernel: str
+    variant: int
+    arch: int
+    mma: str
+    executed: float
+    issue: int
+    alu: int
+    fma: int
+    special: int
+    tensor: int
+    shared: int
+    bytes: int
+    ctas: int
+    in_flight: int
+    rate: float
+    binds: str
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.case, self.kernel, self.variant, self.arch
+
+    @property
+    def text(self) -> str:
+        """The rate with its unit, and what binds."""
+        return f"{self.rate:,.0f} {'TFLOP/s' if self.executed else 'GB/s'} ({self.binds})"
+
+
+def needed_flops(launch: Launch) -> int:
+    """Flops of products that one iteration of a kernel's loop needs; 0 for kernels without products."""
+    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    name = launch.kernel.__name__
+    if not (name.startswith("attention_") and "dim" in given):
+        return 0
+    keys, values = {"attention_forward_kernel": (1, 1), "attention_backward_q_kernel": (2, 1)}.get(
+        name, (2, 2)
+    )
+    widths = keys * given["dim"] + values * given["v_dim"]
+    return int(2 * launch.constants["BLOCK_M"] * launch.constants["BLOCK_N"] * widths)
+
+
+def resident(chip: Chip, registers: int, shared: int, warps: int) -> int:
+    """CTAs that a multiprocessor holds at a time; registers come in blocks of 8 per thread."""
+    per_warp = 32 * -(-registers // 8) * 8
+    held = min(REGISTERS // (per_warp * warps), chip.warps // warps, MAX_CTAS)
+    return min(held, chip.shared_bytes // (shared + 1024))
+
+
+def _tensor(product: sass.Product, chip: Chip, warps: int) -> float:
+    """Cycles that an MMA instruction of all warps takes: its operands in shared memory are read meanwhile."""
+    cycles = product.flops / chip.products[product.kind]
+    if product.kind == "UTCHMMA":  # one thread asks for it; 64 rows use half of the unit
+        return cycles * (2 if product.m == 64 else 1)
+    if product.kind == "HMMA":
+        return cycles * warps
+    rows = product.n + (product.m if product.shared else 0)
+    return max(cycles, rows * product.k * 2 / 128) * warps / 4
+
+
+def _cycles(code: Sequence[sass.Instruction], chip: Chip, warps: int) -> dict[str, int]:
+    """Cycles of each part of a multiprocessor for one iteration of a CTA."""
+    names = [x.opcode for x in code]
+    fma = 32 * sum(n in sass.FMA for n in names) / chip.lanes
+    fma += 32 * sum(n in sass.SLOW_FMA for n in names) / 64
+    products = [x.product for x in code if x.product]
+    found = {
+        "issue": len(names) / 4 * warps,
+        "alu": 32 * sum(n in sass.ALU for n in names) / 64 * warps,
+        "fma": fma * warps,
+        "special": 32 * sum(n in sass.SPECIAL for n in names) / 16 * warps,
+        "tensor": sum(_tensor(p, chip, warps) for p in products),
+        "shared": 32 * sum(x.lane_bytes for x in code if x.opcode in sass.SHARED) / 128 * warps,
+    }
+    return {name: round(cycles) for name, cycles in found.items()}
+
+
+def ceiling(
+    launch: Launch, cubin: bytes, arch: int, usage: tuple[int, int], head: tuple[str, str, str, int]
+) -> Ceiling:
+    """The row of a kernel that was compiled for ``arch``; ``usage`` is its registers and shared memory."""
+    chip, warps = CHIPS[arch], launch.num_warps
+    code = sass.Flow(sass.disassemble(cubin)).hottest()
+    cycles = _cycles(code, chip, warps)
+    products = [x.product for x in code if x.product]
+    executed = sum(p.flops * {"HMMA": warps, "HGMMA": warps // 4}.get(p.kind, 1) for p in products)
+    needed = needed_flops(launch)
+    moved = warps * sum(x.global_bytes for x in code)
+    ctas = min(resident(chip, *usage, warps), ceil_div(math.prod(launch.grid), chip.processors))
+    flying = ctas * warps * sass.in_flight(code, launch.num_stages)
+    slowest = max(cycles, key=lambda name: cycles[name])
+    per_second = chip.processors * chip.clock / max(cycles[slowest], 1)
+    if needed:
+        rate, binds = needed * per_second / 1e12, slowest
+    else:
+        limits = {
+            "memory": chip.bandwidth,
+            "latency": flying * chip.processors / LATENCY if flying else chip.bandwidth,
+            slowest: moved * per_second,
+        }
+        binds = min(limits, key=lambda name: limits[name])
+        rate = limits[binds] / 1e9
+    return Ceiling(
+        *head, arch, "/".join(sorted({p.kind for p in products})) or "-",
+        round(executed / needed, 2) if needed else 0.0, **cycles, bytes=moved, ctas=ctas, in_flight=flying,
+        rate=round(rate), binds=binds,
+    )  # fmt: skip

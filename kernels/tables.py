@@ -1,0 +1,163 @@
+"""The tables of the ahead-of-time gate: what kernels use, how fast they can be, and what is wrong.
+
+``resources.csv`` and ``ceilings.csv`` lie beside this module, one row per case, kernel and chip. Their first
+line says which sources and which triton they were made of.
+"""
+
+import csv
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar, get_type_hints
+
+from megacompile.kernels._triton import triton
+from megacompile.kernels.ceilings import Ceiling
+
+TABLE_TRITON = "3.9."
+TABLE, CEILINGS = (Path(__file__).with_name(name) for name in ("resources.csv", "ceilings.csv"))
+# Dynamic shared memory that one block may ask for, in bytes (CUDA C programming guide, table of
+# technical specifications per compute capability, less the 1 KiB that the system keeps).
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# Kernels whose widest load may be narrower than 16 bytes, and why.
+NARROW = {
+    # Random numbers come out of nothing but the seed, 8 bytes.
+    ("uniform", "bf16", "uniform_kernel"): 8,
+    ("uniform", "fp32", "uniform_kernel"): 8,
+}
+# Kernels that execute more flops of products than their formula needs, by head widths, and why: warps compute
+# the same rows of the scores where a tile has fewer than 16 per warp; 192 columns are padded to 256.
+EXECUTED = {
+    ("128", "attention_backward_kv_kernel"): 1.5,
+    ("256", "attention_backward_kv_kernel"): 1.5,
+    ("256", "attention_backward_q_kernel"): 1.67,
+    ("192/128", "attention_backward_kv_kernel"): 1.8,
+    ("192/128", "attention_backward_q_kernel"): 2.0,
+    ("192/128", "attention_forward_kernel"): 1.2,
+}
+# Spills that are known, in bytes per thread.
+SPILLS = {
+    ("128 packed bf16", "attention_backward_kv_kernel", 100): 8,
+    ("128 packed bf16", "attention_backward_q_kernel", 100): 16,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Resources:
+    """One row of the table; ``variant`` counts the launches of a kernel that one case makes."""
+
+    module: str
+    case: str
+    kernel: str
+    variant: int
+    arch: int
+    registers: int
+    local: int
+    shared: int
+    load: int
+    narrow_loads: int
+    store: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.case, self.kernel, self.variant, self.arch
+
+
+Row = TypeVar("Row", Resources, Ceiling)
+
+
+def slow(rows: Sequence[Ceiling]) -> list[str]:
+    """What no table excuses of ceilings: products that nobody needs."""
+    found = []
+    for row in rows:
+        name = f"{row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        allowed = EXECUTED.get((row.case.split()[0], row.kernel), 1.0)
+        if row.executed and not 1.0 <= row.executed <= allowed:
+            found.append(f"{name}: executes {row.executed} of the products needed, at most {allowed} allowed")
+    return found
+
+
+def faults(rows: Sequence[Resources]) -> list[str]:
+    """What no table excuses: spills, too much shared memory, no 16-byte load."""
+    found = []
+    for row in rows:
+        name = f"{row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        if row.local > SPILLS.get((row.case, row.kernel, row.arch), 0):
+            found.append(f"{name}: {row.local} bytes of local memory per thread (spills)")
+        if row.shared > SHARED_LIMIT[row.arch]:
+            found.append(f"{name}: {row.shared} bytes of shared memory > {SHARED_LIMIT[row.arch]}")
+        if row.load < NARROW.get((row.module, row.case, row.kernel), 16):
+            found.append(f"{name}: widest load is {row.load} bytes")
+    return found
+
+
+def sources() -> str:
+    """A hash of the modules beside this one: kernels, launchers, and how they are measured."""
+    found = hashlib.sha256()
+    for file in sorted({*TABLE.parent.glob("*.py")} - {Path(__file__)}):
+        found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def made_of(path: Path = TABLE) -> tuple[str, str]:
+    """The sources and the version of triton that a table was made of."""
+    with path.open() as file:
+        words = file.readline().split()
+    return words[2], words[-1]
+
+
+def read_table(path: Path = TABLE) -> list[Resources]:
+    """The checked-in rows."""
+    return _read(Resources, path)
+
+
+def read_ceilings(path: Path = CEILINGS) -> list[Ceiling]:
+    """The checked-in rows."""
+    return _read(Ceiling, path)
+
+
+def _read(kind: type[Row], path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        file.readline()
+        rows = list(csv.DictReader(file))
+    types = get_type_hints(kind)
+    return sorted(kind(**{f.name: types[f.name](row[f.name]) for f in fields(kind)}) for row in rows)
+
+
+def write_table(rows: Sequence[Resources] | Sequence[Ceiling], path: Path) -> None:
+    """Write what the rows were made of, then them in their order, one line each."""
+    names = [f.name for f in fields(rows[0])]
+    with path.open("w", newline="") as file:
+        file.write(f"# sources {sources()} triton {triton.__version__}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in rows)
+
+
+def changes(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
+    """One line per row that came, went or differs."""
+    before, after = ({row.key: row for row in rows} for rows in (old, new))
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            lines.append(f"{before.get(key, 'new')}\n  -> {after.get(key, 'gone')}")
+    return lines
+
+
+def worse(old: Sequence[Ceiling], new: Sequence[Ceiling]) -> list[str]:
+    """Rows that fell: more products executed than before, or a lower ceiling."""
+    before = {row.key: row for row in old}
+    lines = []
+    for row in new:
+        past = before.get(row.key, row)
+        name = f"worse: {row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        if row.executed > past.executed:
+            lines.append(f"{name}: executes {row.executed} of the products needed, {past.executed} before")
+        if row.rate < past.rate:
+            lines.append(f"{name}: {row.text}, {past.text} before")
+    return lines
+
+
+def comparable() -> bool:
+    """Whether this triton is the one that the table was made with: others allocate otherwise."""
+    return CEILINGS.exists() and bool(triton.__version__.startswith(TABLE_TRITON))

@@ -1,0 +1,175 @@
+"""What is counted in machine code, and what follows for a chip: see ``megacompile/kernels/ceilings.py``."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megacompile.bench.tables import ceilings as printed
+from megacompile.kernels import ceilings, sass
+from megacompile.kernels._triton import Launch
+from megacompile.kernels.ceilings import CHIPS, Ceiling
+from megacompile.kernels.tables import CEILINGS, changes, read_ceilings, slow, worse, write_table
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"
+)
+
+LOOP = """
+kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   UMOV UR15, 0x8100490 ;
+.L_x_0:
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0040*/              @!P0 BRA `(.L_x_3) ;
+.L_x_1:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24 ;
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, R116, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0070*/               @P1 BRA `(.L_x_2) ;
+        /*0080*/                   FSEL R24, R24, -INF , P2 ;
+        /*0090*/                   FSEL R25, R25, -INF , P2 ;
+.L_x_2:
+        /*00a0*/                   MUFU.EX2 R24, R24 ;
+        /*00b0*/                   FFMA R24, R24, R25, R26 ;
+        /*00c0*/               @P3 BRA `(.L_x_0) ;
+        /*00d0*/                   STG.E.64 desc[UR4][R2.64], R24 ;
+        /*00e0*/                   EXIT ;
+.L_x_3:
+        /*00f0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR6], R0 ;
+        /*0100*/              @!P0 BRA `(.L_x_3) ;
+        /*0110*/                   BRA `(.L_x_1) ;
+.L_x_4:
+        /*0120*/                   BRA `(.L_x_4);
+"""
+
+
+def launch(warps: int = 8, stages: int = 2, **constants: int) -> Launch:
+    def attention_forward_kernel(dim: int, v_dim: int) -> None: ...
+
+    attention_forward_kernel.arg_names = ["dim", "v_dim"]  # type: ignore[attr-defined]
+    return Launch(attention_forward_kernel, (1000, 32), (128, 64), constants, warps, stages)
+
+
+def names(code: list[sass.Instruction]) -> list[str]:
+    return [x.opcode for x in code]
+
+
+def test_the_hot_path_skips_masks_and_waits_that_lie_elsewhere() -> None:
+    wanted = ["LDGSTS", "BRA", "HGMMA", "HGMMA", "BRA", "MUFU", "FFMA", "BRA"]
+    assert names(sass.Flow(LOOP).hottest()) == wanted
+    assert "FSEL" in names(sass.Flow(LOOP.replace("@P1 BRA", "@P1 NOP")).hottest())
+
+
+def test_a_kernel_without_a_loop_is_counted_whole() -> None:
+    straight = LOOP.replace("@P3 BRA `(.L_x_0)", "NOP").replace("@!P0 BRA `(.L_x_3)", "NOP")
+    assert {"LDG", "HGMMA", "STG", "EXIT"} <= set(names(sass.Flow(straight).hottest()))
+
+
+def test_products_tell_their_shapes() -> None:
+    code = sass.Flow(LOOP).hottest()
+    shapes = [(p.kind, p.m, p.n, p.k, p.shared) for x in code if (p := x.product)]
+    assert shapes == [("HGMMA", 64, 128, 16, True), ("HGMMA", 64, 64, 16, False)]
+    text = "/*0*/ UMOV UR15, 0x8100490 ;\n/*1*/ UTCHMMA gdesc[UR2], gdesc[UR4], tmem[UR7], idesc[UR15] ;"
+    assert sass.parse(text)[0][1].product == sass.Product("UTCHMMA", 128, 64, 16)
+    assert sass.Instruction("HMMA.16816.F32.BF16", "R4, R8, R12, R4").product == sass.Product(
+        "HMMA", 16, 8, 16
+    )
+
+
+def test_bytes_of_instructions() -> None:
+    sizes = {"LDG.E.128": 16, "LDG.E": 4, "LDG.E.U16": 2, "STG.E.64": 8, "LDSM.16.M88.4": 16, "LDS.U.128": 16}
+    assert {name: sass.Instruction(name, "R4").lane_bytes for name in sizes} == sizes
+    assert sass.Instruction("LDS.128", "R4").global_bytes == 0
+
+
+def test_a_load_flies_until_its_value_is_named() -> None:
+    loads = [sass.Instruction("LDG.E.128", f"R{r}, desc[UR4][R2.64]") for r in (4, 8)]
+    use = sass.Instruction("FADD", "R20, R7, R7")
+    assert sass.in_flight([*loads, use], stages=3) == 2 * 512
+    assert sass.in_flight([loads[0], use, loads[1]], stages=3) == 2 * 512, "the next iteration's beside it"
+    both = sass.Instruction("FADD", "R20, R7, R9")
+    assert sass.in_flight([loads[0], use, loads[1], both], stages=3) == 512
+    copy = sass.Instruction("LDGSTS.E.BYPASS.128", "[R9], desc[UR4][R2.64]")
+    assert [sass.in_flight([copy], stages) for stages in (1, 2, 4)] == [512, 512, 1536]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, given: Launch, arch: int = 90) -> Ceiling:
+    monkeypatch.setattr(sass, "disassemble", lambda _: LOOP)
+    return ceilings.ceiling(given, b"", arch, (128, 64 << 10), ("m", "c", "k", 0))
+
+
+def test_a_ceiling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch, launch(BLOCK_M=128, BLOCK_N=16))
+    # Two warpgroups: (64 and, half the width, 32) cycles each; 8 instructions x 8 warps over 4 schedulers.
+    assert (row.tensor, row.issue, row.special, row.alu) == (192, 16, 16, 0)
+    assert (row.ctas, row.bytes, row.mma) == (2, 8 * 512, "HGMMA")
+    assert row.executed == round(2 * 2 * 64 * (128 + 64) * 16 / (2 * 128 * 16 * (128 + 64)), 2) == 1.0
+    chip = CHIPS[90]
+    needed = 2 * 128 * 16 * (128 + 64)
+    assert row.rate == round(needed * chip.processors * chip.clock / 192 / 1e12) and row.binds == "tensor"
+    assert not slow([row])
+
+
+def test_duplicated_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warpgroups that compute the same rows."""
+    row = measured(monkeypatch, launch(BLOCK_M=64, BLOCK_N=16))
+    assert row.executed == 2.0 and "executes 2.0" in slow([row])[0]
+    assert "executes 0.5" in slow([replace(row, executed=0.5)])[0], "a loop unrolled, so counted wrong"
+    assert "executes 2.0" in worse([replace(row, executed=1.0)], [row])[0]
+
+
+def test_a_lower_ceiling_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch, launch(BLOCK_M=128, BLOCK_N=16))
+    assert not worse([row], [row]) and not worse([], [row])
+    assert "before" in worse([row], [replace(row, rate=row.rate - 1)])[0]
+    assert len(changes([row], [replace(row, in_flight=0)])) == 1
+
+
+def test_too_few_bytes_in_flight_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = replace(launch(), kernel=type("K", (), {"arg_names": [], "__name__": "other_kernel"}))
+    row = measured(monkeypatch, empty)
+    few = measured(monkeypatch, replace(empty, grid=(CHIPS[90].processors,)))
+    assert row.in_flight == 2 * few.in_flight == 2 * 8 * 512
+    assert few.binds == "latency" and few.rate == round(8 * 512 * 132 / 800e-9 / 1e9)
+
+
+def test_what_a_multiprocessor_holds() -> None:
+    chip = CHIPS[90]
+    assert ceilings.resident(chip, 255, 0, 8) == 1 and ceilings.resident(chip, 128, 0, 8) == 2
+    assert ceilings.resident(chip, 32, 100 << 10, 4) == 2 and ceilings.resident(chip, 32, 0, 4) == 16
+
+
+def test_the_table_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch, launch(BLOCK_M=128, BLOCK_N=16))
+    write_table([row], tmp_path / "table.csv")
+    assert read_ceilings(tmp_path / "table.csv") == [row]
+
+
+def test_the_checked_in_ceilings() -> None:
+    rows = read_ceilings()
+    assert not slow(rows)
+    assert {row.arch for row in rows} == set(CHIPS)
+    for row in rows:
+        chip = CHIPS[row.arch]
+        assert (row.executed > 0) == (row.mma != "-") == (row.tensor > 0)
+        most = chip.bandwidth / 1e9
+        if row.executed:
+            most = max(chip.products.values()) * chip.processors * chip.clock / 1e12 + 1
+        assert 0 < row.rate <= most
+    assert CEILINGS.read_text().splitlines()[0].startswith("# sources")
+
+
+def test_bench_prints_them() -> None:
+    text = printed()
+    assert "H100 SXM (sm_90)" in text and "TFLOP/s" in text and "GB/s (memory)" in text
+    assert len(text.splitlines()) == 2 + len(
+        {(r.module, r.case, r.kernel, r.variant) for r in read_ceilings()}
+    )
+
+
+def test_datasheets_give_the_rates() -> None:
+    for chip in CHIPS.values():
+        best = max(chip.products.values()) * chip.processors * chip.clock
+        assert best == pytest.approx(float(chip.peak.split()[0]) * 1e12, rel=0.01)
