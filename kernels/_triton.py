@@ -86,7 +86,7 @@ def ceil_div(n: int, d: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a device, or of the GPU that launches are recorded for (4 for the interpreter)."""
+    """The multiprocessors of a device, or of what launches are recorded for (4 for the interpreter)."""
     if _recording is not None:
         return _recording.processors or _recording.chip_processors
     return _device_processors(device) if device.type == "cuda" else 4
@@ -232,6 +232,15 @@ class RowTile:
     def options(self) -> dict[str, int]:
         """Keywords of ``launch``."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "num_warps": self.num_warps}
+
+
+def persistent(tile: RowTile, rows: int, device: torch.device) -> int:
+    """How many programs of a persistent kernel: enough per multiprocessor to ask for some 32 KiB at a time.
+
+    With less in flight a memory that answers after 800 ns is not kept busy; more would not be resident.
+    """
+    each = min(4, 24 // tile.num_warps, 8192 // (tile.block_m * tile.block_n))
+    return max(1, min(processors(device) * max(1, each), ceil_div(rows, tile.block_m)))
 
 
 MAX_ROW = 32768

@@ -58,8 +58,9 @@ WIDTH = re.compile(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile, by the position of its case: kernels themselves do not pickle."""
+    """A kernel to compile for a chip, by the position of its case: kernels themselves do not pickle."""
 
+    arch: int
     registry: int
     case: int
     launch: int
@@ -67,23 +68,23 @@ class Job:
     variant: int
 
 
-def _record(registry: int, case: int, arch: int = 80) -> list[Launch]:
+def _record(registry: int, case: int, arch: int) -> list[Launch]:
     with recording(arch, chip_processors=CHIPS[arch].processors) as launches:
         AOT_CASES[registry]()[case][1]()
     return launches
 
 
-def jobs() -> list[Job]:
-    """Every distinct launch of every registered case."""
+def jobs(arch: int) -> list[Job]:
+    """Every distinct launch of every registered case on a chip."""
     found = []
     for registry, make in enumerate(AOT_CASES):
         for case, (name, _) in enumerate(make()):
             seen: dict[str, set[str]] = defaultdict(set)
-            for index, launch in enumerate(_record(registry, case)):
+            for index, launch in enumerate(_record(registry, case, arch)):
                 spec = repr((_specialise(launch), launch.num_warps, launch.num_stages))
                 known = seen[launch.kernel.__name__]
                 if spec not in known:
-                    found.append(Job(registry, case, index, name, len(known)))
+                    found.append(Job(arch, registry, case, index, name, len(known)))
                     known.add(spec)
     return found
 
@@ -133,43 +134,39 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return registers, max(stack, local)
 
 
-def compile_job(job: Job, archs: Sequence[int]) -> list[tuple[Resources, Ceiling]]:
-    """Compile one kernel for each of ``archs``."""
+def compile_job(job: Job) -> tuple[Resources, Ceiling]:
+    """Compile one kernel for one chip."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    rows = []
-    for arch in archs:
-        launch = _record(job.registry, job.case, arch)[job.launch]
-        source = ASTSource(launch.kernel, *_specialise(launch))
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        cubin = built.asm["cubin"]
-        registers, local = _usage(cubin)
-        loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")
-        module = AOT_CASES[job.registry].__module__.rpartition(".")[2]
-        head = module, job.name, launch.kernel.__name__, job.variant
-        row = Resources(
-            *head,
-            arch=arch,
-            registers=registers,
-            local=local,
-            shared=built.metadata.shared,
-            load=max(loads, default=0),
-            narrow_loads=sum(width < 16 for width in loads),
-            store=max(stores, default=0),
-        )
-        rows.append((row, ceilings.ceiling(launch, cubin, arch, (registers, row.shared), head)))
-    return rows
+    launch = _record(job.registry, job.case, job.arch)[job.launch]
+    source = ASTSource(launch.kernel, *_specialise(launch))
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
+    cubin = built.asm["cubin"]
+    registers, local = _usage(cubin)
+    loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")
+    module = AOT_CASES[job.registry].__module__.rpartition(".")[2]
+    head = module, job.name, launch.kernel.__name__, job.variant
+    row = Resources(
+        *head,
+        arch=job.arch,
+        registers=registers,
+        local=local,
+        shared=built.metadata.shared,
+        load=max(loads, default=0),
+        narrow_loads=sum(width < 16 for width in loads),
+        store=max(stores, default=0),
+    )
+    return row, ceilings.ceiling(launch, cubin, job.arch, (registers, row.shared), head)
 
 
 def measure(archs: Sequence[int] = tuple(SHARED_LIMIT)) -> tuple[list[Resources], list[Ceiling]]:
     """Compile everything, on two processes, in a fixed order."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    work = jobs()
+    work = [job for arch in archs for job in jobs(arch)]
     with ProcessPoolExecutor(max_workers=2) as pool:
-        groups = pool.map(compile_job, work, [archs] * len(work), chunksize=4)
-        rows = [row for group in groups for row in group]
+        rows = list(pool.map(compile_job, work, chunksize=4))
     return sorted(row for row, _ in rows), sorted(row for _, row in rows)
 
 

@@ -21,6 +21,8 @@ walks over keys; no atomics. Scores are formed transposed where the gradient nee
 own attention operator calls ``flash_attention_forward`` and ``flash_attention_backward``.
 """
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -63,25 +65,40 @@ class Tile:
     num_stages: int
 
 
-# Per kernel, for heads up to 64, 128 and 256 wide. ROOMY: chips with more than 160 KiB of shared
-# memory per block and products that read it directly (9.0, 10.0). None spills: see resources.csv.
-TILES = {
-    "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 2)),
-    "q": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
-    "kv": (Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)),
+Tiles = Mapping[str, tuple[Tile | None, ...]]
+
+# Per kernel, for heads up to 64, 128, 192 and 256 wide. None spills: see resources.csv. "kv" makes dk and dv
+# at once, "k" and "v" one each: on 9.0 two warpgroups share no row of the scores from 128 keys on, and dk and
+# dv of so many keys do not fit its registers. HOPPER and BLACKWELL (10.0) have more than 160 KiB of shared
+# memory per block and products that read it directly.
+_SMALL, _NARROW = Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)
+_WIDE = (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))
+TILES: Tiles = {
+    "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    "q": (_SMALL, Tile(64, 64, 8, 2), _NARROW, _NARROW),
+    "kv": (_SMALL, Tile(32, 64, 8, 2), _NARROW, _NARROW),
 }
-ROOMY = {
-    "forward": (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
-    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-    "kv": TILES["kv"],
+HOPPER: Tiles = {
+    "forward": _WIDE,
+    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
+    "kv": (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+    "k": (None, None, Tile(32, 128, 8, 1), Tile(32, 128, 8, 2)),
+    "v": (None, None, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
 }
+BLACKWELL: Tiles = {
+    "forward": _WIDE,
+    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+    "kv": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 2), _NARROW, _NARROW),
+}
+WIDTHS = 64, 128, 192, 256
 
 
-def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    """The tile of a kernel for these head widths, this type and this chip."""
-    width = max(q.shape[-1], v.shape[-1])
-    table = ROOMY if arch_of(q) in (90, 100, 103) else TILES
-    return table[kernel][0 if width <= 64 else 1 if width <= 128 else 2]
+def tiles_for(kernels: tuple[str, ...], q: Tensor, v: Tensor) -> dict[str, Tile]:
+    """The tiles of those of ``kernels`` that these head widths, this type and this chip take."""
+    place = bisect_left(WIDTHS, max(q.shape[-1], v.shape[-1]))
+    table = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(arch_of(q), TILES)
+    found = {name: table[name][place] for name in kernels if place < len(table.get(name, ()))}
+    return {name: tile for name, tile in found.items() if tile is not None}
 
 
 def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -102,6 +119,8 @@ def _constants(q: Tensor, v: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
         "CAPPED": rule.softcap > 0,
         "BOUNDED": rule.bounds is not None,
         "ACC": accumulator(q.dtype),
+        "DIM": q.shape[-1],
+        "V_DIM": v.shape[-1],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": max(16, next_power_of_2(q.shape[-1])),
@@ -126,8 +145,7 @@ def _bounds(bounds: Tensor | None, q: Tensor, stand_in: Tensor) -> tuple[Tensor,
 def _sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
     heads = q.shape[1]
     return (
-        heads, heads // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3],
-        rule.scale, rule.window, rule.softcap,
+        heads, heads // k.shape[1], q.shape[2], k.shape[2], rule.scale, rule.window, rule.softcap,
     )  # fmt: skip
 
 
@@ -137,7 +155,7 @@ def forward_triton(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
     out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=wide(q.dtype))
     q, k, v = _dense(q), _dense(k), _dense(v)
-    tile = tile_for("forward", q, v)
+    tile = tiles_for(("forward",), q, v)["forward"]
     first, last = _bounds(rule.bounds, q, lse)
     launch(
         attention_forward_kernel,
@@ -166,7 +184,8 @@ def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
         *(out, grad, delta),
         *out.stride()[:3],
         *grad.stride()[:3],
-        *(heads, queries, out.shape[-1]),
+        *(heads, queries),
+        V_DIM=out.shape[-1],
         ACC=accumulator(out.dtype),
         BLOCK_M=block_m,
         BLOCK_V=block,
@@ -186,16 +205,18 @@ def backward_triton(
     inputs = q, k, v, grad, lse, delta, first, last
     strides = [s for x in inputs[:4] for s in x.stride()[:3]]
     sizes = _sizes(q, k, v, rule)
-    tile = tile_for("kv", q, v)
-    launch(
-        attention_backward_kv_kernel,
-        (ceil_div(k.shape[2], tile.block_n), k.shape[1], k.shape[0]),
-        *(*inputs, dk, dv),
-        *strides,
-        *sizes,
-        **_constants(q, v, rule, tile),
-    )
-    tile = tile_for("q", q, v)
+    for part, tile in tiles_for(("kv", "k", "v"), q, v).items():
+        launch(
+            attention_backward_kv_kernel,
+            (ceil_div(k.shape[2], tile.block_n), k.shape[1], k.shape[0]),
+            *(*inputs, dk, dv),
+            *strides,
+            *sizes,
+            KEYS="k" in part,
+            VALUES="v" in part,
+            **_constants(q, v, rule, tile),
+        )
+    tile = tiles_for(("q",), q, v)["q"]
     launch(
         attention_backward_q_kernel,
         (ceil_div(q.shape[2], tile.block_m), q.shape[1], q.shape[0]),
@@ -223,8 +244,9 @@ def _reaching(q: Tensor, k: Tensor, rule: Rule) -> Rule:
 
 
 def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """(out, lse); see the module's docstring."""
-    run = forward_triton if runs_triton(q) and supports(q, k, v) else forward_reference
+    """(out, lse); see the module's docstring. The kernel compares scores before it scales them."""
+    fits = runs_triton(q) and supports(q, k, v) and rule.scale > 0
+    run = forward_triton if fits else forward_reference
     return run(q, k, v, _reaching(q, k, rule))
 
 

@@ -36,15 +36,21 @@ def key_range(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(least, end) of the keys that queries [start, start + BLOCK_M) see, and their documents."""
+    """(least, end) of the keys that some of queries [start, start + BLOCK_M) see, the same of the keys that
+    all of them see, and the queries' documents."""
     low = 0
     high = keys
+    all_low = 0
+    all_high = keys
     if CAUSAL:
         high = tl.minimum(high, start + BLOCK_M + offset)
+        all_high = tl.minimum(all_high, start + offset + 1)
     if WINDOW:
         low = tl.maximum(low, start + offset - window + 1)
+        all_low = tl.maximum(all_low, start + BLOCK_M + offset - window)
         if not CAUSAL:
             high = tl.minimum(high, start + BLOCK_M + offset + window - 1)
+            all_high = tl.minimum(all_high, start + offset + window)
     first = rows
     last = rows
     if BOUNDED:
@@ -52,7 +58,9 @@ def key_range(
         last = tl.load(last_ptr + rows, mask=rows < queries, other=0)
         low = tl.maximum(low, tl.min(first, axis=0))
         high = tl.minimum(high, tl.max(last, axis=0))
-    return low // BLOCK_N * BLOCK_N, high, first, last
+        all_low = tl.maximum(all_low, tl.max(first, axis=0))
+        all_high = tl.minimum(all_high, tl.min(last, axis=0))
+    return low // BLOCK_N * BLOCK_N, high, all_low, all_high, first, last
 
 
 @triton.jit
@@ -68,18 +76,26 @@ def matrix(ptr, batch, batch_stride, head, head_stride):
 
 
 @triton.jit
-def load_rows(ptr, row, stride, rows, col, columns):
-    """[row, col] of a matrix whose rows lie ``stride`` apart, zero outside of it."""
-    inside = (row < rows)[:, None] & (col < columns)[None, :]
-    return tl.load(ptr + row[:, None].to(tl.int64) * stride + col[None, :], mask=inside, other=0.0)
+def within(row, rows, col, COLUMNS: tl.constexpr):
+    """Which of [row, col] exist; columns are compared only where there are fewer than ``col`` counts."""
+    inside = (row < rows)[:, None]
+    if col.shape[0] != COLUMNS:
+        inside = inside & (col < COLUMNS)[None, :]
+    return inside
 
 
 @triton.jit
-def store_rows(ptr, row, stride, rows, col, columns, value):
-    """The counterpart of ``load_rows``, in the type of ``ptr``."""
-    inside = (row < rows)[:, None] & (col < columns)[None, :]
+def load_rows(ptr, row, stride, rows, col, COLUMNS: tl.constexpr):
+    """[row, col] of a matrix whose rows lie ``stride`` apart, zero outside of it."""
     at = ptr + row[:, None].to(tl.int64) * stride + col[None, :]
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
+    return tl.load(at, mask=within(row, rows, col, COLUMNS), other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, row, stride, rows, col, COLUMNS: tl.constexpr, value):
+    """The counterpart of ``load_rows``, in the type of ``ptr``."""
+    at = ptr + row[:, None].to(tl.int64) * stride + col[None, :]
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=within(row, rows, col, COLUMNS))
 
 
 @triton.jit
@@ -87,9 +103,10 @@ def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, first_ptr, last_ptr, out_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row,
-    heads, group, queries, keys, dim, v_dim, scale, window, softcap,
+    heads, group, queries, keys, scale, window, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     BOUNDED: tl.constexpr, ACC: tl.constexpr,
+    DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; long rows (late queries) start first."""
@@ -99,35 +116,37 @@ def attention_forward_kernel(
     row = start + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     v_col = tl.arange(0, BLOCK_V)
-    q = load_rows(matrix(q_ptr, batch, q_batch, head, q_head), row, q_row, queries, col, dim)
+    q = load_rows(matrix(q_ptr, batch, q_batch, head, q_head), row, q_row, queries, col, DIM)
     k_ptr = matrix(k_ptr, batch, k_batch, head // group, k_head)
     v_ptr = matrix(v_ptr, batch, v_batch, head // group, v_head)
     first_ptr += batch.to(tl.int64) * queries
     last_ptr += batch.to(tl.int64) * queries
     offset = keys - queries
-    low, high, first, last = key_range(
+    low, high, all_low, all_high, first, last = key_range(
         start, row, first_ptr, last_ptr, offset, keys, window, queries,
         CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
+    unit = LOG2E if CAPPED else scale * LOG2E
     top = tl.full((BLOCK_M,), float("-inf"), dtype=ACC)
     total = tl.zeros((BLOCK_M,), dtype=ACC)
     out = tl.zeros((BLOCK_M, BLOCK_V), dtype=ACC)
     for begin in range(low, high, BLOCK_N):
         key = begin + tl.arange(0, BLOCK_N)
-        k_at = k_ptr + key[None, :].to(tl.int64) * k_row + col[:, None]
-        k = tl.load(k_at, mask=(key < keys)[None, :] & (col < dim)[:, None], other=0.0)
-        s = tl.dot(q, k, input_precision="ieee", out_dtype=ACC) * scale
-        s = capped(s, softcap, CAPPED) * LOG2E
-        seen = visible(
-            row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
-            CAUSAL, WINDOW, BOUNDED,
-        )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
-        above = tl.maximum(top, tl.max(s, axis=1))
+        k = load_rows(k_ptr, key, k_row, keys, col, DIM)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if CAPPED:
+            s = capped(s * scale, softcap, CAPPED)
+        if (begin < all_low) | (begin + BLOCK_N > all_high):
+            seen = visible(
+                row[:, None] + offset, key[None, :], keys, first[:, None], last[:, None], window,
+                CAUSAL, WINDOW, BOUNDED,
+            )  # fmt: skip
+            s = tl.where(seen, s, float("-inf"))
+        above = tl.maximum(top, tl.max(s, axis=1) * unit)
         base = tl.where(above == float("-inf"), 0.0, above)
         shrink = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
-        v = load_rows(v_ptr, key, v_row, keys, v_col, v_dim)
+        p = tl.exp2(s * unit - base[:, None])
+        v = load_rows(v_ptr, key, v_row, keys, v_col, V_DIM)
         total = total * shrink + tl.sum(p, axis=1)
         update = tl.dot(p.to(v.dtype), v, input_precision="ieee", out_dtype=ACC)
         out = out * shrink[:, None] + update
@@ -143,4 +162,4 @@ def attention_forward_kernel(
     lse = (top + tl.log2(total)) / LOG2E
     tl.store(lse_ptr + line.to(tl.int64) * queries + row, lse, mask=row < queries)
     out_ptr = matrix(out_ptr, batch, out_batch, head, out_head)
-    store_rows(out_ptr, row, out_row, queries, v_col, v_dim, out)
+    store_rows(out_ptr, row, out_row, queries, v_col, V_DIM, out)

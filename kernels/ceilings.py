@@ -99,16 +99,22 @@ class Ceiling:
 
 
 def needed_flops(launch: Launch) -> int:
-    """Flops of products that one iteration of a kernel's loop needs; 0 for kernels without products."""
-    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-    name = launch.kernel.__name__
-    if not (name.startswith("attention_") and "dim" in given):
+    """Flops of products that one iteration of a kernel's loop needs; 0 for kernels without products.
+
+    Where dk and dv are launched apart, the scores are needed once: for dk.
+    """
+    given = launch.constants
+    if "DIM" not in given:
         return 0
-    keys, values = {"attention_forward_kernel": (1, 1), "attention_backward_q_kernel": (2, 1)}.get(
-        name, (2, 2)
-    )
-    widths = keys * given["dim"] + values * given["v_dim"]
-    return int(2 * launch.constants["BLOCK_M"] * launch.constants["BLOCK_N"] * widths)
+    if launch.kernel.__name__ == "attention_forward_kernel":
+        keys, values = 1, 1
+    elif launch.kernel.__name__ == "attention_backward_q_kernel":
+        keys, values = 2, 1
+    else:
+        dk, dv = given["KEYS"], given["VALUES"]
+        keys, values = 2 * dk, dk + dv
+    widths = keys * given["DIM"] + values * given["V_DIM"]
+    return int(2 * given["BLOCK_M"] * given["BLOCK_N"] * widths)
 
 
 def resident(chip: Chip, registers: int, shared: int, warps: int) -> int:

@@ -56,7 +56,8 @@ class Terms:
 def capped(x, softcap, CAPPED: tl.constexpr):
     """softcap * tanh(x / softcap)."""
     if CAPPED:
-        return softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
+        rise: tl.constexpr = -2.8853900817779268  # -2 log2(e)
+        return softcap * (2.0 / (1.0 + tl.exp2(x * (rise / softcap))) - 1.0)
     return x
 
 
@@ -65,7 +66,11 @@ def accumulate_kernel(
     logits_ptr, labels_ptr, state_ptr, stride, rows, columns, start, softcap,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: the columns [start, start + columns) of its row, in blocks."""
+    """One program per token: the columns [start, start + columns) of its row, in blocks.
+
+    ``exp2``, since ``exp`` looks at each of its arguments for results below the normal numbers.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(state_ptr + row)
     total = tl.load(state_ptr + rows + row)
@@ -80,7 +85,7 @@ def accumulate_kernel(
         z = tl.where(inside, z, float("-inf"))
         above = tl.maximum(top, tl.max(z, axis=0))
         base = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), axis=0)
+        total = total * tl.exp2((top - base) * LOG2E) + tl.sum(tl.exp2((z - base) * LOG2E), axis=0)
         top = above
     tl.store(state_ptr + row, top)
     tl.store(state_ptr + rows + row, total)
@@ -103,6 +108,7 @@ def gradient_kernel(
 
     grad * (p - s / V - (1 - s) * [column == label]) * (1 - (z / softcap)**2)
     """
+    LOG2E: tl.constexpr = 1.4426950408889634
     row, first = tile_at(columns, BLOCK)
     col = first + tl.arange(0, BLOCK)
     inside = col < columns
@@ -112,10 +118,11 @@ def gradient_kernel(
     grad = tl.load(grad_ptr + row)
     x = tl.load(logits_ptr + row * stride + col, mask=inside, other=0.0).to(ACC)
     z = capped(x, softcap, CAPPED)
-    share = tl.exp(z - top - rest) - label_smoothing / vocabulary
+    share = tl.exp2((z - top - rest) * LOG2E) - label_smoothing / vocabulary
     slope = grad * (share - tl.where(col + start == label, 1.0 - label_smoothing, 0.0))
     if CAPPED:
-        slope = slope * (1.0 - (z / softcap) * (z / softcap))
+        part = z * (1.0 / softcap)
+        slope = slope * (1.0 - part * part)
     slope = tl.where(label == ignore_index, 0.0, slope)
     tl.store(logits_ptr + row * stride + col, slope.to(logits_ptr.dtype.element_ty), mask=inside)
 

@@ -26,7 +26,7 @@ from megacompile.kernels._triton import (
     as_rows,
     ceil_div,
     launch,
-    processors,
+    persistent,
     row_tile,
     row_vector,
     runs_triton,
@@ -78,8 +78,8 @@ def layer_norm_backward_kernel(
 
         dx = (g - mean(g) - n * mean(g * n)) * rstd        dw = sum of grad * n        db = sum of grad
 
-    Persistent, one program per processor, walking over tiles of BLOCK_M rows; its shares of dw and db
-    stay in registers and are written once.
+    Persistent, one to three programs per processor, walking over tiles of BLOCK_M rows; its shares of dw and
+    db stay in registers and are written once.
     """
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)[None, :]
@@ -141,7 +141,7 @@ def backward_triton(
     dx = x.new_empty(x.shape)
     rows, grads = as_rows(x), as_rows(grad)
     tile = row_tile(rows.shape[1], per_thread=8)
-    programs = max(1, min(processors(x.device), ceil_div(rows.shape[0], tile.block_m)))
+    programs = persistent(tile, rows.shape[0], x.device)
     shares = x.new_empty((2, programs, rows.shape[1]), dtype=rstd.dtype)
     launch(
         layer_norm_backward_kernel,

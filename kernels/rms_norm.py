@@ -31,7 +31,7 @@ from megacompile.kernels._triton import (
     as_rows,
     ceil_div,
     launch,
-    processors,
+    persistent,
     row_tile,
     row_vector,
     runs_triton,
@@ -90,8 +90,8 @@ def rms_norm_backward_kernel(
 
         dx = (g - n * mean(g * n)) * rstd (+ grad_sum)        dw = sum over rows of grad * n
 
-    Persistent, one program per processor, walking over tiles of BLOCK_M rows; its share of dw stays in
-    registers and is written once, dw is the sum of the shares.
+    Persistent, one to four programs per processor, walking over tiles of BLOCK_M rows; its share of dw stays
+    in registers and is written once, dw is the sum of the shares.
     WIDE: rows so long that registers would spill; weight and x are then read twice.
     """
     program = tl.program_id(0)
@@ -163,7 +163,7 @@ def backward_triton(
     rows, grads = as_rows(x), as_rows(grad)
     sums = grads if grad_sum is None else as_rows(grad_sum)
     tile = row_tile(rows.shape[1])
-    programs = max(1, min(processors(x.device), ceil_div(rows.shape[0], tile.block_m)))
+    programs = persistent(tile, rows.shape[0], x.device)
     shares = x.new_empty((programs, rows.shape[1]), dtype=rstd.dtype)
     launch(
         rms_norm_backward_kernel,

@@ -46,10 +46,10 @@ kernel:
 
 
 def launch(warps: int = 8, stages: int = 2, **constants: int) -> Launch:
-    def attention_forward_kernel(dim: int, v_dim: int) -> None: ...
+    def attention_forward_kernel() -> None: ...
 
-    attention_forward_kernel.arg_names = ["dim", "v_dim"]  # type: ignore[attr-defined]
-    return Launch(attention_forward_kernel, (1000, 32), (128, 64), constants, warps, stages)
+    constants = {"DIM": 128, "V_DIM": 64, **constants} if constants else {}
+    return Launch(attention_forward_kernel, (1000, 32), (), constants, warps, stages)
 
 
 def names(code: list[sass.Instruction]) -> list[str]:
@@ -116,6 +116,7 @@ def test_duplicated_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two warpgroups that compute the same rows."""
     row = measured(monkeypatch, launch(BLOCK_M=64, BLOCK_N=16))
     assert row.executed == 2.0 and "executes 2.0" in slow([row])[0]
+    assert "products by HMMA" in slow([replace(row, executed=1.0, mma="HMMA")])[0]
     assert "executes 0.5" in slow([replace(row, executed=0.5)])[0], "a loop unrolled, so counted wrong"
     assert "executes 2.0" in worse([replace(row, executed=1.0)], [row])[0]
 
@@ -128,9 +129,8 @@ def test_a_lower_ceiling_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_bytes_in_flight_bind(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = replace(launch(), kernel=type("K", (), {"arg_names": [], "__name__": "other_kernel"}))
-    row = measured(monkeypatch, empty)
-    few = measured(monkeypatch, replace(empty, grid=(CHIPS[90].processors,)))
+    row = measured(monkeypatch, launch())
+    few = measured(monkeypatch, replace(launch(), grid=(CHIPS[90].processors,)))
     assert row.in_flight == 2 * few.in_flight == 2 * 8 * 512
     assert few.binds == "latency" and few.rate == round(8 * 512 * 132 / 800e-9 / 1e9)
 
@@ -173,3 +173,20 @@ def test_datasheets_give_the_rates() -> None:
     for chip in CHIPS.values():
         best = max(chip.products.values()) * chip.processors * chip.clock
         assert best == pytest.approx(float(chip.peak.split()[0]) * 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more", "widths"),
+    [
+        ("attention_forward_kernel", {}, 192 + 128),
+        ("attention_backward_q_kernel", {}, 2 * 192 + 128),
+        ("attention_backward_kv_kernel", {"KEYS": True, "VALUES": True}, 2 * 192 + 2 * 128),
+        ("attention_backward_kv_kernel", {"KEYS": True, "VALUES": False}, 2 * 192 + 128),
+        ("attention_backward_kv_kernel", {"KEYS": False, "VALUES": True}, 128),
+    ],
+)
+def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widths: int) -> None:
+    """Scores are needed once, however often they are computed; dk and dv apart need as much as together."""
+    given = launch(DIM=192, V_DIM=128, BLOCK_M=32, BLOCK_N=64, **more)
+    given.kernel.__name__ = kernel
+    assert ceilings.needed_flops(given) == 2 * 32 * 64 * widths

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from megacompile.kernels.attention import (
 )
 from megacompile.kernels.attention_reference import Rule
 
+attention = importlib.import_module("megacompile.kernels.attention")
 CASES = {
     "causal": {},
     "full": {"causal": False},
@@ -135,6 +137,31 @@ def test_one_row_of_documents_for_a_batch():
     rule = Rule(0.2, sinks=sinks[::2].clone(), bounds=sparse.contiguous())
     dense = flash_attention_forward(q, k, v, rule)
     torch.testing.assert_close(ours, dense, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ((1, 2, 1, 300, 300, 64, 64), {"window": 200}),
+        ((1, 2, 1, 290, 290, 128, 128), {"bounds": [0, 20, 260, 280]}),
+        ((1, 1, 1, 150, 280, 192, 128), {"softcap": 5.0}),
+        ((1, 1, 1, 270, 270, 256, 256), {"causal": False, "window": 170}),
+    ],
+)
+def test_tiles_of_other_chips(arch, shapes, options, monkeypatch):
+    """Large tiles, wholly visible ones among them; dk and dv by launches of their own on 9.0."""
+    monkeypatch.setattr(attention, "arch_of", lambda _: arch)
+    if "bounds" in options:
+        options = {"bounds": document_bounds(torch.tensor(options["bounds"]), shapes[3])}
+    check(shapes, torch.float32, **options)
+
+
+@pytest.mark.parametrize("factor", [-0.5, 0.0])
+def test_scales_that_are_not_positive(factor):
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    out, _ = flash_attention_forward(q, k, v, Rule(factor))
+    torch.testing.assert_close(out, eager(q, k, v, None, factor))
 
 
 def test_layouts_and_determinism():
