@@ -179,6 +179,7 @@ def ceiling(
         rate = limits[binds] / 1e9
     return Ceiling(
         *head, arch, "/".join(sorted({p.kind for p in products})) or "-",
-        round(executed / needed, 2) if needed else 0.0, **cycles, bytes=moved, ctas=ctas, in_flight=flying,
-        rate=round(rate), binds=binds,
+        round(executed / needed, 2) if needed else 0.0,
+        cycles["issue"], cycles["alu"], cycles["fma"], cycles["special"], cycles["tensor"], cycles["shared"],
+        bytes=moved, ctas=ctas, in_flight=flying, rate=round(rate), binds=binds,
     )  # fmt: skip
