@@ -1,10 +1,11 @@
 """Which implementation of attention runs a call, torch's own behind one interface, the plain softmax.
 
 ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
-kernel for windows, softcap, sinks and packed documents in 16-bit types, ``efficient`` torch's
-memory-efficient attention on CUDA (float32, additive bias and its gradient), ``plain`` the products and the
-softmax written out, with the whole matrix of scores. The choice depends on shapes, dtypes, device and
-constants alone, so that a recomputed forward and the backward make the same one.
+kernel for windows, softcap, sinks, packed documents, and sequences so long that torch's would hold gigabytes
+of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on CUDA (float32, additive bias and
+its gradient), ``plain`` the products and the softmax written out, with the whole matrix of scores. The choice
+depends on shapes, dtypes, device and constants alone, so that a recomputed forward and the backward make the
+same one.
 
 On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run,
 and equal seeds must give equal bits. The other two are asked to be deterministic.
@@ -21,7 +22,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import on_gpu, runs_triton
+from megacompile.kernels._triton import ceil_div, on_gpu, processors, runs_triton
 from megacompile.kernels.attention import supports
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ Path = Literal["library", "triton", "efficient", "plain"]
 LIBRARY_DIM = 256
 _ALIGNED = 16  # bytes that heads of the memory-efficient attention are a multiple of
 _BIAS_COLUMNS = 16  # and elements that rows of its bias are
+_MOST_SUMS = 1 << 30  # bytes of sums above which torch's attention leaves a call to ours
 _LSE_ROWS = 32  # and rows that its log-sum-exps are
 
 
@@ -65,11 +67,20 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     masked = has.bias or has.packed or 0 < has.window < k.shape[2]
     sees_all = same_lengths or (not has.window and not has.causal)
     ours = not has.bias and sees_all and runs_triton(q) and supports(q, k, v)
-    if torchs and (_library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)):
+    covers = _library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)
+    if torchs and covers and not (ours and _sums_bytes(q) > _MOST_SUMS):
         return "library"
     if ours:
         return "triton"
     return "efficient" if torchs and _efficient_covers(q) else "plain"
+
+
+def _sums_bytes(q: Tensor) -> int:
+    """What torch's deterministic backward takes on a GPU beside its results: dq in FP32 for each of as many
+    programs as a head has of the multiprocessors. Ours takes nothing."""
+    if not on_gpu(q):
+        return 0
+    return 4 * q.numel() * ceil_div(processors(q.device), q.shape[0] * q.shape[1])
 
 
 def _library_covers(q: Tensor, *, masked: bool) -> bool:

@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("cli.md", "how-to/train.md")),
-    *(ROOT / "docs" / "how-to" / name for name in ("fit.md", "budget.md", "70b-on-80gb.md")),
+    *(
+        ROOT / "docs" / "how-to" / name
+        for name in ("fit.md", "budget.md", "70b-on-80gb.md", "long-sequences.md")
+    ),
 )
 GUIDES = (
     ROOT / "docs" / "index.md",
@@ -58,7 +61,7 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
                 load_machine(options.machine)
 
 
-@pytest.mark.parametrize("path", PAGES[-3:], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PAGES[-4:], ids=lambda p: p.stem)
 def test_the_figures_of_a_guide_are_those_of_its_commands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,12 +22,18 @@ class OnCuda:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
     is_cuda: bool = True
+    device: str = "cuda:0"
 
     def element_size(self) -> int:
         return self.dtype.itemsize
 
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "processors", lambda device: 132)
 
 
 def chosen(has: Features, *, dim: int = 64, keys: int = 32, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -217,3 +223,11 @@ def test_torch_memory_efficient_attention_is_called_as_it_is_declared(bias_grad:
     *grads, dmask = sdpa.efficient_backward(out, q, k, k, out, lse, mask, True, 0.1, bias_grad)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
     assert (dmask.shape if dmask is not None else None) == (mask.shape if bias_grad else None)
+
+
+@pytest.mark.parametrize(("heads", "length", "path"), [(32, 13_000, "library"), (32, 14_000, "triton"),
+                                                       (132, 14_000, "library")])  # fmt: skip
+def test_a_long_sequence_takes_the_kernel_that_holds_no_sums(heads: int, length: int, path: str) -> None:
+    """Torch's deterministic backward holds dq in FP32 five times for 32 heads, once for 132."""
+    q: Any = OnCuda((1, heads, length, 128))
+    assert sdpa.choose(q, q, q, PLAIN) == path
