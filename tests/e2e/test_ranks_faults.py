@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None
 
 # ---- faults -------------------------------------------------------------------------------------
 
-STALL = 3.0  # seconds that the others wait for a rank that stalls
+STALL = 30.0  # seconds that the others wait for a rank that stalls, and for rank 0 to plan
 
 
 def failing(rank: int, how: str, where: str, count: int) -> str:

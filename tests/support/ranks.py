@@ -20,7 +20,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-WAIT = 120.0  # seconds for a rank's answer, before a test takes it to hang
+WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
+_AFTER_ERROR = 180.0  # seconds for the others', once one has raised
 HANGS = "hangs"
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -86,7 +87,7 @@ def _answers(receivers: list[Any]) -> list[Any]:
                 answer = None
             answers[receivers.index(receiver)] = answer
             if isinstance(answer, Raised):  # for whom the others may wait
-                until = min(until, time.monotonic() + 15)
+                until = min(until, time.monotonic() + _AFTER_ERROR)
     return answers
 
 
@@ -100,8 +101,10 @@ def _run(
 
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve
     limit = timedelta(seconds=timeout)
     ranks.TIMEOUT = control.TIMEOUT = limit
+    control._LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         answer = work(rank, *arguments)
