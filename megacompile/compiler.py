@@ -218,7 +218,7 @@ class Compiler:
     def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan a kind of batch; the first one also decides how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode)
-        chunks = self.frontend.chunks(batch, evaluate=evaluate)
+        chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
         if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
 

@@ -126,14 +126,14 @@ class Frontend:
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
             yield self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
 
-    def chunks(self, batch: Batch, *, evaluate: bool) -> Iterator[int]:
+    def chunks(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
-        has loops."""
+        has loops with weights cut in this way."""
         yield 0
-        templates = self.build(batch, {}, evaluate=evaluate).part.templates
+        templates = self.build(batch, cuts, evaluate=evaluate).part.templates
         longest = max((length_of(t) or 0 for t in templates), default=0)
         for chunk in (c for c in CHUNKS if c < longest):
-            found = self.build(batch, {}, evaluate=evaluate, chunk=chunk)
+            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
             if not any(t.loops for t in found.templates):
                 return
             yield chunk

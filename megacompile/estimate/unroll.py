@@ -62,7 +62,7 @@ class Repeated:
 
     def chunks(self) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
-        return self._few.chunks(self._batch, evaluate=False)
+        return self._few.chunks(self._batch, {}, evaluate=False)
 
     def tilings(self, chunk: int = 0) -> Iterator[Compiled]:
         """What compiling the whole model gives with nothing cut, then with ever smaller pieces.

@@ -32,6 +32,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
 
     monkeypatch.setattr(policies, "block_function", noted)
     monkeypatch.setattr(_triton, "HAS_TRITON", True)  # as where it is installed
+    monkeypatch.setattr(_triton, "_gave_up", False)
     runtime.set(poison=0, lag_us=0)
     return found
 

@@ -26,6 +26,7 @@ def test_a_step_runs_kernels_of_inductor_and_tries_none_of_them_out(
 
     monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", benchmark)
     monkeypatch.setattr(_triton, "HAS_TRITON", True)  # for gemma's windows
+    monkeypatch.setattr(_triton, "_gave_up", False)
     batch = batch_for(name, size=4, length=64)
     options = {"compute_dtype": torch.bfloat16, "max_grad_norm": 1.0, "on_nonfinite": "skip"}
     trained = program(build(name), "cuda", "1GB", inductor=True, example_batch=batch, **options)

@@ -117,7 +117,7 @@ def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
 
 
 def test_host_bytes_are_twelve_per_parameter_and_two_or_four_for_kept_gradients(study: Study) -> None:
-    answer = study.answer(_question(3 * 10**6))
+    answer = study.answer(_question(4 * 10**6))
     clipped, streamed = answer.predictions[True], answer.predictions[False]
     parameters = sum(g.elements for g in answer.compiled.assembly.groups)
     assert parameters == pytest.approx(study.model.parameters, rel=0.01)

@@ -23,6 +23,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the launcher could not be built\nand much more")
 
     monkeypatch.setattr(_triton, "HAS_TRITON", True)
+    monkeypatch.setattr(_triton, "_gave_up", False)  # and again after the test
     monkeypatch.setattr(preflight, "dropout_triton", launch)
 
 
