@@ -153,7 +153,7 @@ def failing(rank: int, how: str, where: str, count: int) -> str:
         if len(seen) == count and how == "raises":
             raise ValueError("the card fell out")
         if len(seen) == count:
-            time.sleep(STALL + 6)
+            time.sleep(STALL + 30)  # beyond what the others wait for last words
         return real(*arguments, **named)
 
     with mock.patch.object(owner, where, fail if rank == 1 else real):
