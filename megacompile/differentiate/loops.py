@@ -7,7 +7,6 @@ and rounded once. Invariant: a loop reads and writes whole values at the positio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,7 +205,7 @@ class _Body:
         self.names[node] = total
         self.outer.append(total)
         if node.target is aten.mm.default:
-            text = f"add_product_({total}, {reads_of(node, self._name)})"
+            text = f"add_product_({total}, {', '.join(self.names[a] for a in node.args)})"  # type: ignore[index]
         else:
             made = call_text(node, names=self._name, arguments=list(node.args))
             if node.target is aten.sum.dim_IntList and _summed(value) != value.dtype:
@@ -235,8 +234,3 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def reads_of(node: fx.Node, names: Callable[[fx.Node], str]) -> str:
-    """A node's arguments by name."""
-    return ", ".join(names(a) for a in node.args)  # type: ignore[arg-type]

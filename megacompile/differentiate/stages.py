@@ -27,7 +27,6 @@ class Stages:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
-        self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.roles = {n: role(n) for n in graph.nodes}
         results: Any = graph.output_node().args[0]
         self.results: list[Any] = list(results)
@@ -139,8 +138,8 @@ class Stages:
             return self.stage[node] == loop
         return node in self.whole and self.home[node] == loop
 
-    def _inside(self, sinks: list[fx.Node], loop: int) -> list[fx.Node]:
-        """Local nodes that a loop computes for its sinks, in order."""
+    def _inside(self, sinks: list[fx.Node], loop: int) -> set[fx.Node]:
+        """What a loop computes for its sinks, these included."""
         found: set[fx.Node] = set()
         pending = list(sinks)
         while pending:
@@ -151,4 +150,4 @@ class Stages:
             for argument in node.all_input_nodes:
                 if self.roles[argument] == "local" and not self.before(argument, loop):
                     pending.append(argument)
-        return sorted(found, key=self.order.__getitem__)
+        return found
