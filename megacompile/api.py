@@ -24,7 +24,7 @@ from megacompile.host.state import Weights
 from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
-from megacompile.runtime.backends import open_backend
+from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
 from megacompile.settings import Settings
@@ -118,19 +118,7 @@ def compile(
     )
     if world.size > 1:
         check_several(backend.device, offload_dir, optimizer_state)
-    held = [p for p in model.parameters() if not p.is_meta]
-    available = host_available() + sum(p.nbytes for p in held)
-    budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
-    if host_budget is None:
-        host = int(available * (1 - RESERVE))
-    else:
-        host = parse_bytes(host_budget, what="host_budget", available=available)
-    if world.size > 1:  # the device that has least decides; those of a machine share its memory
-        with world.together():
-            said = world.exchange(lambda: f"{budget} {host // world.local}".encode())
-        budget, host = (
-            min(map(int, numbers)) for numbers in zip(*(text.split() for text in said), strict=True)
-        )
+    budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
     optimizer = adopt(optimizer, model)
     _announce(compute_dtype)
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
@@ -177,6 +165,29 @@ def compile(
     if example_batch is not None:
         program.prepare(example_batch)
     return program
+
+
+def _budgets(
+    model: nn.Module,
+    hbm_budget: float | str,
+    host_budget: float | str | None,
+    backend: Backend,
+    world: World,
+) -> tuple[int, int]:
+    """Bytes of the device and of the host. Of several ranks the device that has least decides, and those of a
+    machine share its memory."""
+    available = host_available() + sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
+    if host_budget is None:
+        host = int(available * (1 - RESERVE))
+    else:
+        host = parse_bytes(host_budget, what="host_budget", available=available)
+    if world.size == 1:
+        return budget, host
+    with world.together():
+        said = world.exchange(lambda: f"{budget} {host // world.local}".encode())
+    of_ranks = [[int(number) for number in text.split()] for text in said]
+    return min(device for device, _ in of_ranks), min(share for _, share in of_ranks)
 
 
 @functools.cache
