@@ -19,6 +19,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "active_parameters": answer.model.active_parameters,
         "machine": q.profile.name,
         "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
+        "gpus": q.gpus, "nodes": q.nodes,
         "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
         "fits": answer.fits(extras.clip),
         "fits_device": answer.fits_device(),

@@ -138,6 +138,10 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
     add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
     add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
+    add("--gpus", type=_positive, default=1, metavar="N", help="cards of each machine, which share the state")
+    add("--nodes", type=_positive, default=1, metavar="N", help="machines that train together")
+    add("--fabric", type=_above_zero, metavar="GB/S", help="sustained bandwidth between cards, each way")
+    add("--network", type=_above_zero, metavar="GB/S", help="sustained bandwidth of a machine, each way")
     _answer_arguments(plan)
 
 
@@ -146,7 +150,8 @@ def _answer_arguments(plan: argparse.ArgumentParser) -> None:
     add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
     add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
     add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
-    add("--sweep", choices=("hbm-budget", "batch", "seq", "machine"), help="a table and a PNG along an axis")
+    axes = ("hbm-budget", "batch", "seq", "gpus", "machine")
+    add("--sweep", choices=axes, help="a table and a PNG along an axis")
     add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
     add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
     add("--json", action="store_true", help="print JSON")

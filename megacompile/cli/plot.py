@@ -12,7 +12,7 @@ from megacompile.estimate.sweeps import Point
 from megacompile.schedule.plots import canvas, save
 
 _AXES = {"hbm-budget": "device budget (GB)", "batch": "sequences per micro-batch",
-         "seq": "tokens per sequence", "machine": ""}  # fmt: skip
+         "seq": "tokens per sequence", "gpus": "cards", "machine": ""}  # fmt: skip
 _MODES = ((True, "with clipping", "#3b5b8c"), (False, "without clipping", "#5aa9a3"))
 _Series = list[tuple[float, float, float]]  # place, predicted tokens per second, those of the bound
 

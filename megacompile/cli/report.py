@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megacompile.assemble.text import plan_table
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
-from megacompile.estimate.study import Answer, Prediction
+from megacompile.estimate.study import Answer, Prediction, Question
 from megacompile.estimate.sweeps import Point, Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
@@ -22,7 +22,7 @@ from megacompile.plan.tiers import describe_traffic
 from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes
 
-_STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host"}
+_STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host", "comm": "between devices"}
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,19 @@ def _head(answer: Answer) -> str:
     active = f", {_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
+    if q.ranks > 1:
+        times = f"on each card {times}"
     return (
-        f"{m.name} on {title}\n"
+        f"{m.name} on {_cards(q)}{title}\n"
         f"{_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in host "
         f"memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
     )
+
+
+def _cards(question: Question) -> str:
+    """``4 machines of 8 × ``; nothing for a single card."""
+    cards = f"{question.gpus} × " if question.ranks > 1 else ""
+    return f"{question.nodes} machines of {cards}" if question.nodes > 1 else cards
 
 
 def _splits(splits: tuple[Split, ...]) -> str:
@@ -74,6 +82,7 @@ def _splits(splits: tuple[Split, ...]) -> str:
 
 def _verdict(answer: Answer, extras: Extras) -> str:
     q, shown = answer.question, answer.prediction(extras.clip)
+    each, on_each = (" each", " on each machine") if q.ranks > 1 else ("", "")
     device = shown.planned.peak_bytes if shown else answer.least.device_bytes
     need = answer.host(extras.clip).total
     mode = "with clipping" if extras.clip else "without clipping"
@@ -83,9 +92,9 @@ def _verdict(answer: Answer, extras: Extras) -> str:
     cut = "as cut below" if answer.compiled.tiled.cuts else "with weights whole"
     lines = [
         f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
-        f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}"
+        f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}{each}"
         + ("" if answer.fits_device() else "  << too small"),
-        f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}"
+        f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}{on_each}"
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
         *_drive(answer, shown),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
@@ -136,11 +145,12 @@ def _ways(ways: Sequence[WayOut]) -> str:
 def _speed(answer: Answer, extras: Extras) -> str:
     both = (answer.prediction(True), answer.prediction(False))
     peak = answer.question.profile.peak(answer.question.dtype) / 1e12
+    each = ", each card" if answer.question.ranks > 1 else ""
     rows: list[tuple[str, list[str]]] = [
         ("", ["with clipping", "without"]),
         ("step", [_seconds(p.seconds) if p else "–" for p in both]),
         ("tokens per second", [f"{p.tokens_per_second:,.0f}" if p else "–" for p in both]),
-        ("model TFLOP/s", [f"{p.model_flops_per_second / 1e12:.1f}" if p else "–" for p in both]),
+        (f"model TFLOP/s{each}", [f"{p.model_flops_per_second / 1e12:.1f}" if p else "–" for p in both]),
         (f"MFU, of {peak:.4g} TFLOP/s", [f"{p.mfu:.1%}" if p else "–" for p in both]),
         ("lower bound of a step", [_seconds(p.bound.seconds) if p else "–" for p in both]),
         ("  which is", [p.bound.binding if p else "–" for p in both]),
@@ -168,9 +178,9 @@ def _break_even(answer: Answer, p: Prediction) -> str:
     """Tokens per step from which model FLOPs, not copies or Adam, bound the step."""
     b, deferred = p.bound, p.mode.keeps_gradients
     if deferred:
-        ratio = max(b.up / b.compute * 3 / 2, max(b.adam, b.down) / b.compute * 3)
+        ratio = max(max(b.up, b.sums) * 3 / 2, max(b.adam, b.down, b.gathers) * 3) / b.compute
     else:
-        ratio = max(b.up, b.down, b.adam, b.memory) / b.compute
+        ratio = max(b.up, b.down, b.adam, b.memory, b.gathers + b.sums) / b.compute
     return f"{answer.question.tokens * ratio:,.0f} tokens"
 
 
@@ -183,6 +193,11 @@ def _bound(shown: Prediction) -> str:
         + (
             f"\n  all that copies and updates move through host memory {_seconds(b.memory)}"
             if b.memory
+            else ""
+        )
+        + (
+            f"\n  gathers between cards {_seconds(b.gathers)}; sums between cards {_seconds(b.sums)}"
+            if b.gathers
             else ""
         )
     )
@@ -244,7 +259,7 @@ def _host(answer: Answer) -> str:
         )
     lines.append(f"  {'in all':<19}" + _cells([format_bytes(h.total) for h in found.values()]))
     groups = answer.compiled.assembly.groups
-    for form in CODINGS:
+    for form in CODINGS if answer.question.ranks == 1 else ():
         moments = state_bytes(groups, form)["moments"]
         totals = [format_bytes(h.total - h.moments + moments) for h in found.values()]
         lines.append(f"  {'with ' + form + ' moments':<19}" + _cells(totals))
@@ -258,8 +273,10 @@ def _cells(texts: Sequence[str]) -> str:
 def _machine(answer: Answer) -> str:
     other = "fp32 rate" if answer.question.dtype == "bf16" else "bf16 rate"
     sources = answer.question.profile.sources
+    q = answer.question
+    hidden = {other} | ({"fabric"} if q.ranks == 1 else set()) | ({"network"} if q.nodes == 1 else set())
     lines = ["The machine's figures"]
-    lines += [f"  {name:<17} {text}" for name, text in sources.items() if name != other]
+    lines += [f"  {name:<17} {text}" for name, text in sources.items() if name not in hidden]
     return "\n".join(lines)
 
 

@@ -36,13 +36,14 @@ from megacompile.step.operations import Step
 
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_Kind = tuple[int, int, bool, int | None]
-"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors."""
+_Kind = tuple[int, int, bool, int | None, int]
+"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many train."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step."""
+    """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
+    ``gpus`` cards in each of ``nodes`` machines. Host bytes are a machine's."""
 
     profile: MachineProfile
     batch: int
@@ -52,24 +53,36 @@ class Question:
     dtype: Dtype = "bf16"
     host_budget: int | None = None
     nvme_budget: int | None = None
+    gpus: int = 1
+    nodes: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Cards of all machines, which share the state."""
+        return self.gpus * self.nodes
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.seq * self.micro_batches
+        """Of one step, on all cards."""
+        return self.batch * self.seq * self.micro_batches * self.ranks
 
     @property
     def kind(self) -> _Kind:
         """What a capture depends on."""
-        return self.batch, self.seq, self.nvme_budget is not None, self.profile.machine.processors
+        stored, processors = self.nvme_budget is not None, self.profile.machine.processors
+        return self.batch, self.seq, stored, processors, self.ranks
 
     @property
     def terms(self) -> Terms:
-        """What a plan has to keep to."""
-        tiers = None
+        """What a plan has to keep to; that of one card, with its share of the host."""
+        machine, tiers = self.profile.rates(self.dtype), None
         if self.host_budget is not None:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget
-            tiers = Tiers("fp32", self.host_budget, self.nvme_budget is not None, limit)
-        return Terms(self.profile.rates(self.dtype), self.hbm_budget, tiers)
+            tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
+        if self.ranks == 1:
+            return Terms(machine, self.hbm_budget, tiers)
+        machine = replace(machine, host_bandwidth=machine.host_bandwidth / self.gpus, nodes=self.nodes)
+        return Terms(machine, self.hbm_budget, tiers, residents=())  # several keep no state on devices
 
     def mode(self, clip: bool) -> Mode:
         return Mode("train", self.micro_batches, deferred=clip)
@@ -77,7 +90,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One planned step, with or without clipping, over weights cut as ``compiled`` has them."""
+    """One planned step, with or without clipping, over weights cut as ``compiled`` has them.
+
+    ``model_flops`` are those of each card.
+    """
 
     question: Question
     mode: Mode
@@ -114,7 +130,8 @@ class Prediction:
 
     @cached_property
     def host(self) -> HostBytes:
-        return host_bytes(self.compiled.assembly, "fp32", self.planned.plan, self.planned.step)
+        alone = host_bytes(self.compiled.assembly, "fp32", self.planned.plan, self.planned.step)
+        return alone.of_ranks(self.question.gpus)
 
     def schedule(self, model: Model) -> Schedule:
         """The step as something to look at."""
@@ -168,7 +185,7 @@ class Answer:
         FP32, which one clipped micro-batch in bf16 need not be."""
         trained = sum(g.elements for g in self.compiled.assembly.groups if g.trainable)
         clipped = self.host(True)
-        accumulated = replace(clipped, gradients=4 * trained)
+        accumulated = replace(clipped, gradients=4 * trained // self.question.nodes)
         return {"streamed": self.host(False), "clipped": clipped, "accumulated": accumulated}
 
     def fits_host(self, clip: bool) -> bool:
@@ -190,7 +207,7 @@ class Study:
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return next(self._rungs((batch, seq, False, None)))[0]
+        return next(self._rungs((batch, seq, False, None, 1)))[0]
 
     def _rungs(self, kind: _Kind, chunk: int = 0) -> Iterator[tuple[Compiled, float]]:
         """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
@@ -203,12 +220,12 @@ class Study:
     def _repeat(self, kind: _Kind) -> Repeated:
         """The batch's captures, made once."""
         if kind not in self._repeated:
-            batch, seq, stored, processors = kind
+            batch, seq, stored, processors, ranks = kind
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
             read = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
             self._repeated[kind] = Repeated(
-                self.model, read, _DTYPES[self._dtype], stored=stored, processors=processors
+                self.model, read, _DTYPES[self._dtype], stored=stored, processors=processors, ranks=ranks
             )
         return self._repeated[kind]
 
@@ -309,7 +326,9 @@ def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
         groups = tuple(replace(group, state="nvme-all") for group in plan.groups)
         held = replace(held, groups=groups, window=1)
     hosts = {
-        clip: host_bytes(compiled.assembly, "fp32", held, lower_memory(work, held, question.mode(clip)))
+        clip: host_bytes(
+            compiled.assembly, "fp32", held, lower_memory(work, held, question.mode(clip))
+        ).of_ranks(question.gpus)
         for clip in (True, False)
     }
     return LeastBudgets(step, nbytes, hosts)

@@ -42,9 +42,9 @@ def sweep(
 
 def _usual(study: Study, question: Question, over: str) -> Sequence[int | MachineProfile]:
     if over == "machine":
-        return list(PROFILES.values())
+        return [p for p in PROFILES.values() if question.ranks == 1 or p.machine.fabric_bandwidth]
     if over != "hbm-budget":
-        return [{"batch": 1, "seq": 1024}[over] << i for i in range(6)]
+        return [{"batch": 1, "seq": 1024, "gpus": 1}[over] << i for i in range(4 if over == "gpus" else 6)]
     low = study.least(replace(question, hbm_budget=0))[0].device_bytes
     high = max(low, min(question.profile.device_bytes or _ANY, max(question.hbm_budget, 2 * low)))
     return [low + (high - low) * i // 6 for i in range(7)]

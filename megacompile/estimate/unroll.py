@@ -42,14 +42,16 @@ class Repeated:
         *,
         stored: bool = False,
         processors: int | None = None,
+        ranks: int = 1,
     ) -> None:
-        self._model, self._batch = model, batch
+        self._model, self._batch, self._ranks = model, batch, ranks
         frontend = functools.partial(
             Frontend,
             compute_dtype=compute_dtype,
-            gathers=not stored,
+            gathers=not stored and ranks == 1,
             kernels=processors is not None,  # as compile has them unless told
             processors=processors,
+            ranks=ranks,
             differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
@@ -92,7 +94,8 @@ class Repeated:
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
         parameters = cut_parameters(self._whole.parameters, cuts)
-        assembly = with_state(assemble(part, compiled.templates, parameters, constants), "fp32")
+        assembly = assemble(part, compiled.templates, parameters, constants, ranks=self._ranks)
+        assembly = with_state(assembly, "fp32")
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 

@@ -51,7 +51,8 @@ def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question
     def way(change: str, nbytes: int, note: str) -> WayOut:
         return WayOut(change, need - nbytes, nbytes <= q.hbm_budget, note)
 
-    sizes = {name: p.device_bytes or 0 for name, p in PROFILES.items()}
+    linked = {n: p for n, p in PROFILES.items() if q.ranks == 1 or p.machine.fabric_bandwidth}
+    sizes = {name: p.device_bytes or 0 for name, p in linked.items()}
     large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
     if need <= (q.profile.device_bytes or 0):
         enough = -(-need // 10**8) * 10**8
@@ -101,10 +102,10 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
     saved = host.total - answer.host(False).total
     if clip and q.micro_batches == 1 and saved > 0:
         yield way("--no-clip", saved, "gradients are not kept", answer.prediction(False))
-    if here is not None:
+    if here is not None and q.ranks == 1:
         yield from _to_drive(here)
     groups = answer.compiled.assembly.groups
-    for form in CODINGS:
+    for form in CODINGS if q.ranks == 1 else ():
         saved = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
         note = "moments in blocks of codes; training differs a little"
         yield way(f'optimizer_state="{form}" on compile', saved, note)

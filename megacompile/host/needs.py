@@ -40,6 +40,10 @@ class HostBytes:
     def total(self) -> int:
         return int(sum(astuple(self))) - self.nvme
 
+    def of_ranks(self, count: int) -> HostBytes:
+        """What that many ranks take together where each takes this."""
+        return HostBytes(*(count * nbytes for nbytes in astuple(self)))
+
 
 def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
     """What a plan's step takes of the host. It has room for what is on the device, which may come back."""

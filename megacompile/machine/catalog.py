@@ -27,6 +27,7 @@ GEMM = 0.80  # assumed where the card's own share was not measured; those measur
 GEMM_SOURCE = "best product measured, ml-engineering MAMF table"
 DEVICE_MEMORY = 0.90  # assumed: what tuned elementwise kernels reach on an H100 (QuACK: 3 of 3.35 TB/s)
 LINK = 0.80  # assumed: pinned copies over PCIe after packet headers
+NVLINK = 0.75  # assumed: large collectives over an NVSwitch
 HOST_MEMORY = 0.75  # assumed: mixed reads and writes over the channels' peak
 LAUNCH_SECONDS = 8e-6  # assumed: a call of one operator from Python, its launch included
 # FlashAttention 2, of the card's bf16 peak: its authors' figures for 8192 causal tokens, heads of 128 columns
@@ -87,6 +88,9 @@ class MachineProfile:
 _H, _A, _ADA = "NVIDIA H100 datasheet", "NVIDIA A100 datasheet", "NVIDIA Ada architecture whitepaper"
 _GB202, _HGX = "NVIDIA RTX Blackwell architecture whitepaper", "NVIDIA HGX B200 datasheet, per GPU"
 _D5, _D4 = "8 channels DDR5-4800", "8 channels DDR4-3200"
+_NVLINKS = {  # bytes per second each way of a card on an NVSwitch, by its datasheet
+    "h100-sxm": 450e9, "h200": 450e9, "b200": 900e9, "a100-40gb": 300e9, "a100-80gb-sxm": 300e9,
+}  # fmt: skip
 # name, title, GB, multiprocessors, bf16 and fp32 TFLOP/s (dense, fp32 accumulation), GB/s, link, usual host,
 # GEMM, source
 _ROWS = (
@@ -127,6 +131,7 @@ def _built_in(
         host_bandwidth=_HOSTS[host] * HOST_MEMORY, launch_seconds=LAUNCH_SECONDS,
         copy_seconds=COPY_SECONDS, shared_memory=True, processors=processors,
         attention_forward=bf16 * 1e12 * ATTENTION, attention_backward=bf16 * 1e12 * ATTENTION_BACKWARD,
+        fabric_bandwidth=_NVLINKS[name] * NVLINK if name in _NVLINKS else None,
     )  # fmt: skip
     return MachineProfile(
         machine, title, device_bytes=gigabytes * 10**9, host_bytes=480 * 10**9 if on_chip else None,
@@ -143,8 +148,19 @@ def _built_in(
             "link": f"{link}, {_LINKS[link] / 1e9:g} GB/s each way × {LINK:g} (assumed)",
             "host bandwidth": f"{host}, {_HOSTS[host] / 1e9:g} GB/s × {HOST_MEMORY:g} (assumed)"
             + ("" if on_chip else ", the usual host: give yours"),
+            **_between(name),
         },
     )  # fmt: skip
+
+
+def _between(name: str) -> dict[str, str]:
+    """The sources of the rates between cards and between machines, where cards have links to each other."""
+    if name not in _NVLINKS:
+        return {}
+    return {
+        "fabric": f"NVLink, {_NVLINKS[name] / 1e9:g} GB/s each way and card × {NVLINK:g} (assumed)",
+        "network": "50 GB/s each way and machine, a port of 400 Gbit/s (assumed): give yours",
+    }
 
 
 PROFILES: dict[str, MachineProfile] = {str(row[0]): _built_in(*row) for row in _ROWS}
@@ -187,9 +203,12 @@ def override(
     *,
     host_bandwidth: float | None = None,
     link_bandwidth: float | None = None,
+    fabric_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
     price: float | None = None,
 ) -> MachineProfile:
-    """The profile with the user's own host bandwidth, link (bytes/s each way) and price per hour."""
+    """The profile with the user's own host bandwidth, links (bytes/s each way: of a card to its host and to
+    the other cards, of a machine to the others) and price per hour."""
     machine, sources = profile.machine, dict(profile.sources)
     if host_bandwidth is not None:
         machine = replace(machine, host_bandwidth=host_bandwidth)
@@ -197,6 +216,12 @@ def override(
     if link_bandwidth is not None:
         machine = replace(machine, h2d_bandwidth=link_bandwidth, d2h_bandwidth=link_bandwidth)
         sources["link"] = f"{link_bandwidth / 1e9:g} GB/s each way sustained, as given"
+    if fabric_bandwidth is not None:
+        machine = replace(machine, fabric_bandwidth=fabric_bandwidth)
+        sources["fabric"] = f"{fabric_bandwidth / 1e9:g} GB/s each way and card sustained, as given"
+    if network_bandwidth is not None:
+        machine = replace(machine, network_bandwidth=network_bandwidth)
+        sources["network"] = f"{network_bandwidth / 1e9:g} GB/s each way and machine sustained, as given"
     price = price if price is not None else profile.price_per_hour
     return replace(profile, machine=machine, sources=sources, price_per_hour=price)
 

@@ -27,8 +27,9 @@ class Machine:
     ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
     which the scratch memory of its kernels depends; None: not a GPU, or not known.
-    ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine;
-    ``fabric_seconds`` the fixed cost of a collective.
+    ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
+    is no such link; ``fabric_seconds`` the fixed cost of a collective. ``network_bandwidth`` is what each of
+    ``nodes`` machines sends to, and gets from, the others.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -51,8 +52,10 @@ class Machine:
     processors: int | None = None
     attention_forward: float | None = None
     attention_backward: float | None = None
-    fabric_bandwidth: float = 340e9
+    fabric_bandwidth: float | None = None
     fabric_seconds: float = 20e-6
+    nodes: int = 1
+    network_bandwidth: float = 50e9
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:

@@ -104,6 +104,21 @@ def _state_seconds(op: Op, machine: Machine) -> float:
     return op.nbytes / (machine.memory_bandwidth if on_gpu else machine.host_bandwidth)
 
 
+def _fabric_seconds(op: Op, machine: Machine) -> float:
+    """The slower of what a device and what its machine get from the others.
+
+    Gathered weights enter a machine once and go round its devices. Of gradients that all ranks exchange,
+    each of its devices gets its own part from every device elsewhere.
+    """
+    assert machine.fabric_bandwidth is not None
+    entering = op.nbytes * (machine.nodes - 1) / machine.nodes
+    if op.kind == "reduce":
+        entering *= op.ranks // machine.nodes
+    between = entering / machine.network_bandwidth
+    within = op.nbytes * (op.ranks - 1) / op.ranks / machine.fabric_bandwidth
+    return machine.fabric_seconds + max(within, between)
+
+
 _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "nothing": lambda op, machine: 0.0,
     "call": call_seconds,
@@ -113,9 +128,7 @@ _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "state": _state_seconds,
     "nvme_read": lambda op, machine: op.nbytes / machine.nvme_read_bandwidth,
     "nvme_write": lambda op, machine: op.nbytes / machine.nvme_write_bandwidth,
-    "fabric": lambda op, machine: (
-        machine.fabric_seconds + op.nbytes * (op.ranks - 1) / op.ranks / machine.fabric_bandwidth
-    ),
+    "fabric": _fabric_seconds,
 }
 _OF_KIND: dict[Kind, Callable[[Op, Machine], float]] = {k: _SECONDS[spec.cost] for k, spec in SPECS.items()}
 

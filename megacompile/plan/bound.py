@@ -6,12 +6,15 @@ combination with the name of what binds. The one implementation for plans, progr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megacompile.assemble.plan import Mode, Plan, norm_bytes
-from megacompile.assemble.workload import Call, CheckpointPolicy, Workload
+from megacompile.assemble.workload import Call, CheckpointPolicy, GroupWork, Workload
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import asking_seconds, attention_delay
+from megacompile.machine.simulate import asking_seconds, attention_delay, duration
+from megacompile.step.operations import Op
+from megacompile.step.spec import Kind
 
 _BACKWARD = 2 / 3  # of a step's model FLOPs
 
@@ -20,7 +23,8 @@ _BACKWARD = 2 / 3  # of a step's model FLOPs
 class Bound:
     """Seconds below which no schedule gets, and the terms it comes of.
 
-    ``memory`` is what copies, norms and updates move through host memory, 0 where they do not share it.
+    ``memory`` is what copies, norms and updates move through host memory, 0 where they do not share it;
+    ``gathers`` and ``sums`` are what several ranks exchange of weights and of gradients.
     """
 
     compute: float
@@ -30,6 +34,8 @@ class Bound:
     memory: float
     seconds: float
     binding: str
+    gathers: float = 0.0
+    sums: float = 0.0
 
 
 def lower_bound(
@@ -63,30 +69,38 @@ def lower_bound(
     down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth
 
+    gathers, sums = (_exchange(kind, trained, machine) for kind in ("all_gather", "reduce"))
+
     def bound(seconds: float, binding: str) -> Bound:
-        return Bound(compute, down, up, adam, memory, seconds, binding)
+        return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums)
 
     if machine.shared_cores:
         return _sharing_cores(bound(0.0, ""), machine)
     if not mode.keeps_gradients:
         every = {"compute": compute, "weights down": down, "gradients up": up, "host Adam": adam,
-                 "host memory": memory}  # fmt: skip
+                 "host memory": memory, "exchange between cards": gathers + sums}  # fmt: skip
         binding = max(every, key=lambda t: every[t])
         return bound(every[binding], binding)
-    first = {"backward": backward, "gradients up": up, "host memory": (pushed + normed) / host}
+    first = {"backward": backward, "gradients up": up, "host memory": (pushed + normed) / host,
+             "sums between cards": sums}  # fmt: skip
     then = {"forward": forward, "host Adam": adam, "weights down": down,
-            "host memory": (size + moved) / host}  # fmt: skip
+            "host memory": (size + moved) / host, "gathers between cards": gathers}  # fmt: skip
     a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
     return bound(first[a] + then[b], f"{a}, then {b}")
+
+
+def _exchange(kind: Kind, groups: Sequence[GroupWork], machine: Machine) -> float:
+    """Seconds of one collective over each group; none where one rank is alone."""
+    ops = (Op(kind, "comm", nbytes=g.nbytes, ranks=g.ranks) for g in groups if g.ranks > 1)
+    return sum(duration(op, machine) for op in ops)
 
 
 def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
     """Where compute takes all cores, a copy one and an update half of them, their shares add up."""
     copy, update = 1 / machine.cores, max(1, machine.cores // 2) / machine.cores
     seconds = bound.compute + copy * (bound.down + bound.up) + update * bound.adam
-    return Bound(bound.compute, bound.down, bound.up, bound.adam, bound.memory,
-                 max(seconds, bound.down, bound.up, bound.adam),
-                 "compute, copies and Adam share the cores")  # fmt: skip
+    seconds = max(seconds, bound.down, bound.up, bound.adam)
+    return replace(bound, seconds=seconds, binding="compute, copies and Adam share the cores")
 
 
 def _pass_seconds(work: Workload, machine: Machine, flops: float, *, backward: bool) -> float:

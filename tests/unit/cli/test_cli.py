@@ -279,6 +279,26 @@ def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]
     assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(3 * 256)
 
 
+def test_several_cards_share_the_state_and_bring_batches_of_their_own(
+    plan: Callable[..., tuple[int, str, str]],
+) -> None:
+    def asked(*arguments: str) -> dict[str, Any]:
+        found = plan("--hbm-budget", "30MB", "--json", *arguments, machine="h100-sxm")[1]
+        return dict(json.loads(found))
+
+    one, four, eight = asked(), asked("--gpus", "4"), asked("--gpus", "4", "--nodes", "2")
+    masters = [found["host_bytes"]["streamed"]["masters"] for found in (one, four, eight)]
+    assert masters[0] <= masters[1] < 1.05 * masters[0]  # shards are equal, so padded
+    assert masters[1] <= 2 * masters[2] < 1.05 * masters[1]
+    for found, ranks in ((one, 1), (four, 4), (eight, 8)):
+        p = found["with_clipping"]
+        assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(ranks * 256)
+        assert (p["lower_bound"]["gathers"] > 0) == (p["busy_seconds"]["comm"] > 0) == (ranks > 1)
+        assert p["lower_bound"]["seconds"] <= p["step_seconds"]
+    _, out, _ = plan("--hbm-budget", "30MB", "--gpus", "4", "--nodes", "2", machine="h100-sxm")
+    assert "2 machines of 4 × H100" in out and "on each machine" in out and "network " in out
+
+
 @pytest.mark.parametrize("over", ["hbm-budget", "machine"])
 def test_a_sweep_prints_a_table_and_draws(
     plan: Callable[..., tuple[int, str, str]], tmp_path: Path, over: str
@@ -298,6 +318,23 @@ def test_a_sweep_prints_a_table_and_draws(
     [
         (["pln"], "did you mean plan"),
         (["plan", "--machine", "h200"], "--model"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "l40s", "--gpus", "2"], "give --fabric GB/s"),
+        (
+            [
+                "plan",
+                "--model",
+                "llama-3.1-8b",
+                "--machine",
+                "h200",
+                "--gpus",
+                "2",
+                "--host-budget",
+                "1TB",
+                "--nvme-budget",
+                "1TB",
+            ],
+            "for one card",
+        ),
         (["plan", "--model", "llama-3.1-8", "--machine", "h200"], r"llama-3.1-8b"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h20"], "h200"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),

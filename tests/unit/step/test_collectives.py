@@ -135,6 +135,14 @@ def test_a_rank_moves_its_part_over_its_link_and_the_rest_between_devices() -> N
     assert simulate(STEP, machine).busy["comm"] > 0
 
 
+def test_weights_enter_a_machine_once_and_gradients_once_for_each_of_its_devices() -> None:
+    machine = replace(UNIT, fabric_bandwidth=100.0, fabric_seconds=0.0, nodes=2, network_bandwidth=30.0)
+    ops = [Op(kind, "comm", nbytes=600, ranks=6) for kind in ("all_gather", "reduce")]
+    assert [duration(op, machine) for op in ops] == [10.0, 30.0]
+    fast = replace(machine, network_bandwidth=1000.0)
+    assert [duration(op, fast) for op in ops] == [5.0, 5.0]
+
+
 def test_emitted_source_numbers_buffers_in_turn() -> None:
     source = emit_step(STEP, WORK, title="a step")
     assert "comm exchanges with the other 1 of 2 ranks." in source
