@@ -178,12 +178,14 @@ class Compiler:
         found: list[tuple[Compiled, Planned]] = []
 
         def decide() -> bytes:
-            found.append(self._within(batch, mode))
-            _check_shared(found[0][1].plan)
+            compiled, planned = self._within(batch, mode)
+            found.append((compiled, planned))
+            _check_shared(planned.plan)
             assert self.cuts is not None
             decided = {
                 "cuts": [[n, list(c)] for n, c in self.cuts.items()],
-                "plan": found[0][1].plan.to_json(),
+                "plan": planned.plan.to_json(),
+                "workload": compiled.assembly.work.digest,
             }
             return json.dumps(decided).encode()
 
@@ -195,7 +197,7 @@ class Compiler:
             self.compile(batch, evaluate=mode.kind == "evaluate"),
             Plan.from_json(decided["plan"]),
         )
-        if plan.workload != compiled.assembly.work.digest:
+        if decided["workload"] != compiled.assembly.work.digest:
             raise MegacompileError(
                 "The model or the batch is not that of rank 0: make the same model on every rank."
             )
