@@ -118,8 +118,10 @@ def _width(dim: int) -> int:
 def _column_sums(processors: int, x: Tensor, dims: Sequence[int] | None = None, *_: Any) -> int:
     """Partial results of thread blocks that share a column: torch keeps room for all threads of each."""
     reduced = {d % x.dim() for d in dims or range(x.dim())} if x.dim() else set()
-    kept = [x.stride(d) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
-    if not kept or not x.numel() or min(kept) > min(x.stride(d) for d in reduced if x.shape[d] > 1):
+    long = [d for d in range(x.dim()) if x.shape[d] > 1]
+    kept = [x.stride(d) for d in long if d not in reduced]
+    summed = [x.stride(d) for d in long if d in reduced]
+    if not kept or not summed or not x.numel() or min(kept) > min(summed):
         return 0  # of rows there are few
     inputs = math.prod(x.shape[d] for d in reduced)
     outputs = x.numel() // inputs

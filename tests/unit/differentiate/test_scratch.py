@@ -74,6 +74,12 @@ def test_the_least_peak_grows_by_what_sums_of_columns_take_beside() -> None:
     assert peaks[108] == peaks[132]
 
 
+def test_a_sum_of_one_row_takes_nothing_beside() -> None:
+    with FakeTensorMode(), StorageMeter(processors=132) as meter:
+        torch.empty(1, 64).sum(0)
+    assert meter.peak == 2 * 4 * 64  # a row and its sum
+
+
 @pytest.mark.parametrize("groups", [HEADS, 1])
 def test_a_call_measured_before_is_remembered_by_multiprocessors(groups: int) -> None:
     def peak(processors: int | None) -> int:
