@@ -20,12 +20,15 @@ from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
 from megacompile.plan.baselines import Planner
 from megacompile.plan.candidates import Planned
+from megacompile.plan.on_pages import plan_on_pages
 from megacompile.plan.plan_program import Terms, first_that_fits, plan_program
 from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
+from megacompile.runtime.backends import Lacking
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.step.emit import emit_step
+from megacompile.step.requests import step_requests
 from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
 from megacompile.units import format_bytes
@@ -59,8 +62,9 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
 
 class Compiler:
     """Compiles programs over one model's parameters for one budget, of which ``reserved_bytes`` are taken off
-    already for what the device's driver and libraries hold. Of the ranks of a ``world`` the first plans, and
-    the others follow.
+    already for what the device's driver and libraries hold. ``lacking_bytes`` tells by how much a budget is
+    too small for the device's allocator, which lays tensors on pages: plans then get less. Of the ranks of a
+    ``world`` the first plans, and the others follow.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
     is once it is allocated.
@@ -77,11 +81,13 @@ class Compiler:
         planner: Planner | None = None,
         device_state: bool = False,
         reserved_bytes: int = 0,
+        lacking_bytes: Lacking | None = None,
         world: World | None = None,
     ) -> None:
         self.frontend = frontend
         self._world = world or World()
         self._reserved_bytes = reserved_bytes
+        self._lacking_bytes = lacking_bytes
         self.budget_bytes = budget_bytes
         self.placement: Placement | None = None
         self.cuts: Cuts | None = None
@@ -204,7 +210,7 @@ class Compiler:
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan; a least budget that is named is one to give."""
         try:
-            return self._plan(batch, mode)
+            compiled, planned = self._on_pages(batch, mode)
         except BudgetError as error:
             if error.least_bytes is None or not self._reserved_bytes:
                 raise
@@ -214,10 +220,26 @@ class Compiler:
                 f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
                 least_bytes=least,
             ) from error
+        if self.cuts is None:
+            self.cuts = compiled.tiled.cuts
+        return compiled, planned
 
-    def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """Plan a kind of batch; the first one also decides how far weights are cut."""
-        evaluate, terms = mode.kind == "evaluate", self._terms(mode)
+    def _on_pages(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """A plan that also fits as the device's allocator lays it."""
+        lacking_bytes = self._lacking_bytes
+        if lacking_bytes is None:
+            return self._plan(batch, mode, self.budget_bytes)
+
+        def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
+            compiled, step = found[0], found[1].step
+            requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
+            return lacking_bytes(budget + self._reserved_bytes, step, requests)
+
+        return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
+
+    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned]:
+        """Plan a kind of batch; of the first one, also how far weights are cut."""
+        evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
         chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
         if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
@@ -226,9 +248,7 @@ class Compiler:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
                 return plan_program(tilings, mode, terms, gathers=gathers)
 
-            compiled, planned = first_that_fits(chunks, first)
-            self.cuts = compiled.tiled.cuts
-            return compiled, planned
+            return first_that_fits(chunks, first)
 
         def further(chunk: int) -> tuple[Compiled, Planned]:
             return plan_program(
@@ -254,15 +274,9 @@ class Compiler:
         if self._planner is None and finest != self.cuts:
             yield _FIRST_DECIDES
 
-    def _terms(self, mode: Mode) -> Terms:
-        return Terms(
-            self.machine,
-            self.budget_bytes,
-            self._tiers,
-            self.placement,
-            self._may_reside(mode),
-            self._planner,
-        )
+    def _terms(self, mode: Mode, budget: int) -> Terms:
+        residents = self._may_reside(mode)
+        return Terms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""

@@ -27,7 +27,8 @@ from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory, exact_convolutions
+from megacompile.machine.pages import PAGE_BYTES
+from megacompile.runtime.cuda_memory import CudaMemory, exact_convolutions
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
