@@ -35,6 +35,7 @@ from megacompile.units import format_bytes
 from megacompile.world.control import World
 
 _LOG = logging.getLogger(__name__)  # trainers show what it tells
+_ROOM, _ROOM_SHARE = 64 << 20, 16  # more bytes for the allocator where it ran out, and their part of a budget
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
@@ -132,6 +133,14 @@ class Compiler:
         """Forget all programs and captures; how weights are cut and where state is stays decided."""
         self._scheduled.clear()
         self.frontend.forget()
+
+    def leave_room(self, scheduled: Scheduled) -> int:
+        """Forget a program, and leave the device's allocator more bytes than plans did so far; how many."""
+        more = max(_ROOM, self.budget_bytes // _ROOM_SHARE)
+        self.budget_bytes -= more
+        self._reserved_bytes += more
+        self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
+        return more
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -74,6 +76,9 @@ class CudaMemory(CudaApi, Protocol):
 
     def reset(self) -> None:
         """Start the measurement of peaks anew."""
+
+    def snapshot(self) -> str:
+        """Save what the allocator holds in a file; its path."""
 
 
 def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
@@ -216,6 +221,12 @@ class TorchCuda:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def snapshot(self) -> str:
+        handle, path = tempfile.mkstemp(".pickle", "megacompile-memory-")
+        os.close(handle)
+        torch.cuda.memory._dump_snapshot(path)
+        return path
 
 
 @contextlib.contextmanager
