@@ -141,6 +141,7 @@ def compile(
         frontend,
         plannable,
         reserved_bytes=budget - plannable,
+        lacking_bytes=backend.lacking_bytes,
         machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, host, bool(folders)),

@@ -20,18 +20,22 @@ from megacompile.machine.measured import Measured
 from megacompile.machine.rates import Machine, nominal_cpu, this_cpu
 from megacompile.plan.baselines import Planner
 from megacompile.plan.candidates import Planned
+from megacompile.plan.on_pages import plan_on_pages
 from megacompile.plan.plan_program import Terms, first_that_fits, plan_program
 from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
+from megacompile.runtime.backends import Lacking
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.step.emit import emit_step
+from megacompile.step.requests import step_requests
 from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
 from megacompile.units import format_bytes
 from megacompile.world.control import World
 
 _LOG = logging.getLogger(__name__)  # trainers show what it tells
+_ROOM, _ROOM_SHARE = 64 << 20, 16  # more bytes for the allocator where it ran out, and their part of a budget
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
@@ -59,8 +63,9 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
 
 class Compiler:
     """Compiles programs over one model's parameters for one budget, of which ``reserved_bytes`` are taken off
-    already for what the device's driver and libraries hold. Of the ranks of a ``world`` the first plans, and
-    the others follow.
+    already for what the device's driver and libraries hold. ``lacking_bytes`` tells by how much a budget is
+    too small for the device's allocator, which lays tensors on pages: plans then get less. Of the ranks of a
+    ``world`` the first plans, and the others follow.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
     is once it is allocated.
@@ -77,11 +82,13 @@ class Compiler:
         planner: Planner | None = None,
         device_state: bool = False,
         reserved_bytes: int = 0,
+        lacking_bytes: Lacking | None = None,
         world: World | None = None,
     ) -> None:
         self.frontend = frontend
         self._world = world or World()
         self._reserved_bytes = reserved_bytes
+        self._lacking_bytes = lacking_bytes
         self.budget_bytes = budget_bytes
         self.placement: Placement | None = None
         self.cuts: Cuts | None = None
@@ -126,6 +133,14 @@ class Compiler:
         """Forget all programs and captures; how weights are cut and where state is stays decided."""
         self._scheduled.clear()
         self.frontend.forget()
+
+    def leave_room(self, scheduled: Scheduled) -> int:
+        """Forget a program, and leave the device's allocator more bytes than plans did so far; how many."""
+        more = max(_ROOM, self.budget_bytes // _ROOM_SHARE)
+        self.budget_bytes -= more
+        self._reserved_bytes += more
+        self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
+        return more
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -206,7 +221,7 @@ class Compiler:
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan; a least budget that is named is one to give."""
         try:
-            return self._plan(batch, mode)
+            compiled, planned = self._on_pages(batch, mode)
         except BudgetError as error:
             if error.least_bytes is None or not self._reserved_bytes:
                 raise
@@ -216,10 +231,26 @@ class Compiler:
                 f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
                 least_bytes=least,
             ) from error
+        if self.cuts is None:
+            self.cuts = compiled.tiled.cuts
+        return compiled, planned
 
-    def _plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """Plan a kind of batch; the first one also decides how far weights are cut."""
-        evaluate, terms = mode.kind == "evaluate", self._terms(mode)
+    def _on_pages(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """A plan that also fits as the device's allocator lays it."""
+        lacking_bytes = self._lacking_bytes
+        if lacking_bytes is None:
+            return self._plan(batch, mode, self.budget_bytes)
+
+        def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
+            compiled, step = found[0], found[1].step
+            requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
+            return lacking_bytes(budget + self._reserved_bytes, step, requests)
+
+        return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
+
+    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned]:
+        """Plan a kind of batch; of the first one, also how far weights are cut."""
+        evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
         chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
         if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
@@ -228,9 +259,7 @@ class Compiler:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
                 return plan_program(tilings, mode, terms, gathers=gathers)
 
-            compiled, planned = first_that_fits(chunks, first)
-            self.cuts = compiled.tiled.cuts
-            return compiled, planned
+            return first_that_fits(chunks, first)
 
         def further(chunk: int) -> tuple[Compiled, Planned]:
             return plan_program(
@@ -256,15 +285,9 @@ class Compiler:
         if self._planner is None and finest != self.cuts:
             yield _FIRST_DECIDES
 
-    def _terms(self, mode: Mode) -> Terms:
-        return Terms(
-            self.machine,
-            self.budget_bytes,
-            self._tiers,
-            self.placement,
-            self._may_reside(mode),
-            self._planner,
-        )
+    def _terms(self, mode: Mode, budget: int) -> Terms:
+        residents = self._may_reside(mode)
+        return Terms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""

@@ -26,6 +26,15 @@ class BudgetExceededError(RuntimeError):
     """A step asked for more device bytes than its budget; the step stopped before it took them."""
 
 
+class DeviceFullError(BudgetExceededError):
+    """The device's allocator found no room for what a step asked for; ``snapshot`` is the file that shows
+    what it held."""
+
+    def __init__(self, message: str, snapshot: str) -> None:
+        super().__init__(f"{message} (what it held is in {snapshot}, for pytorch.org/memory_viz)")
+        self.snapshot = snapshot
+
+
 class ScheduleError(MegacompileError):
     """A schedule is not safe in every order that its streams allow."""
 

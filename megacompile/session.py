@@ -21,7 +21,7 @@ from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import BudgetError, DeviceFullError, MegacompileError, ProgramError
 from megacompile.host.offload import Placement
 from megacompile.host.optimizer import hypers, refuse_moments
 from megacompile.host.state import HostState, Weights
@@ -38,6 +38,7 @@ from megacompile.settings import Settings
 from megacompile.step.bind import BoundStep
 from megacompile.storage.background import BackgroundSave
 from megacompile.together import described_program, seed_numbers
+from megacompile.units import format_bytes
 
 
 class Session:
@@ -196,8 +197,46 @@ class Session:
         *,
         loss: LossOfOutputs | None = None,
     ) -> StepResults:
-        """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it."""
+        """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it.
+
+        Where the device's memory runs out before anything is changed, once more, planned within less.
+        """
         scheduled = self.schedule(micro[0], mode)
+        try:
+            return self._run(scheduled, micro, mode, weights, loss)
+        except DeviceFullError as error:
+            scheduled = self._within_less(error, scheduled, micro[0], mode)
+        return self._run(scheduled, micro, mode, weights, loss)
+
+    def _within_less(
+        self, error: DeviceFullError, scheduled: Scheduled, batch: Batch, mode: Mode
+    ) -> Scheduled:
+        """The program with more room for the device's allocator."""
+        assert self.runtime is not None
+        if self.runtime.inconsistent or (self.runtime.lost_gradients and mode.kind != "train"):
+            raise error
+        if mode.kind == "train":
+            self.runtime.drop_gradients()  # of the step that is repeated
+        del self._bound[id(scheduled)]
+        more = self.compiler.leave_room(scheduled)
+        warnings.warn(
+            f"{error} The program is planned again within {format_bytes(more)} less, and the step repeated: "
+            "please report this.",
+            stacklevel=6,
+        )
+        try:
+            return self.schedule(batch, mode)
+        except BudgetError as least:
+            raise error from least
+
+    def _run(
+        self,
+        scheduled: Scheduled,
+        micro: list[Batch],
+        mode: Mode,
+        weights: Sequence[float],
+        loss: LossOfOutputs | None,
+    ) -> StepResults:
         bound = self._bind(scheduled)
         runtime = self.runtime
         assert runtime is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +29,15 @@ Boxed = Callable[[list[Any]], list[Any]]
 """A function that takes one list, which it empties, and returns one."""
 
 
+class Asked(NamedTuple):
+    """What a function asks a GPU's allocator for: (number of a storage, its bytes, or 0 where it is given
+    back), in order, and of each result its storage and its own bytes. The storages of arguments come first.
+    """
+
+    requests: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class BlockFunction:
     """One generated function and what it costs.
@@ -41,7 +50,7 @@ class BlockFunction:
     when it returns: results less donations. ``launches`` counts the kernels that a GPU is asked to run,
     ``attention_flops`` what of ``flops`` is attention's forward and its backward. ``kernels`` counts the
     calls of our own operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it
-    runs over chunks of the sequence.
+    runs over chunks of the sequence. ``asked`` is known where the function is for a GPU.
     """
 
     name: str
@@ -58,6 +67,7 @@ class BlockFunction:
     kernels: Calls = ()
     fused: bool = False
     looped: bool = False
+    asked: Asked | None = None
 
     def load(self, device: torch.device) -> Boxed:
         """The function, ready to be called on tensors of a device."""
@@ -107,6 +117,7 @@ def block_function(
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
         kernels=work[2],
         looped=looped,
+        asked=taken.asked,
     )
 
 
@@ -137,16 +148,19 @@ def fused(
         moved_bytes=sum(by_kernels) + by_ours,
         launches=len(by_kernels) + others,
         fused=True,
+        asked=taken.asked,
     )
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """Bytes beyond what is alive at entry, at most and at the end, and how each result lies in memory."""
+    """Bytes beyond what is alive at entry, at most and at the end, how each result lies in memory, and what a
+    GPU's allocator is asked for."""
 
     peak_bytes: int
     end_bytes: int
     forms: tuple[tuple[Any, ...], ...]
+    asked: Asked | None
 
 
 def _measure(
@@ -170,14 +184,18 @@ def _measure(
                 kept.append(fake)
             arguments.append(fake)
             del fake
-        start = meter.live
+        start, begin = meter.live, len(meter.requests)
         with meter:
             results = run(arguments)
         end = meter.live
         places: dict[int, int] = {}
         forms = tuple(_form(r, places) for r in results)
+        asked = None
+        if processors is not None:
+            given = tuple((meter.number(r), r.nbytes) for r in results)
+            asked = Asked(tuple(meter.requests[begin:]), given)
         del results
-    return _Taken(max(0, meter.peak - start), end - start, forms)
+    return _Taken(max(0, meter.peak - start), end - start, forms, asked)
 
 
 def _form(result: Tensor, places: dict[int, int]) -> tuple[Any, ...]:

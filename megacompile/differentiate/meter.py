@@ -43,16 +43,19 @@ def is_oversized(node: fx.Node) -> bool:
     return node.target in OVERSIZED
 
 
-_SEEN: dict[Any, tuple[int, list[int]]] = {}
-"""By operator, multiprocessors and the form of its arguments: the most bytes that a call took, and those of
-each result."""
+Requests = list[tuple[int, int]]
+"""What an allocator is asked for: (number of a storage, its bytes, or 0 where it is given back)."""
+_SEEN: dict[Any, tuple[int, Requests, Requests, int]] = {}
+"""By operator, multiprocessors and the form of its arguments: the most bytes that a call took; (number,
+bytes) of each result; its requests; how many numbers they take. Numbers count from those before the call."""
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that remembers which storage it stood for."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "number")
     key: int
+    number: int
 
 
 class StorageMeter(TorchDispatchMode):
@@ -61,14 +64,17 @@ class StorageMeter(TorchDispatchMode):
     A storage is counted once, however many views show it, from the operator that returns it until the
     last reference is gone, even where that happens after the meter was left. ``limit`` in bytes stops
     the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``processors``: count what the
-    kernels of a GPU with so many multiprocessors take beside.
+    kernels of a GPU with so many multiprocessors take beside, and keep in ``requests`` what its allocator is
+    asked for, in order.
     """
 
     def __init__(self, limit: int | None = None, processors: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.limit = limit
+        self.requests: Requests = []
         self._processors = processors
+        self._count = 0
         self._live = 0
         self._known: dict[int, tuple[int, _Watch]] = {}
         # dead storages queue here through a C function: a Python callback would swallow a Ctrl-C
@@ -78,9 +84,19 @@ class StorageMeter(TorchDispatchMode):
     def live(self) -> int:
         """Bytes alive now."""
         while self._dead:
-            nbytes, _ = self._known.pop(self._dead.popleft().key)
+            nbytes, watch = self._known.pop(self._dead.popleft().key)
             self._live -= nbytes
+            if nbytes:
+                self._ask(watch.number, 0)
         return self._live
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage: those that were met first come first."""
+        return self._known[tensor.untyped_storage()._cdata][1].number
+
+    def _ask(self, number: int, nbytes: int) -> None:
+        if self._processors is not None:
+            self.requests.append((number, nbytes))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,8 +112,16 @@ class StorageMeter(TorchDispatchMode):
                 bags = i == 1 and func in _BAGS  # one entry more than there are indices, whatever it shows
                 self.track(item, args[1].nbytes + args[1].itemsize if bags else 0)
         if self._processors is not None:
-            self.peak = max(self.peak, self.live + scratch(func, args, kwargs or {}, self._processors))
+            self._take_beside(scratch(func, args, kwargs or {}, self._processors))
         return out
+
+    def _take_beside(self, nbytes: int) -> None:
+        """What a kernel takes beside its results, and gives back."""
+        self.peak = max(self.peak, self.live + nbytes)
+        if nbytes:
+            self._ask(self._count, nbytes)
+            self._ask(self._count, 0)
+            self._count += 1
 
     def _inside(
         self, func: torch._ops.OpOverload, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -107,21 +131,27 @@ class StorageMeter(TorchDispatchMode):
         """
         fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in _tensors(args))
         key = (func, self._processors, _form(args), _form(kwargs)) if fake else None
-        before, highest = self.live, self.peak
+        before, highest, first, begin = self.live, self.peak, self._count, len(self.requests)
         if key in _SEEN:
-            taken, standing = _SEEN[key]
+            taken, standing, requests, numbers = _SEEN[key]
             out = func(*args, **kwargs)
             self.peak = max(highest, before + taken)
-        else:
-            self.peak = before
-            with self:
-                out = inner(*args, **kwargs)
-            taken, standing = self.peak - before, [t.untyped_storage().nbytes() for t in _tensors(out)]
-            self.peak = max(highest, self.peak)
-            if key is not None:
-                _SEEN[key] = taken, standing
-        for item, nbytes in zip(_tensors(out), standing, strict=True):
-            self.track(item, nbytes)
+            self.requests += [(first + number, nbytes) for number, nbytes in requests]
+            self._count += numbers
+            for item, (number, nbytes) in zip(_tensors(out), standing, strict=True):
+                self._watch(item, nbytes, first + number)
+            return out
+        self.peak = before
+        with self:
+            out = inner(*args, **kwargs)
+        taken = self.peak - before
+        self.peak = max(highest, self.peak)
+        for item in _tensors(out):
+            self.track(item)
+        if key is not None:
+            standing = [(self.number(t) - first, t.untyped_storage().nbytes()) for t in _tensors(out)]
+            requests = [(number - first, nbytes) for number, nbytes in self.requests[begin:]]
+            _SEEN[key] = taken, standing, requests, self._count - first
         return out
 
     def track(self, tensor: Tensor, at_least: int = 0) -> None:
@@ -142,16 +172,20 @@ class StorageMeter(TorchDispatchMode):
         """Never count this tensor's storage: it is accounted for elsewhere."""
         self._watch(tensor, 0)
 
-    def _watch(self, tensor: Tensor, nbytes: int) -> None:
+    def _watch(self, tensor: Tensor, nbytes: int, number: int | None = None) -> None:
+        """Count a storage that is not known yet; one with a number was asked for already."""
         live = self.live  # forgets dead storages first: their addresses may be in use again
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
         watch = _Watch(storage, self._dead.append)
-        watch.key = storage._cdata
+        watch.key, watch.number = storage._cdata, self._count if number is None else number
+        self._count += number is None
         self._known[watch.key] = (nbytes, watch)
         self._live = live + nbytes
         self.peak = max(self.peak, self._live)
+        if nbytes and number is None:
+            self._ask(watch.number, nbytes)
 
 
 def _implementation(func: Any) -> Callable[..., Any] | None:

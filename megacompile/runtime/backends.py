@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,13 @@ import torch
 from megacompile.errors import MegacompileError
 from megacompile.machine.catalog import PROFILES, Dtype
 from megacompile.machine.kept import kept_profile
+from megacompile.machine.pages import Request
 from megacompile.machine.rates import Machine
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.device import Device
+from megacompile.step.operations import Step
+
+Lacking = Callable[[int, Step, Sequence[Request]], int]
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Backend:
     """``device_bytes`` is the device's own memory and ``machine`` what it is planned as; None on a CPU.
 
     ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget; on a CPU,
-    with a stream for collectives where ``comm`` says so.
+    with a stream for collectives where ``comm`` says so. ``lacking_bytes`` tells by how much a budget is too
+    small for a step and what it asks the device's allocator for; None where that takes what it is asked for.
     """
 
     device: torch.device
@@ -30,6 +35,7 @@ class Backend:
     machine: Machine | None
     plan_bytes: Callable[[int], int]
     open: Callable[..., Device]
+    lacking_bytes: Lacking | None = None
 
 
 def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) -> Backend:
@@ -62,7 +68,7 @@ def _say_untried() -> None:
 
 def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
     from megacompile.runtime.cuda import CudaDevice
-    from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, TorchCuda, allowed_bytes
+    from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, TorchCuda, allowed_bytes, lacking_bytes
 
     api = TorchCuda(device)
     dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"
@@ -72,6 +78,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
         _machine(device, dtype),
         lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,
         lambda budget: CudaDevice(api, budget),
+        lambda budget, step, requests: lacking_bytes(allowed_bytes(api, budget), step, requests),
     )
 
 

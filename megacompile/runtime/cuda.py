@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import Slot
-from megacompile.errors import BudgetExceededError, ProgramError
+from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.arena import HostArena
 from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
-from megacompile.runtime.cuda_memory import PAGE_BYTES, CudaMemory, exact_convolutions
+from megacompile.machine.pages import PAGE_BYTES
+from megacompile.runtime.cuda_memory import CudaMemory, exact_convolutions
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
@@ -100,11 +101,22 @@ class CudaDevice(Device):
         _follow(self.api, compute, caller)
         self.api.use(compute)
         try:
-            with exact_convolutions():
+            with exact_convolutions(), self._showing_what_is_held():
                 yield
         finally:
             _follow(self.api, caller, compute)
             self.api.use(caller)
+
+    @contextmanager
+    def _showing_what_is_held(self) -> Iterator[None]:
+        """Where the allocator finds no room: a snapshot of it, taken while the step's tensors are alive."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, BudgetExceededError) as error:
+            ran_out = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+            if not ran_out or isinstance(error, DeviceFullError):
+                raise
+            raise DeviceFullError(str(error).split(". Of the allocated")[0], self.api.snapshot()) from error
 
     def _limit(self) -> None:
         self._allowed = self._budget - self.api.context_bytes()
@@ -117,7 +129,8 @@ class CudaDevice(Device):
             self._limit()
         self.streams.begin(trace, self._waited)
         self.api.reset()
-        yield
+        with self._showing_what_is_held():
+            yield
         self.peak_bytes = max(self.peak_bytes, self.api.allocated_bytes())
         held = self.api.reserved_bytes()
         if held > self._allowed:

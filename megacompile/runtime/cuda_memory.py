@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +21,19 @@ from torch import Tensor
 
 from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
+from megacompile.machine.pages import PAGE_BYTES, Pages, Request
 from megacompile.runtime.cuda_streams import CudaApi
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
+from megacompile.step.operations import Step
 from megacompile.units import format_bytes
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
 _ANCHORED_SECONDS = 100.0  # after which the clocks are set anew: CUDA tells of milliseconds in float32
 _FLASH_FROM = (8, 0)  # compute capability: torch's flash attention runs on no older one
-PAGE_BYTES = 12 << 20  # by which torch's expandable segments grow, of 20 MiB unless told
-WORKSPACE_BYTES = 160 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
+WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
+_CUBLAS_BYTES = 32 << 20  # what it keeps for a stream on Hopper; elsewhere less
+_UNSEEN_BYTES = 16 << 20  # what kernels take that no replay has
+_STEPS = 3  # that are replayed
 
 
 class CudaMemory(CudaApi, Protocol):
@@ -71,6 +77,9 @@ class CudaMemory(CudaApi, Protocol):
     def reset(self) -> None:
         """Start the measurement of peaks anew."""
 
+    def snapshot(self) -> str:
+        """Save what the allocator holds in a file; its path."""
+
 
 def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
     """What torch's allocator may hold of a budget: all but the driver's context and loaded libraries."""
@@ -81,6 +90,22 @@ def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
             f"workspaces take {format_bytes(context + WORKSPACE_BYTES)} of it. Raise the budget."
         )
     return budget_bytes - context
+
+
+def lacking_bytes(allowed: int, step: Step, requests: Sequence[Request]) -> int:
+    """By how much torch's allocator would need more than ``allowed`` bytes for a step; 0 where they do."""
+    return replayed(allowed - _UNSEEN_BYTES, step, requests).lacking
+
+
+def replayed(allowed: int, step: Step, requests: Sequence[Request]) -> Pages:
+    """The allocator's pages after some steps: what one leaves lies in the way of the next."""
+    pages = Pages(allowed - PAGE_BYTES)  # a segment's last page may go beyond what was asked for
+    for number, nbytes in enumerate((step.constant_bytes, step.slab_bytes, _CUBLAS_BYTES)):
+        if nbytes:
+            pages.take(-1 - number, nbytes)
+    for _ in range(_STEPS):
+        pages.replay(requests)
+    return pages
 
 
 class TorchCuda:
@@ -196,6 +221,12 @@ class TorchCuda:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def snapshot(self) -> str:
+        handle, path = tempfile.mkstemp(".pickle", "megacompile-memory-")
+        os.close(handle)
+        torch.cuda.memory._dump_snapshot(path)
+        return path
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 
-from megacompile.errors import ProgramError
+from megacompile.errors import DeviceFullError, ProgramError
 from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device
@@ -167,7 +167,7 @@ class Runtime:
 
         Gradients that wait on the host stay only if nothing of this step can be among them.
         """
-        whole = isinstance(error, (ProgramError, NonFiniteError)) and not pushed
+        whole = isinstance(error, (ProgramError, NonFiniteError, DeviceFullError)) and not pushed
         try:
             self.device.synchronize()
         except BaseException:

@@ -10,13 +10,11 @@ from torch import nn
 
 import megacompile
 from megacompile.compiler import Compiler
-from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import WORKSPACE_BYTES
 from tests.simulated.numbers import runtime
 
 CONTEXT = 64 << 20  # bytes: a small one, so that budgets are mostly the plan's
 VOCABULARY = 1000
-COMPUTING = CudaDevice.computing  # without numbers
 
 
 @pytest.fixture(autouse=True)
@@ -106,36 +104,3 @@ def taken_beside() -> int:
     """What a budget holds beside the plan's bytes."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved() + WORKSPACE_BYTES
-
-
-@pytest.mark.parametrize("factor", [1.5, 2.0])
-def test_a_larger_model_leaves_the_allocator_room(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of all sizes leave parts of pages free between them, which no plan counts. Nothing is computed:
-    the sizes and the order of tensors are those of any numbers."""
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
-    monkeypatch.setattr(CudaDevice, "computing", COMPUTING)
-    runtime.set(poison=0, lag_us=0)
-
-    def program(budget: int) -> megacompile.Program:
-        return megacompile.compile(
-            wide, f"{budget}B", device="cuda", example_batch=batch(0, 4096), max_grad_norm=1.0,
-            on_nonfinite="skip",
-        )  # fmt: skip
-
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    wide = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2,
-            num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=4096,
-        )
-    ).train()  # fmt: skip
-    with pytest.raises(megacompile.BudgetError) as error:
-        program(CONTEXT + WORKSPACE_BYTES + (1 << 20))
-    least, beside = error.value.least_bytes, taken_beside()
-    assert least is not None
-    trained = program(beside + int((least - beside) * factor))
-    for _ in range(2):
-        trained.train_step(batch(0, 4096))
-    trained.close()
-    runtime.set(poison=1)

@@ -16,9 +16,10 @@ import torch
 import megacompile
 from megacompile import api as api_module
 from megacompile.errors import BudgetExceededError
+from megacompile.machine.pages import PAGE_BYTES
 from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.cuda_memory import PAGE_BYTES, WORKSPACE_BYTES, allowed_bytes
+from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
