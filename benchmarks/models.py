@@ -123,7 +123,7 @@ def page(results: list[Result]) -> str:
 
     counts = Counter((r["status"], r["dtype"]) for r in results)
     summary = [
-        f"{dtype}: " + ", ".join(f"{n} {s}" for (s, d), n in sorted(counts.items()) if d == dtype)
+        f"- {dtype}: " + ", ".join(f"{n} {s}" for (s, d), n in sorted(counts.items()) if d == dtype)
         for dtype in DTYPES
     ]
     right = [r for r in results if r["status"] == "right"]

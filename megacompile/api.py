@@ -198,8 +198,8 @@ def _announce(compute_dtype: torch.dtype) -> None:
         text = "computing in float32: true full precision from end to end"
     else:
         text = (
-            "computing in bfloat16 over FP32 master weights and moments; "
-            "compute_dtype=torch.float32 gives full precision from end to end"
+            "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
+            "bf16=False of a trainer, is full precision from end to end"
         )
     print(f"megacompile: {text}", file=sys.stderr)
 

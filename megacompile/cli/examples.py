@@ -9,7 +9,7 @@ ALL = """examples:
   megacompile doctor
 
 `megacompile COMMAND --help` says more. Exit code: 0 yes, 1 no (it does not fit, the plans differ),
-2 the question is wrong. No weights, no GPU and no triton are needed."""
+2 the question is wrong."""
 PLAN = """examples:
   megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
   megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\

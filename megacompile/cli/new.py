@@ -39,7 +39,7 @@ seed: 0
 # ---- what is told and kept
 logging_steps: 10
 # report_to: wandb                 # default: tensorboard where it is installed (tensorboard --logdir out)
-include_num_input_tokens_seen: true   # logs tokens per second
+include_num_input_tokens_seen: true   # logs tokens per second, padding left out
 eval_strategy: steps
 eval_steps: 200
 sample_prompts:                    # answered at each evaluation: shown, and kept in out/samples.jsonl
@@ -68,6 +68,6 @@ def run_new(options: argparse.Namespace) -> int:
         with path.open("x") as file:
             file.write(_EXAMPLE.format(name=path.name, data=_DATA[options.method], rate=rate))
     except OSError as error:
-        raise MegacompileError(f"{path} was not written: {error.strerror}.") from error
+        raise MegacompileError(f"{path} was not written: {error.strerror}. Give another name.") from error
     print(f"{path}: edit it, then run megacompile train {path}")
     return 0

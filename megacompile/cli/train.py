@@ -55,7 +55,7 @@ def run_train(options: argparse.Namespace) -> int:
         import trl
 
         from megacompile.integrations.checkpoints import last_checkpoint
-        from megacompile.integrations.report import write_report
+        from megacompile.integrations.report import Logbook, write_report
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
@@ -67,6 +67,7 @@ def run_train(options: argparse.Namespace) -> int:
     (folder / "config.yaml").write_text(Path(options.config).read_text())
     try:
         trainer = _trainer(*keys)
+        trainer.add_callback(logbook := Logbook(folder / "log.csv"))
     except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
         raise MegacompileError(f"{options.config}: {error}") from error
     resumed = last_checkpoint(arguments.output_dir)
@@ -74,7 +75,7 @@ def run_train(options: argparse.Namespace) -> int:
         print(f"megacompile: going on from {resumed}; another output_dir starts anew")
     trainer.train(resume_from_checkpoint=resumed)
     trainer.save_model(str(folder / "model"))
-    write_report(trainer, folder)
+    write_report(trainer, logbook, folder)
     print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
     return 0
 
@@ -84,7 +85,6 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
     from trl import get_peft_config
 
     from megacompile.integrations.arguments import MegacompileConfig
-    from megacompile.integrations.report import Logbook
     from megacompile.integrations.samples import Samples
     from megacompile.integrations.trl import DPOTrainer, SFTTrainer
 
@@ -99,13 +99,14 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
         train_dataset=train_data,
         eval_dataset=eval_data,
         peft_config=get_peft_config(model_config),
-        callbacks=[Logbook(Path(arguments.output_dir) / "log.csv")],
         config=MegacompileConfig(**{k: v for k, v in vars(ours).items() if k in names}),
         **_model(ours, model_config, arguments),
     )
     if ours.sample_prompts:
         path = Path(arguments.output_dir) / "samples.jsonl"
         trainer.add_callback(Samples(trainer, ours.sample_prompts, ours.sample_tokens, path))
+    if not arguments.push_to_hub:  # of a folder's model TRL's card says None
+        trainer.create_model_card = lambda *args, **kwargs: None
     return trainer
 
 
@@ -144,6 +145,8 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
         raise MegacompileError(f"{path}: {error}") from error
     if "report_to" not in names and integrations.is_tensorboard_available():
         parsed[2].report_to = ["tensorboard"]
+    if parsed[2].include_num_input_tokens_seen == "all":  # which is what the parser makes of true
+        parsed[2].include_num_input_tokens_seen = "non_padding"
     return parsed
 
 

@@ -74,23 +74,21 @@ class Progress(logging.Handler):
         """The loss that was logged, and what was reached since the last one that was shown."""
         now = time.perf_counter()
         if "loss" in logs and self._trainer.program is not None and now - self._shown >= _OFTEN:
-            figures = {"loss": f"{logs['loss']:.4g}", **self._figures(now)}
-            self._text = ", ".join(f"{name} {value}" for name, value in figures.items())
+            self._text = ", ".join([f"loss {logs['loss']:.4g}", *self._figures(now)])
             self._tell(self._text)
             self._shown, self._tokens, self._since = now, 0, 0.0
         elif "loss" not in logs:  # an evaluation, whose time is none of training
             self._tokens, self._since = 0, 0.0
 
-    def _figures(self, now: float) -> dict[str, str]:
-        found, memory = {}, self._trainer.program.memory
+    def _figures(self, now: float) -> list[str]:
+        found, memory = [], self._trainer.program.memory
         if self._tokens:
             speed = self._tokens / (now - self._since)
-            found["tokens/s"] = f"{speed:,.0f}"
+            found.append(f"{speed:,.0f} tokens/s")
             if self._trainer.flops_per_token:
-                found["model TFLOP/s"] = f"{speed * self._trainer.flops_per_token / 1e12:.3g}"
-        found["device"] = format_bytes(memory.device_peak_bytes)
-        found["host"] = format_bytes(sum(memory.host_bytes.values()))
-        return found
+                found.append(f"{speed * self._trainer.flops_per_token / 1e12:.3g} TFLOP/s")
+        found.append(f"device {format_bytes(memory.device_peak_bytes)}")
+        return [*found, f"host {format_bytes(sum(memory.host_bytes.values()))}"]
 
     def write(self, text: str) -> None:
         """A line of its own."""

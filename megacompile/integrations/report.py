@@ -19,6 +19,10 @@ class Logbook(TrainerCallback):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.began = (0, 0.0, 0)  # at which step, FLOPs and tokens this training started or went on
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = _reached(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         names = dict.fromkeys(["step", "epoch", *(name for entry in state.log_history for name in entry)])
@@ -30,10 +34,13 @@ class Logbook(TrainerCallback):
     on_train_end = on_save
 
 
-def write_report(trainer: Any, folder: Path) -> None:
-    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it."""
+def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
+    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it; the one that is there stays where no
+    step was left to make."""
     from megacompile.schedule.plots import loss_curve
 
+    if _reached(trainer.state)[0] == logbook.began[0] and (folder / "report.md").exists():
+        return
     history, program = trainer.state.log_history, trainer.program
     train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     held_out = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
@@ -48,7 +55,7 @@ def write_report(trainer: Any, folder: Path) -> None:
         if train
         else "",
         "loss of held-out data": f"{held_out[-1][1]:.4f}" if held_out else "",
-        **_speed(history),
+        **_speed(trainer.state, logbook.began),
         "device memory": f"{format_bytes(program.memory.device_peak_bytes)} at most, "
         f"of {format_bytes(program.memory.budget_bytes)}",
         "host memory": ", ".join(f"{k} {format_bytes(v)}" for k, v in program.memory.host_bytes.items() if v),
@@ -70,15 +77,22 @@ def _last_samples(path: Path) -> list[str]:
     return [f"Answers after step {last[0]['step']}:", "", *quoted]
 
 
-def _speed(history: list[dict[str, Any]]) -> dict[str, str]:
-    """Of the last training that ended: its time, and what it did per second."""
-    ended = next((entry for entry in reversed(history) if "train_runtime" in entry), None)
+def _reached(state: Any) -> tuple[int, float, int]:
+    """Steps, FLOPs and tokens so far."""
+    return state.global_step, state.total_flos, state.num_input_tokens_seen
+
+
+def _speed(state: Any, began: tuple[int, float, int]) -> dict[str, str]:
+    """Of the training that ended, since it ``began``: its time, and what it did per second."""
+    ended = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     if ended is None or not ended["train_runtime"]:
         return {}
     seconds = ended["train_runtime"]
-    found = {"time": f"{seconds:,.0f} s, {ended['train_steps_per_second']:.3g} steps per second"}
-    if "train_tokens_per_second" in ended:
-        found["tokens per second"] = f"{ended['train_tokens_per_second']:,.0f}"
-    if ended.get("total_flos"):
-        found["model TFLOP/s"] = f"{ended['total_flos'] / seconds / 1e12:.3g}"
+    steps, flos, tokens = (now - then for now, then in zip(_reached(state), began, strict=True))
+    since = f", from step {began[0]} on" if began[0] else ""
+    found = {"time": f"{seconds:,.0f} s for {steps:,} steps{since}, with compilation and evaluation"}
+    if tokens:
+        found["tokens per second"] = f"{tokens / seconds:,.0f} of that time"
+    if flos:
+        found["model TFLOP/s"] = f"{flos / seconds / 1e12:.3g} of that time"
     return found

@@ -64,11 +64,10 @@ def loss_curve(
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=_LINE, marker="o", markersize=5, linewidth=1.6,
                   label="held-out text", clip_on=False, zorder=3)  # fmt: skip
-        for point, shift in ((held_out[0], (10, -4)), (held_out[-1], (-14, -18))):
-            axes.annotate(
-                f"{point[1]:.2f}", point, shift, textcoords="offset points", color=_LINE, weight="bold"
-            )
-    axes.set_xlim(0, max((step for step, _ in train), default=1))
+        for point, side in {held_out[-1]: "right", held_out[0]: "left"}.items():
+            axes.annotate(f"{point[1]:.2f}", point, (0, 9), textcoords="offset points", color=_LINE,
+                          weight="bold", ha=side)  # fmt: skip
+    axes.set_xlim(0, max((step for step, _ in (*train, *held_out)), default=1))
     axes.set_ylim(0, 1.06 * max((loss for _, loss in (*train, *held_out)), default=1.0))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -101,6 +101,16 @@ def test_the_site_shows_every_page() -> None:
             assert (path.parent / link).is_file(), (page, link)
 
 
+def test_every_class_of_errors_is_on_the_page_of_errors() -> None:
+    from megacompile import NonFiniteError, errors
+
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert len(kinds) > 5
+    for kind in (*kinds, NonFiniteError):
+        assert f"| `{kind.__name__}` |" in page
+
+
 def test_every_option_of_every_command_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     _, commands = _build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,11 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     assert "4 steps" in report and "of 5 MB" in report
     for name in ("loss.png", "schedule.html", "config.yaml"):
         assert (folder / "out" / name).stat().st_size
+    assert re.search(r"s for 4 steps, .*\n\| tokens per second \| [\d,]+ of", report)
+    assert not (folder / "out" / "README.md").exists()
     capsys.readouterr()
     assert main(["train", "config.yaml", *SMALL]) == 0
+    assert (folder / "out" / "report.md").read_text() == report
     assert "going on from out/checkpoint-4" in capsys.readouterr().out
     again = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
     assert all(torch.equal(value, first[name]) for name, value in again.items())
