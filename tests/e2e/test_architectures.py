@@ -15,7 +15,8 @@ FP32 = (
     "MLP-Mixer",  # gradients laid out unlike their values
     "LSTM, bidirectional, dropout",
     "one block called 4 times",
-    "T5, padded",  # the encoder's output read by all decoder blocks
+    "nn.Transformer",  # the encoder's output read by all decoder blocks
+    "T5, padded",
     "gpt_oss, left-padded",  # sinks, sliding windows, rows without keys
     "bloom",  # an autograd.Function that says what torch would
     "deepseek_v32",  # latent and sparse attention
