@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Distribution
 from torch.fx import config as fx_config
@@ -53,6 +54,7 @@ REFUSED: tuple[Patch, ...] = (
     Patch(eager_transforms, "grad_increment_nesting", refused(calls.GRAD), _NO_GRADIENTS),
     Patch(eager_transforms, "_construct_standard_basis_for", refused(calls.JACFWD), _NO_GRADIENTS),
     Patch(Tensor, "register_hook", refusals.gradient_hook, _NEVER),
+    Patch(FakeTensor, "is_cuda", property(refusals.is_cuda), "a graph has one side of a branch"),
     Patch(saved_tensors_hooks, "__enter__", effects.no_packing, _NEVER),
     Patch(torch.inference_mode, "__enter__", effects.no_inference, "a trace does not hold the mode"),
     Patch(torch._VF, "_pack_padded_sequence", refused(recurrent.PACKED), _BY_VALUES),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +49,23 @@ def gradient_hook(theirs: Any, tensor: Tensor, hook: Any) -> None:
         f"The forward registers a gradient hook on a tensor of shape {tuple(tensor.shape)}, which would "
         "never run: scale the tensor itself, or its loss."
     )
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    """``Tensor.is_cuda`` of what is captured: no, which a model that asks is told of where there is a GPU."""
+    asked = sys._getframe(1)
+    if _has_gpu() and asked.f_globals.get("__name__", "").split(".")[0] not in ("torch", "megacompile"):
+        place = f"{Path(asked.f_code.co_filename).name}:{asked.f_lineno}"
+        warnings.warn(
+            f"The forward asks at {place} whether a tensor is on a GPU: it is captured as on a CPU, and every "
+            "device runs the branch that a CPU takes.",
+            stacklevel=2,
+        )
+    return bool(Tensor.is_cuda.__get__(tensor))  # type: ignore[attr-defined]
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def refuse_writes(exported: torch.export.ExportedProgram) -> None:

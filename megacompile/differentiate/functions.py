@@ -92,6 +92,7 @@ def block_function(
     ``loops`` the positions of its sequence and those of a chunk, where it is to run chunk by chunk.
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
+    _name_devices(counted)
     work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
     attention = [attention_flops(n) for n in counted]
     asked = sum(map(launches, counted))
@@ -150,6 +151,14 @@ def fused(
         fused=True,
         asked=taken.asked,
     )
+
+
+def _name_devices(nodes: Iterable[fx.Node]) -> None:
+    """Let tensors that come of no other say where they are: else they would be on the host."""
+    for node in nodes:
+        made = isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes
+        if made and any(a.name == "device" for a in node.target._schema.arguments):  # type: ignore[union-attr]
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacompile.compiler import Compiler
 from tests.simulated.numbers import runtime
@@ -48,6 +49,27 @@ def test_losses_and_state_are_those_of_the_cpu_backend(
     assert losses == expected
     assert all(torch.equal(ours[n], v) for n, v in state.items())
     assert runtime.count("copies") > before
+
+
+class MakesNumbers(nn.Module):
+    """A tensor that an operator makes where no device is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(512, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.mix(x) * torch.ops.aten.arange.default(1024)).square().mean()
+
+
+def test_what_a_forward_makes_is_on_the_device(streamed: None) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        trained = program(MakesNumbers(), device, BUDGET)
+        found.append([float(trained.train_step(torch.ones(4, 512)).loss) for _ in range(2)])
+        trained.close()
+    assert found[0] == found[1]
 
 
 def test_a_loss_outside_of_the_program(streamed: None) -> None:
