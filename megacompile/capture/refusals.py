@@ -57,8 +57,8 @@ def is_cuda(tensor: Tensor) -> bool:
     if _has_gpu() and asked.f_globals.get("__name__", "").split(".")[0] not in ("torch", "megacompile"):
         place = f"{Path(asked.f_code.co_filename).name}:{asked.f_lineno}"
         warnings.warn(
-            f"The forward asks at {place} whether a tensor is on a GPU: it is captured as on a CPU, and every "
-            "device runs the branch that a CPU takes.",
+            f"The forward asks at {place} whether a tensor is on a GPU: it is captured as on a CPU, and "
+            "every device runs the branch that a CPU takes.",
             stacklevel=2,
         )
     return bool(Tensor.is_cuda.__get__(tensor))  # type: ignore[attr-defined]

@@ -225,7 +225,7 @@ class TorchCuda:
     def snapshot(self) -> str:
         handle, path = tempfile.mkstemp(".pickle", "megacompile-memory-")
         os.close(handle)
-        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
         return path
 
 

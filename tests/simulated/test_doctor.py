@@ -1,11 +1,18 @@
-"""``megacompile doctor --gpu`` through torch.cuda."""
+"""Commands through torch.cuda: ``megacompile doctor --gpu`` and ``profile``, ``python -m benchmarks.gpu``."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from benchmarks.gpu import machine, ours
 from megacompile.cli import first_run
 from megacompile.cli.main import main
+from megacompile.machine.catalog import read_profile
+from megacompile.runtime.backends import open_backend
+from tests.simulated.numbers import runtime
 
 
 def test_a_tiny_model_trains_as_by_plain_torch(
@@ -14,3 +21,21 @@ def test_a_tiny_model_trains_as_by_plain_torch(
     monkeypatch.setattr(first_run, "OURS", {})  # their inputs are drawn on the device, which has no numbers
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
     assert capsys.readouterr().out.count("OK: ") == 3
+
+
+def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runtime.set(lag_us=0)
+    assert main(["profile", "--out", str(tmp_path / "machine.json")]) == 0
+    measured = read_profile(tmp_path / "machine.json").rates("bf16")
+    assert measured.name == torch.cuda.get_device_name() and measured.attention_forward > 0
+    assert open_backend("cuda", torch.bfloat16).machine == measured
+
+
+def test_the_benchmark_measures_a_step_and_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: what the simulated device takes for it means nothing."""
+    measured = machine.rates(megabytes=4, size=128, repeats=2)
+    assert min(measured[f"{way}_gbps"] for way in ("h2d", "d2h", "both_ways_each")) > 0
+    found = ours.step("tiny", "1GB", 128, 64, True, 2, "fp32", False, {})
+    assert found["step_seconds"] > 0 and 0 < found["device_peak_gb"] <= 1
+    assert found["groups_on_device"] > 0
