@@ -59,8 +59,8 @@ class Runtime:
         self.traces.append((program.step, trace))
         run = StepRun(held, program, inputs)
         with self.device.computing():
-            self._prepare(program, inputs)
             try:
+                self._prepare(program, inputs)
                 with self.device.start(trace):
                     held.progress.begin(self.device.step, program.updates)
                     program.function(run)
