@@ -198,6 +198,8 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     if name is None:
         raise MegacompileError("There is no model: give model_name_or_path.")
     folder, template = Path(name), getattr(arguments, "chat_template_path", None)
+    if name.startswith((".", "/")) and not folder.is_dir():
+        raise MegacompileError(f"model_name_or_path: there is no folder {name}.")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
     if getattr(arguments, "assistant_only_loss", False) and not (tokenizer.chat_template or template):
         raise MegacompileError(
