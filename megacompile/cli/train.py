@@ -73,7 +73,10 @@ def run_train(options: argparse.Namespace) -> int:
     resumed = last_checkpoint(arguments.output_dir)
     if resumed is not None:
         print(f"megacompile: going on from {resumed}; another output_dir starts anew")
-    trainer.train(resume_from_checkpoint=resumed)
+    try:
+        trainer.train(resume_from_checkpoint=resumed)
+    finally:
+        trainer._progress.end()
     trainer.save_model(str(folder / "model"))
     write_report(trainer, logbook, folder)
     print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")

@@ -124,6 +124,12 @@ def test_tensorboard_is_written_where_it_is_installed(folder: Path, monkeypatch:
         assert _parse(trl, folder / "config.yaml", given)[2].report_to == expected
 
 
+def test_an_error_stands_on_a_line_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where a progress bar is shown."""
+    assert main(["train", "config.yaml", *SMALL, "--hbm_budget=10kB", "--disable_tqdm=false"]) == 2
+    assert re.search(r"\nmegacompile: hbm_budget=10 kB is too small: .*\n$", capfd.readouterr().err)
+
+
 def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.yaml", "--dry_run", "true", *SMALL]) == 0
     assert "FITS" in capsys.readouterr().out
