@@ -73,7 +73,10 @@ def run_train(options: argparse.Namespace) -> int:
     resumed = last_checkpoint(arguments.output_dir)
     if resumed is not None:
         print(f"megacompile: going on from {resumed}; another output_dir starts anew")
-    trainer.train(resume_from_checkpoint=resumed)
+    try:
+        trainer.train(resume_from_checkpoint=resumed)
+    finally:
+        trainer._progress.end()
     trainer.save_model(str(folder / "model"))
     write_report(trainer, logbook, folder)
     print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
@@ -198,6 +201,8 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     if name is None:
         raise MegacompileError("There is no model: give model_name_or_path.")
     folder, template = Path(name), getattr(arguments, "chat_template_path", None)
+    if name.startswith((".", "/")) and not folder.is_dir():
+        raise MegacompileError(f"model_name_or_path: there is no folder {name}.")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
     if getattr(arguments, "assistant_only_loss", False) and not (tokenizer.chat_template or template):
         raise MegacompileError(

@@ -95,6 +95,11 @@ class Progress(logging.Handler):
         bar = self._bar()
         print(text) if bar is None else bar.write(text)
 
+    def end(self) -> None:
+        """Leave the bar as it is, so that an error stands on a line of its own."""
+        if (bar := self._bar()) is not None:
+            bar.close()
+
     def _tell(self, text: str) -> None:
         if (bar := self._bar()) is not None:
             bar.set_postfix_str(text)

@@ -92,7 +92,7 @@ def _speed(state: Any, began: tuple[int, float, int]) -> dict[str, str]:
     since = f", from step {began[0]} on" if began[0] else ""
     found = {"time": f"{seconds:,.0f} s for {steps:,} steps{since}, with compilation and evaluation"}
     if tokens:
-        found["tokens per second"] = f"{tokens / seconds:,.0f} of that time"
+        found["tokens per second"] = f"{tokens / seconds:,.0f}, over all of that time"
     if flos:
-        found["model TFLOP/s"] = f"{flos / seconds / 1e12:.3g} of that time"
+        found["model TFLOP/s"] = f"{flos / seconds / 1e12:.3g}, over all of that time"
     return found

@@ -70,7 +70,7 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     assert "4 steps" in report and "of 5 MB" in report
     for name in ("loss.png", "schedule.html", "config.yaml"):
         assert (folder / "out" / name).stat().st_size
-    assert re.search(r"s for 4 steps, .*\n\| tokens per second \| [\d,]+ of", report)
+    assert re.search(r"s for 4 steps, .*\n\| tokens per second \| [\d,]+, over", report)
     assert not (folder / "out" / "README.md").exists()
     capsys.readouterr()
     assert main(["train", "config.yaml", *SMALL]) == 0
@@ -124,6 +124,12 @@ def test_tensorboard_is_written_where_it_is_installed(folder: Path, monkeypatch:
         assert _parse(trl, folder / "config.yaml", given)[2].report_to == expected
 
 
+def test_an_error_stands_on_a_line_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where a progress bar is shown."""
+    assert main(["train", "config.yaml", *SMALL, "--hbm_budget=10kB", "--disable_tqdm=false"]) == 2
+    assert re.search(r"\nmegacompile: hbm_budget=10 kB is too small: .*\n$", capfd.readouterr().err)
+
+
 def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.yaml", "--dry_run", "true", *SMALL]) == 0
     assert "FITS" in capsys.readouterr().out
@@ -174,7 +180,7 @@ def test_an_instruction_with_an_input() -> None:
         ),
         (["train", "config.yaml", "--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["train", "config.yaml", "--data", "nothing.jsonl"], "data: nothing.jsonl cannot be read"),
-        (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "./nowhere"),
+        (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),
         (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
         (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
         (["train", "config.yaml", "--data", "broken.jsonl"], "in row 3"),
