@@ -52,9 +52,19 @@ def _saved(step: Step, index: int, readers: dict[Token, list[int]], work: Worklo
     op = step.ops[index]
     own = []
     for token in (*op.reads, *op.writes):
-        later = [i for i in readers[token] if i > index]
-        mine = all(step.ops[i].block == op.block for i in later)
         saved = isinstance(token, Saved) or (isinstance(token, Value) and not work.values[token.value].batch)
-        if saved and later and mine and token[-1] == op.micro:
+        if saved and token[-1] == op.micro and _alone(step, index, readers[token]):
             own.append(token)
     return tuple(own)
+
+
+def _alone(step: Step, index: int, readers: list[int]) -> bool:
+    """Whether of what reads a token after this operation all is of the same block, and there is any."""
+    any_later = False
+    for i in reversed(readers):
+        if i <= index:
+            break
+        if step.ops[i].block != step.ops[index].block:
+            return False
+        any_later = True
+    return any_later

@@ -34,10 +34,10 @@ def synchronize(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
 class _Item:
     """An operation with what both walks need of it; tokens are numbered, as hashing them takes long."""
 
-    __slots__ = ("changed", "event", "fills", "leaves", "reads", "stream", "takes", "touched")
+    __slots__ = ("changed", "fills", "leaves", "op", "reads", "stream", "takes", "touched")
 
     def __init__(self, op: Op, numbers: dict[Token, int]) -> None:
-        self.event = op.event
+        self.op = op
         self.stream = _STREAM[op.stream]
         self.reads = [numbers.setdefault(t, len(numbers)) for t in op.reads]
         changed = op.writes
@@ -45,33 +45,29 @@ class _Item:
             changed = tuple(dict.fromkeys(op.writes + op.donates + op.frees))
         self.changed = [numbers.setdefault(t, len(numbers)) for t in changed]
         self.touched = self.reads + self.changed
-        self.takes = op.stream != "compute" and any(t.on_device for t in op.writes)
+        self.takes = self.stream != _COMPUTE and any(t.on_device for t in op.writes)
         place = (op.offset, op.offset + op.nbytes) if op.group >= 0 else None
         self.fills = place if op.kind == "prefetch" else None
         self.leaves = place if op.kind == "evict" else None
 
 
 class _Visit:
-    """An item in one walk: the ``tick`` of its stream, and what of other streams is over when it starts."""
+    """An operation in one walk: the ``tick`` of its stream, and per stream the last tick that is over when
+    this one is."""
 
-    __slots__ = ("clock", "item", "stream", "tick")
+    __slots__ = ("clock", "op", "stream", "tick")
 
-    def __init__(self, item: _Item, tick: int, clock: tuple[int, ...]) -> None:
-        self.item, self.stream, self.tick, self.clock = item, item.stream, tick, clock
-
-    def known(self) -> tuple[int, ...]:
-        """Per stream the last tick that is over when this is."""
-        return (*self.clock[: self.stream], self.tick, *self.clock[self.stream + 1 :])
+    def __init__(self, op: Op, stream: int, clock: list[int]) -> None:
+        self.op, self.stream, self.tick, self.clock = op, stream, clock[stream], clock
 
 
 class _Walker:
-    """Follows all streams in program order with one clock entry per stream."""
+    """Follows all streams in program order with one clock per stream."""
 
     def __init__(self, tokens: int) -> None:
-        self.ticks = [0] * len(STREAMS)
-        self.clocks: list[tuple[int, ...]] = [(0,) * len(STREAMS) for _ in STREAMS]
+        self.clocks = [[0] * len(STREAMS) for _ in STREAMS]
         self.writer: list[_Visit | None] = [None] * tokens
-        self.readers: list[list[_Visit]] = [[] for _ in range(tokens)]
+        self.readers: list[dict[int, _Visit]] = [{} for _ in range(tokens)]  # the last of each stream
         self.stays: dict[_Place, _Visit] = {}  # the last evict from each place in the slab
         self.overlaps: dict[_Place, list[_Place]] = {}
         self.compute: _Visit | None = None
@@ -79,37 +75,37 @@ class _Walker:
     def visit(self, item: _Item) -> tuple[Event, ...]:
         """Move past an operation; returns the events that it has to wait for."""
         stream = item.stream
-        clock = self.clocks[stream]
+        clock = self.clocks[stream].copy()
         waits: tuple[Event, ...] = ()
         latest = self._conflicts(item, clock)
         if latest:
             others = latest.values()
             for other in sorted(others, key=_most_implied_first) if len(latest) > 1 else others:
                 if clock[other.stream] < other.tick:
-                    waits += (other.item.event,)
-                    clock = tuple(map(max, clock, other.known()))
-            self.clocks[stream] = clock
-        self.ticks[stream] += 1
-        self._record(item, _Visit(item, self.ticks[stream], clock))
+                    waits += (other.op.event,)
+                    clock = [a if a > b else b for a, b in zip(clock, other.clock, strict=True)]
+        clock[stream] += 1
+        self.clocks[stream] = clock
+        self._record(item, _Visit(item.op, stream, clock))
         return waits
 
-    def _conflicts(self, item: _Item, clock: tuple[int, ...]) -> dict[int, _Visit]:
+    def _conflicts(self, item: _Item, clock: list[int]) -> dict[int, _Visit]:
         """Per other stream the last operation that must be over before this; it implies those before."""
-        writer, readers, stream = self.writer, self.readers, item.stream
+        writer, readers = self.writer, self.readers
         latest: dict[int, _Visit] = {}
         for token in item.touched:
             other = writer[token]
-            if other is not None and other.stream != stream and clock[other.stream] < other.tick:
+            if other is not None and clock[other.stream] < other.tick:
                 _keep_last(latest, other)
         for token in item.changed:
-            for other in readers[token]:
-                if other.stream != stream and clock[other.stream] < other.tick:
+            for other in readers[token].values():
+                if clock[other.stream] < other.tick:
                     _keep_last(latest, other)
         if item.fills is not None:
             for other in self._earlier_stays(item.fills):
                 if clock[other.stream] < other.tick:
                     _keep_last(latest, other)
-        elif item.takes and self.compute is not None and clock[self.compute.stream] < self.compute.tick:
+        elif item.takes and self.compute is not None and clock[_COMPUTE] < self.compute.tick:
             _keep_last(latest, self.compute)  # what it takes may have been given back just before
         return latest
 
@@ -122,10 +118,11 @@ class _Walker:
     def _record(self, item: _Item, visit: _Visit) -> None:
         for token in item.changed:
             self.writer[token] = visit
-            self.readers[token] = []
+            if self.readers[token]:
+                self.readers[token] = {}
         for token in item.reads:
-            self.readers[token].append(visit)
-        if item.stream == _COMPUTE:
+            self.readers[token][visit.stream] = visit
+        if visit.stream == _COMPUTE:
             self.compute = visit
             if item.leaves is not None:
                 self._end_stay(item.leaves, visit)
@@ -144,4 +141,4 @@ def _keep_last(latest: dict[int, _Visit], visit: _Visit) -> None:
 
 
 def _most_implied_first(visit: _Visit) -> tuple[int, int]:
-    return -sum(visit.known()), visit.stream
+    return -sum(visit.clock), visit.stream
