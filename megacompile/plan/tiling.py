@@ -18,6 +18,7 @@ from megacompile.tile.rewrite import Cuts
 
 _WORSE = 2  # tilings in a row that need no less than one before: finer ones are not tried
 _GAIN = 0.98  # finer cuts must be faster by this
+_ROOM = 50  # the part of the budget that they must leave free for that
 
 
 class _Cut(Protocol):
@@ -76,13 +77,14 @@ def choose(
     """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
-    room on the device for more of the state, where that may be (``resides``). ``gathers`` says that the
-    second tiling gathers rows of tables: it moves fewer bytes, so it is the first, unless all state has room
-    on the device, where tables are best. Raises what ``plan`` does for the tiling of the least budget where
-    none fits.
+    room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
+    room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables.
+    It moves fewer bytes, so it is the first, unless all state has room on the device, where tables are best.
+    Raises what ``plan`` does for the tiling of the least budget where none fits.
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
+    coarser = 0
     for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2)):
         if tightest is None or need < tightest[0]:
             tightest = need, tiling
@@ -91,11 +93,13 @@ def choose(
             need = state + (need if state > budget_bytes else least(tiling.assembly.work, mode).nbytes)
         if need > budget_bytes:
             continue
+        if best is not None and (coarser - need) * _ROOM < budget_bytes:
+            return best
         planned = plan(tiling)
         if best is not None:
             slower = planned.timeline.step_seconds > _GAIN * best[1].timeline.step_seconds
             return best if slower else (tiling, planned)
-        best = tiling, planned
+        best, coarser = (tiling, planned), need
         if 2 * need <= budget_bytes and not (resides and _travels(tiling, planned)):
             return best
     assert tightest is not None
