@@ -23,7 +23,7 @@ DEVICE = "DEVICE"  # the name under which a function finds the device it runs on
 
 def function_source(graph: fx.Graph, name: str, doc: str) -> str:
     """Source of ``def name(args)``: ``args`` is a list that the function empties."""
-    last = _last_uses(graph)
+    last = last_uses(graph)
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
     lines = [f"def {name}(args):", f'    """{doc}"""']
     if arguments:
@@ -47,7 +47,7 @@ def _name(node: fx.Node) -> str:
     return node.name
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the inputs that it is the last one to read."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,7 +1,8 @@
 """Block functions: one part of a joint graph as a function that can be loaded, and what it costs.
 
 In: the extracted graph of a forward, a recompute or a backward. Out: :class:`BlockFunction`. What it holds
-at most is measured by running it on fake tensors under the meter that also measures real runs.
+most is measured by running it on fake tensors under the meter that also measures real runs, or is known from
+its trace, which gives the same (:mod:`~megacompile.differentiate.lifetimes`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megacompile.differentiate.codegen import function_source, load_functions
 from megacompile.differentiate.costs import attention_flops, flops, is_heavy, launches, moved
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
+from megacompile.differentiate.lifetimes import held_bytes
 from megacompile.differentiate.loops import looped_source
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.reuse import reuse
@@ -102,24 +104,41 @@ def block_function(
     if source is None:
         reuse(graph, owned)
         source = function_source(graph, name, doc)
-    plain = load_functions(source, torch.device("cpu"))[name]
-    taken = _measure(plain, _examples(graph), inputs, mode, torch.device("cpu"), processors)
+    peak, end, requests = _held(source, name, graph, inputs, mode, processors, looped)
     return BlockFunction(
         name=name,
         source=source,
         inputs=tuple(inputs),
         outputs=tuple(r for r, _ in results),
         result_bytes=tuple(storage_nbytes(n.meta["val"]) for _, n in results),
-        peak_bytes=taken.peak_bytes,
-        end_bytes=taken.end_bytes,
+        peak_bytes=peak,
+        end_bytes=end,
         flops=work[0],
         moved_bytes=work[1],
         launches=asked * -(-loops[0] // loops[1]) if loops and looped else asked,
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
         kernels=work[2],
         looped=looped,
-        asked=taken.asked,
+        asked=requests,
     )
+
+
+def _held(
+    source: str,
+    name: str,
+    graph: fx.Graph,
+    inputs: Sequence[Ref],
+    mode: FakeTensorMode,
+    processors: int | None,
+    looped: bool,
+) -> tuple[int, int, Asked | None]:
+    """Bytes of a printed function at most and at its end, and what it asks of a GPU's allocator."""
+    held = held_bytes(graph, inputs, mode) if processors is None and not looped else None
+    if held is not None:
+        return *held, None
+    cpu = torch.device("cpu")
+    taken = _measure(load_functions(source, cpu)[name], _examples(graph), inputs, mode, cpu, processors)
+    return taken.peak_bytes, taken.end_bytes, taken.asked
 
 
 def fused(

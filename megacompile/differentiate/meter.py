@@ -10,17 +10,18 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from megacompile.differentiate.scratch import scratch
 from megacompile.errors import BudgetExceededError
+from megacompile.kernels._triton import recording
 
 aten = torch.ops.aten
 OVERSIZED = frozenset(
@@ -105,12 +106,8 @@ class StorageMeter(TorchDispatchMode):
         if inner is not None:
             return self._inside(func, inner, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.track(out, args[0].untyped_storage().nbytes() if func in OVERSIZED else 0)
-        else:
-            for i, item in enumerate(_tensors(out)):
-                bags = i == 1 and func in _BAGS  # one entry more than there are indices, whatever it shows
-                self.track(item, args[1].nbytes + args[1].itemsize if bags else 0)
+        for i, item in enumerate(tensors_of(out)):
+            self.track(item, _at_least(func, i, args))
         if self._processors is not None:
             self._take_beside(scratch(func, args, kwargs or {}, self._processors))
         return out
@@ -129,7 +126,7 @@ class StorageMeter(TorchDispatchMode):
         """Run one of our operators as its Python body. On fake tensors, whose body computes nothing, what a
         call like it took before is counted instead: its highest bytes, and those that its results stand in.
         """
-        fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in _tensors(args))
+        fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in tensors_of(args))
         key = (func, self._processors, _form(args), _form(kwargs)) if fake else None
         before, highest, first, begin = self.live, self.peak, self._count, len(self.requests)
         if key in _SEEN:
@@ -138,7 +135,7 @@ class StorageMeter(TorchDispatchMode):
             self.peak = max(highest, before + taken)
             self.requests += [(first + number, nbytes) for number, nbytes in requests]
             self._count += numbers
-            for item, (number, nbytes) in zip(_tensors(out), standing, strict=True):
+            for item, (number, nbytes) in zip(tensors_of(out), standing, strict=True):
                 self._watch(item, nbytes, first + number)
             return out
         self.peak = before
@@ -146,10 +143,10 @@ class StorageMeter(TorchDispatchMode):
             out = inner(*args, **kwargs)
         taken = self.peak - before
         self.peak = max(highest, self.peak)
-        for item in _tensors(out):
+        for item in tensors_of(out):
             self.track(item)
         if key is not None:
-            standing = [(self.number(t) - first, t.untyped_storage().nbytes()) for t in _tensors(out)]
+            standing = [(self.number(t) - first, t.untyped_storage().nbytes()) for t in tensors_of(out)]
             requests = [(number - first, nbytes) for number, nbytes in self.requests[begin:]]
             _SEEN[key] = taken, standing, requests, self._count - first
         return out
@@ -196,11 +193,49 @@ def _implementation(func: Any) -> Callable[..., Any] | None:
     return None if definition is None else definition._init_fn
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def call_bytes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor], mode: FakeTensorMode
+) -> tuple[int, list[int]]:
+    """What a call on fake tensors takes on a CPU: its highest bytes where it runs as Python, and those that
+    each of its ``results`` stands in."""
+    if _implementation(func) is None:
+        stored = [t.untyped_storage().nbytes() for t in results]
+        return 0, [max(nbytes, _at_least(func, i, args)) for i, nbytes in enumerate(stored)]
+    key = func, None, _form(_without_defaults(func, args)), _form(kwargs)
+    if key in _SEEN:
+        taken, standing, *_ = _SEEN[key]
+        return taken, [nbytes for _, nbytes in standing]
+    meter = StorageMeter()
+    for tensor in tensors_of((*args, *kwargs.values())):
+        meter.ignore(tensor)
+    with mode, torch.no_grad(), recording(), meter:
+        out = tensors_of(func(*args, **kwargs))
+    return meter.peak, [t.untyped_storage().nbytes() for t in out]
+
+
+def _without_defaults(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as a mode is given them: those at the end that are as the schema has them are left out."""
+    count = len(args)
+    for value, argument in reversed(list(zip(args, func._schema.arguments, strict=False))):
+        if isinstance(value, Tensor) or not argument.has_default_value() or value != argument.default_value:
+            break
+        count -= 1
+    return args[:count]
+
+
+def _at_least(func: Any, index: int, args: tuple[Any, ...]) -> int:
+    """Bytes that a result of torch's stands in, whatever its fake tensor shows."""
+    if func in OVERSIZED:
+        return int(args[0].untyped_storage().nbytes())
+    bags = index == 1 and func in _BAGS  # one entry more than there are indices
+    return int(args[1].nbytes + args[1].itemsize) if bags else 0
+
+
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors among what an operator takes or gives."""
     if isinstance(value, Tensor):
         return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+    return [t for item in value for t in tensors_of(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _form(value: Any) -> Any:

@@ -1,0 +1,45 @@
+"""What a function holds, as its trace tells: to the byte what a run of it on fake tensors holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile.capture.batch import read_batch
+from megacompile.differentiate import functions
+from megacompile.differentiate.policies import DifferentiatedTemplate
+from megacompile.frontend import Frontend
+from tests.support.models import batch_for, build
+
+
+class Bags(nn.Module):
+    """Results that stand in more memory than they show, several results of one operator, views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.mix = nn.EmbeddingBag(32, 12, mode="max"), nn.Conv1d(4, 6, 3)
+        self.norm = nn.LayerNorm(10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.bag(ids).view(-1, 4, 12)
+        first, second = self.norm(self.mix(found)).chunk(2, 1)
+        return nn.functional.mse_loss(first.tanh(), second.expand_as(first))
+
+
+def templates(kind: str) -> tuple[DifferentiatedTemplate, ...]:
+    torch.manual_seed(0)
+    kind, _, fused = kind.partition(" ")
+    model = Bags() if kind == "bags" else build(kind)
+    given = {"ids": torch.zeros(8, 5, dtype=torch.long)} if kind == "bags" else batch_for(kind, 1)
+    frontend = Frontend(model, torch.float32, kernels=bool(fused))
+    return frontend.build(read_batch(given, model), {}, evaluate=False).templates
+
+
+@pytest.mark.parametrize("kind", ["bags", "llama fused", "gpt2"])
+def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(functions, "_measure", None)
+        walked = templates(kind)
+    monkeypatch.setattr(functions, "held_bytes", lambda *_: None)
+    assert walked == templates(kind)
