@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megacompile.assemble.workload import Call, Workload
 from megacompile.estimate.models import Model
 from megacompile.estimate.study import Answer, Question, Study, map_calls
-from megacompile.plan.least import least
+from megacompile.plan.least import least_alike
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def estimate_largest(answer: Answer) -> Largest:
     q, here = answer.question, answer.least.device_bytes
     grown = 2.0
     for _ in range(2):
-        there = least(enlarged(answer.work, grown), q.mode(True)).nbytes
+        there = least_alike(enlarged(answer.work, grown), q.mode(True))
         grown = max(0.0, 1 + (grown - 1) * (q.hbm_budget - here) / max(1, there - here))
         if grown <= 1:
             break

@@ -45,14 +45,16 @@ def shared_times(
         pace = _paces(running, draws)
         if machine.shared_cores:
             _slow_each_other(pace, computes, machine)
-        passed = min(left * pace[i] for i, left in running.items())
+        passed = min([left * pace[i] for i, left in running.items()])
         now += passed
-        for index in list(running):
-            running[index] -= passed / pace[index]
-            if running[index] <= 1e-12 * lengths[index]:
-                del running[index]
-                ends[index] = now
-                _release(index, effects, waiting, ready)
+        for index, left in list(running.items()):
+            left -= passed / pace[index]
+            if left > 1e-12 * lengths[index]:
+                running[index] = left
+                continue
+            del running[index]
+            ends[index] = now
+            _release(index, effects, waiting, ready)
     return starts, ends
 
 
@@ -60,9 +62,12 @@ def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict
     """How many times longer each running operation takes than alone."""
     cores = memory = 0.0
     for index in running:
-        cores += draws[index][0]
-        memory += draws[index][1]
+        core, byte = draws[index]
+        cores += core
+        memory += byte
     slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
+    if slow_cores == slow_memory == 1.0:
+        return dict.fromkeys(running, 1.0)
     return {i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running}
 
 
@@ -86,19 +91,18 @@ def _causes(ops: Sequence[Op], runs: int) -> list[list[int]]:
     last: dict[str, int] = {}
     causes: list[list[int]] = []
     begin = -1  # the last compute operation of the step before
-    events = [op.event for op in ops]
-    for run in range(runs):
-        for place, op in enumerate(ops):
-            before = {latest[e] for e in op.waits if e in latest}
-            if op.stream in last:
-                before.add(last[op.stream])
-            if op.stream != "compute":
-                issued = last.get("compute", -1) if op.kind == "reload" else begin
+    given = [(op.stream, op.kind, op.waits, op.event) for op in ops]
+    for _ in range(runs):
+        for stream, kind, waits, event in given:
+            before = {latest[e] for e in waits if e in latest} if waits else set()
+            if stream in last:
+                before.add(last[stream])
+            if stream != "compute":
+                issued = last.get("compute", -1) if kind == "reload" else begin
                 if issued >= 0:
                     before.add(issued)
-            index = run * len(ops) + place
+            last[stream] = latest[event] = len(causes)
             causes.append(list(before))
-            last[op.stream] = latest[events[place]] = index
         begin = last.get("compute", -1)
     return causes
 

@@ -41,19 +41,14 @@ def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
 
 
 def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
-    """Plans of small peak: everything streamed just in time, little kept; then mixtures of what is kept.
+    """Plans of small peak: all blocks alike; then mixtures of what is kept.
 
     Blocks that differ may need less when they are treated differently.
     """
     found: list[tuple[Least, Shape, str]] = []
-    offered = policies_of(work)
-    lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
-    for shape in shapes(mode):
-        for checkpoint in lean if shape.prefetch_depth == 0 else ():
-            for saved_on in ("device", "host") if shape.reload else ("host",):
-                small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
-                found.append((small, shape, saved_on))
-                yield small
+    for plan in _alike(work, mode):
+        found.append(plan)
+        yield plan[0]
     _, shape, saved_on = min(found, key=lambda f: f[0].nbytes)
     count = len(work.blocks)
     stride = 1 if count <= _SHALLOW else -(-count // _PREFIXES)
@@ -61,6 +56,21 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
         for n in sorted({*range(1, count, stride), count - 1} - {0}):
             names = (first,) * n + (rest,) * (count - n)
             yield _lowered(work, uniform(work, shape, "", saved_on, "stream", checkpoints=names), mode)
+
+
+def least_alike(work: Workload, mode: Mode) -> int:
+    """The least device bytes of plans that treat all blocks alike: nearly the least, at less cost."""
+    return min(small.nbytes for small, _, _ in _alike(work, mode))
+
+
+def _alike(work: Workload, mode: Mode) -> Iterator[tuple[Least, Shape, str]]:
+    """Everything streamed just in time, little kept, with the shape and the place of what is kept."""
+    offered = policies_of(work)
+    lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
+    for shape in shapes(mode):
+        for checkpoint in lean if shape.prefetch_depth == 0 else ():
+            for saved_on in ("device", "host") if shape.reload else ("host",):
+                yield _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode), shape, saved_on
 
 
 def _lowered(work: Workload, plan: Plan, mode: Mode) -> Least:
