@@ -46,8 +46,10 @@ class _Holdings:
 
 
 def held_bytes(graph: fx.Graph, inputs: Sequence[Ref], mode: FakeTensorMode) -> tuple[int, int] | None:
-    """The most bytes of a graph's function on a CPU, and those at its end; None where arguments share storages or
-    show parts of them, as they do not when the function is called."""
+    """The most bytes of a graph's function on a CPU, and those at its end.
+
+    None where arguments share storages or show parts of them: they do not when the function is called.
+    """
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
     if not _are_whole([n.meta["val"] for n in arguments]):
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from megacompile.capture.views import is_view
 from megacompile.differentiate.codegen import DEVICE, call_text, comment, target_name
-from megacompile.differentiate.sequence import means_as_sums
+from megacompile.differentiate.sequence import MEAN, SUM, WHOLE
 from megacompile.differentiate.stages import Stages
 
 aten = torch.ops.aten
@@ -234,3 +234,34 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def means_as_sums(graph: fx.Graph) -> None:
+    """Rewrite mean losses of a function's graph as a sum over positions, divided by the number of labels that
+    count, which depends on the labels alone: else logits of all positions would wait for it."""
+    for node in list(graph.nodes):
+        if node.target is not aten.nll_loss_forward.default or node.args[2:4] != (None, MEAN):
+            continue
+        scores, labels, _, _, ignored = node.args
+        if scores.meta["along"] != 0 or labels.meta["along"] != 0:
+            continue
+        dtype = scores.meta["val"].dtype
+        with graph.inserting_before(node):
+            counted = graph.call_function(aten.ne.Scalar, (labels, ignored))
+            number = graph.call_function(aten.sum.default, (counted,))
+            count = graph.call_function(aten._to_copy.default, (number,), {"dtype": dtype})
+        with labels.meta["val"].fake_mode:
+            counted.meta = {"val": labels.meta["val"].bool(), "along": WHOLE}  # so it is made once
+            number.meta = {"val": torch.empty((), dtype=torch.int64), "along": None}
+            count.meta = {"val": torch.empty((), dtype=dtype), "along": None}
+        node.update_arg(3, SUM)
+        for user in list(node.users):
+            if user.args[1] == 1:
+                user.replace_all_uses_with(count)
+                graph.erase_node(user)
+                continue
+            with graph.inserting_after(user):
+                mean = graph.call_function(aten.div.Tensor, (user, count))
+            mean.meta = {**user.meta, "along": None}
+            user.replace_all_uses_with(mean, lambda other, mean=mean: other is not mean)
+    graph.eliminate_dead_code()

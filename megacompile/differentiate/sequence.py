@@ -47,7 +47,7 @@ _SUMMING = (
     aten.native_layer_norm_backward.default, aten.nll_loss_forward.default,
     ops.rms_norm_backward.default, ops.add_rms_norm_backward.default, ops.layer_norm_backward.default,
 )  # fmt: skip  # those that give sums over positions beside what is local
-_MEAN, _SUM = 1, 2  # reductions of a loss
+MEAN, SUM = 1, 2  # reductions of a loss
 _SPREADS = (aten.slice_backward.default, aten.select_backward.default)
 _SOFTMAX_BACKWARDS = (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 _OVER_DIMENSIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
@@ -202,7 +202,7 @@ def _is_local(node: fx.Node, out: Any) -> bool:
     if target is aten.embedding.default:
         return along is None and out is not None
     if target is aten.nll_loss_forward.default:
-        return along == 0 and args[2] is None and args[3] == _SUM
+        return along == 0 and args[2] is None and args[3] == SUM
     if target is aten.nll_loss_backward.default:
         return along is None and out == 0
     if target in _OF_ROWS:
@@ -253,37 +253,6 @@ def _before(node: fx.Node) -> int:
     """Elements in front of the sequence's dimension."""
     along = node.meta["along"]
     return -1 if along is None else math.prod(node.meta["val"].shape[:along])
-
-
-def means_as_sums(graph: fx.Graph) -> None:
-    """Rewrite mean losses of a function's graph as a sum over positions, divided by the number of labels that
-    count, which depends on the labels alone: else logits of all positions would wait for it."""
-    for node in list(graph.nodes):
-        if node.target is not aten.nll_loss_forward.default or node.args[2:4] != (None, _MEAN):
-            continue
-        scores, labels, _, _, ignored = node.args
-        if scores.meta["along"] != 0 or labels.meta["along"] != 0:
-            continue
-        dtype = scores.meta["val"].dtype
-        with graph.inserting_before(node):
-            counted = graph.call_function(aten.ne.Scalar, (labels, ignored))
-            number = graph.call_function(aten.sum.default, (counted,))
-            count = graph.call_function(aten._to_copy.default, (number,), {"dtype": dtype})
-        with labels.meta["val"].fake_mode:
-            counted.meta = {"val": labels.meta["val"].bool(), "along": WHOLE}  # so it is made once
-            number.meta = {"val": torch.empty((), dtype=torch.int64), "along": None}
-            count.meta = {"val": torch.empty((), dtype=dtype), "along": None}
-        node.update_arg(3, _SUM)
-        for user in list(node.users):
-            if user.args[1] == 1:
-                user.replace_all_uses_with(count)
-                graph.erase_node(user)
-                continue
-            with graph.inserting_after(user):
-                mean = graph.call_function(aten.div.Tensor, (user, count))
-            mean.meta = {**user.meta, "along": None}
-            user.replace_all_uses_with(mean, lambda other, mean=mean: other is not mean)
-    graph.eliminate_dead_code()
 
 
 def two_lengths(

@@ -2,8 +2,7 @@
 
 In:  a model on the meta device and a :class:`Question`. Out: an :class:`Answer`, for clipping and without,
 planned by what plans a training run (:mod:`megacompile.plan.plan_program`). Nothing here needs weights, a
-GPU or triton. The figures of one answer agree: where the step does not fit, it holds the least budgets
-instead of predictions.
+GPU or triton. Where the step does not fit, an answer holds the least budgets instead of predictions.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from functools import cached_property
 import torch
 
 from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import BlockWork, Call, Workload
+from megacompile.assemble.workload import Workload
 from megacompile.capture.batch import read_batch
 from megacompile.errors import BudgetError
+from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.models import Model
 from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Compiled
@@ -230,7 +230,6 @@ class Study:
         return self._repeated[kind]
 
     def tilings(self, question: Question, chunk: int = 0) -> Iterator[Compiled]:
-        """The question's batch with no weight cut, then with ever smaller pieces."""
         return (compiled for compiled, _ in self._rungs(question.kind, chunk))
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
@@ -280,39 +279,6 @@ class Study:
             return {}
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         return {clip: Prediction(question, mode, compiled, planned, flops)}
-
-
-def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
-    """The workload with FLOPs that its graph could not count, and the share that was missing.
-
-    Products in a grouped kernel (mixture of experts) may have no FLOP formula; what is missing against
-    the closed form is spread over the blocks that have FLOPs, in proportion.
-    """
-    forward = sum((b.policy("none").forward.flops for b in work.blocks), 0)
-    missed = 1 - 3 * forward / model_flops
-    if missed < 0.02 or not forward:
-        return work, 0.0
-    factor = 1 / (1 - missed)
-    return map_calls(work, lambda call, _: replace(call, flops=round(call.flops * factor))), missed
-
-
-def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
-    """The workload with each function changed; ``change`` is told the bytes of weights' gradients in it."""
-
-    def block(given: BlockWork) -> BlockWork:
-        grads = sum(nbytes for _, nbytes in given.grad_groups)
-        policies = (
-            replace(
-                c,
-                forward=change(c.forward, 0),
-                recompute=c.recompute and change(c.recompute, 0),
-                backward=c.backward and change(c.backward, grads),
-            )
-            for c in given.policies
-        )
-        return replace(given, policies=tuple(policies))
-
-    return replace(work, blocks=tuple(map(block, work.blocks)))
 
 
 def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:

@@ -224,13 +224,10 @@ class _Builder:
                 put(node)
         graph.output(tuple(copies[n] for n in self.crossing[index]))
         graph.eliminate_dead_code()
-        kept = []
-        for node, item in zip(placeholders, inputs, strict=True):
-            if node.users:
-                kept.append(Input("rng", site=site[0]) if item.kind == "rng" else item)
-            else:
-                graph.erase_node(node)
-        return graph, kept
+        for node in [n for n in placeholders if not n.users]:
+            graph.erase_node(node)
+        kept = [item for node, item in zip(placeholders, inputs, strict=True) if node.users]
+        return graph, [Input("rng", site=site[0]) if item.kind == "rng" else item for item in kept]
 
     def _input(self, node: fx.Node) -> Input:
         if node.name in self.captured.parameters:

@@ -70,7 +70,8 @@ def _alike(work: Workload, mode: Mode) -> Iterator[tuple[Least, Shape, str]]:
     for shape in shapes(mode):
         for checkpoint in lean if shape.prefetch_depth == 0 else ():
             for saved_on in ("device", "host") if shape.reload else ("host",):
-                yield _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode), shape, saved_on
+                small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
+                yield small, shape, saved_on
 
 
 def _lowered(work: Workload, plan: Plan, mode: Mode) -> Least:

@@ -21,9 +21,10 @@ from megacompile.cli import run as cli_run
 from megacompile.cli.main import main
 from megacompile.estimate import models
 from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.largest import _most, estimate_largest, largest
 from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Question, Study, complete_flops
+from megacompile.estimate.study import Question, Study
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
 from megacompile.plan.bound import lower_bound
