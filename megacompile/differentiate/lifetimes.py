@@ -11,13 +11,17 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.differentiate.codegen import last_uses
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import call_bytes, tensors_of
+
+_MAY_COPY = frozenset({torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default})
 
 
 class _Holdings:
@@ -27,10 +31,17 @@ class _Holdings:
         self.live = self.peak = 0
         self._bytes: dict[int, int] = {}
         self._shown: Counter[int] = Counter()
+        self._same: dict[int, int] = {}  # storages that a trace made anew, and a run does not
 
-    def show(self, tensor: Tensor, nbytes: int) -> None:
-        """A variable shows a tensor; its storage takes these bytes if it is new."""
+    def _storage(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()._cdata
+        return self._same.get(storage, storage)
+
+    def show(self, tensor: Tensor, nbytes: int, base: Tensor | None = None) -> None:
+        """A variable shows a tensor; its storage takes these bytes if it is new, and not that of ``base``."""
+        if base is not None:
+            self._same[tensor.untyped_storage()._cdata] = self._storage(base)
+        storage = self._storage(tensor)
         if not self._shown[storage]:
             self._bytes[storage] = nbytes
             self.live += nbytes
@@ -39,7 +50,7 @@ class _Holdings:
 
     def drop(self, tensor: Tensor) -> None:
         """A variable that showed a tensor is gone."""
-        storage = tensor.untyped_storage()._cdata
+        storage = self._storage(tensor)
         self._shown[storage] -= 1
         if not self._shown[storage]:
             self.live -= self._bytes[storage]
@@ -69,13 +80,35 @@ def held_bytes(graph: fx.Graph, inputs: Sequence[Ref], mode: FakeTensorMode) -> 
 def _call(holdings: _Holdings, node: fx.Node, mode: FakeTensorMode) -> None:
     found = tensors_of(node.meta.get("val"))
     if node.target is operator.getitem:
-        inside, standing = 0, [0] * len(found)
-    else:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        inside, standing = call_bytes(node.target, args, kwargs, found, mode)
+        for tensor in found:
+            holdings.show(tensor, 0)
+        return
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    inside, standing = call_bytes(node.target, args, kwargs, found, mode)
     holdings.peak = max(holdings.peak, holdings.live + inside)
-    for tensor, nbytes in zip(found, standing, strict=True):
-        holdings.show(tensor, nbytes)
+    for index, (tensor, nbytes) in enumerate(zip(found, standing, strict=True)):
+        holdings.show(tensor, nbytes, _base(node.target, index, args, tensor, mode))
+
+
+def _base(
+    func: Any, index: int, args: tuple[Any, ...], result: Tensor, mode: FakeTensorMode
+) -> Tensor | None:
+    """The argument in whose memory an operator leaves a result: a view of it, or itself, written to.
+
+    A trace may know another: of a view that was a copy when it was traced, of what is overwritten since.
+    """
+    returned = func._schema.returns
+    alias = returned[index if len(returned) > 1 else 0].alias_info if returned else None
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        given = argument.alias_info
+        if alias is None or given is None or not alias.before_set & given.before_set:
+            continue
+        if not isinstance(value, Tensor) or func not in _MAY_COPY:
+            return value if isinstance(value, Tensor) else None
+        with mode:
+            made = func(*args)
+        return value if made.untyped_storage()._cdata == value.untyped_storage()._cdata else None
+    return None
 
 
 def _drop(holdings: _Holdings, nodes: Sequence[fx.Node]) -> None:
