@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,52 @@ from megacompile.units import format_bytes
 
 _OFTEN = 0.5  # seconds; no eye reads faster, and the figures take a part of a millisecond
 _LOG = logging.getLogger("megacompile.compiler")
+
+
+@dataclass
+class _Kept:
+    """Stands where a bar is written to."""
+
+    write: Callable[[str], None]
+
+
+class Bar(ProgressCallback):
+    """transformers' progress bar. What is logged faster than an eye reads is written together: each writing
+    draws the bar anew, which takes most of the time of a log."""
+
+    training_bar: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lines: list[str] = []
+        self._written = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.mininterval = _OFTEN
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        bar = self.training_bar
+        if bar is not None:
+            self.training_bar = _Kept(self._lines.append)
+        try:
+            super().on_log(*args, **kwargs)
+        finally:
+            self.training_bar = bar
+        if time.perf_counter() - self._written >= _OFTEN:
+            self.flush()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.flush()
+        super().on_train_end(*args, **kwargs)
+
+    def flush(self) -> None:
+        """Write what was logged so far."""
+        if self._lines and self.training_bar is not None:
+            self.training_bar.write("\n".join(self._lines))
+        self._lines.clear()
+        self._written = time.perf_counter()
 
 
 class Progress(logging.Handler):
@@ -41,6 +88,7 @@ class Progress(logging.Handler):
         try:
             yield
         finally:
+            self._flush()
             _LOG.removeHandler(self)
             _LOG.setLevel(level)
             _LOG.propagate = propagate
@@ -92,6 +140,7 @@ class Progress(logging.Handler):
 
     def write(self, text: str) -> None:
         """A line of its own."""
+        self._flush()
         bar = self._bar()
         print(text) if bar is None else bar.write(text)
 
@@ -105,6 +154,11 @@ class Progress(logging.Handler):
             bar.set_postfix_str(text)
         elif any(isinstance(c, PrinterCallback) for c in self._trainer.callback_handler.callbacks):
             print(text)
+
+    def _flush(self) -> None:
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, Bar):
+                callback.flush()
 
     def _bar(self) -> Any:
         callbacks = self._trainer.callback_handler.callbacks

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import ProgressCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -27,7 +28,7 @@ from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
 from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
-from megacompile.integrations.progress import Progress
+from megacompile.integrations.progress import Bar, Progress
 from megacompile.integrations.saving import Saving
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
@@ -69,6 +70,8 @@ class Mixin(Saving, Evaluation):
         super().__init__(*args, **kwargs)
         self._interruption = Interruption()
         self.add_callback(self._interruption)
+        known = self.callback_handler.callbacks
+        known[:] = [Bar() if type(callback) is ProgressCallback else callback for callback in known]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,33 @@ def test_figures_are_shown_no_more_often_than_they_are_read(
     one._progress._shown = -1e10
     one.train()
     assert len(re.findall(r"device [\d.]+ [kM]B", capfd.readouterr().out)) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_that_nobody_could_read_one_by_one_are_written_together(
+    fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, in order, at the latest when training ends, by an error as well."""
+
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if fails and state.global_step == 4:
+                raise ValueError("a callback's")
+
+    monkeypatch.setattr(progress, "_OFTEN", 1e9)
+    one = trainer(Trainer, tmp_path, max_steps=4, eval_strategy="no", disable_tqdm=False, logging_steps=1)
+    one.add_callback(Failing())
+    (bar,) = [c for c in one.callback_handler.callbacks if isinstance(c, transformers.ProgressCallback)]
+    bar._written = -1e10
+    writes, flush = [], bar.flush
+    monkeypatch.setattr(bar, "flush", lambda: (writes.append(len(bar._lines)), flush()))
+    with pytest.raises(ValueError, match="a callback's") if fails else contextlib.nullcontext():
+        one.train()
+    shown = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{'loss'")]
+    logged = [f"'loss': '{entry['loss']:.4g}'" for entry in one.state.log_history if "loss" in entry]
+    assert len(logged) == (3 if fails else 4)
+    assert len(shown) == len(logged) and all(map(str.__contains__, shown, logged))
+    assert [n for n in writes if n] == [1, len(logged) - (1 if fails else 0)]
 
 
 def test_compilation_is_told_to_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
