@@ -1,10 +1,15 @@
-"""What a checkpoint costs a training loop: written while training stands still, and while it goes on.
+"""What a checkpoint costs a training loop that goes on while it is written.
 
-In:  numbers of steps and repeats. Out: Markdown tables of seconds that loops took longer than the same
-steps without a checkpoint: programs, for immediate and clipped updates, with and without room for copies; and
-the Trainer, whose checkpoints hold the model's files as well.
+    python -m benchmarks.background_save [--rounds 5] [--threads 1] [--trainer]
 
-About 100M parameters, FP32: 1.2 GB of state. The three loops of a row take turns; medians are shown.
+In:  numbers of rounds, of threads that compute. Out: a Markdown table, a row for programs with immediate and
+with clipped updates, with and without room for copies: how long writing took, how much longer the steps took
+that were made meanwhile, by the clock and of the CPUs, what the writer took of these for each GB of state,
+and how long ``save`` takes where training waits. ``--trainer``: the Trainer's, which writes the model's
+files as well.
+
+About 100M parameters, FP32: 1.2 GB of state. Steps with and without a checkpoint take turns; medians are
+shown. ``--threads 1`` leaves a core free on a machine of two, as hosts have some where a GPU computes.
 """
 
 from __future__ import annotations
@@ -13,12 +18,15 @@ import argparse
 import os
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from benchmarks.report import machine_line
@@ -27,20 +35,56 @@ from megacompile.integrations.transformers import Trainer
 from megacompile.program import Program
 
 TOKENS = 256
+ALONE = 3  # steps without a checkpoint
 WAYS: tuple[bool | None, ...] = (None, True, False)  # no checkpoint; ``wait``
 
 
-def loop(program: Program, batch: Any, steps: int, wait: bool | None, folder: Path) -> tuple[float, float]:
-    """Seconds until the last step's loss is there, and until the checkpoint is on disk as well."""
-    start = time.perf_counter()
-    if wait is not None:
-        program.save(folder, wait=wait)
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a checkpoint: of writing it; of ``steps`` made meanwhile, by the clock and of CPUs; of the
+    writer's CPU."""
+
+    written: float
+    steps: int
+    trained: float
+    cpu: float
+    writer: float
+
+
+class Meter:
+    """Called by the writer at its end: how long it took, and what of the CPUs."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.start = time.perf_counter()
+        self.written = self.writer = 0.0
+
+    def __call__(self, error: BaseException | None) -> None:
+        self.written, self.writer = time.perf_counter() - self.start, time.thread_time()
+        self.over.set()
+
+
+def alone(program: Program, batch: Any, steps: int) -> tuple[float, float]:
+    """Seconds of a step, by the clock and of CPUs."""
+    start, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
-        output = program.train_step(batch)
-    float(output.loss)
-    trained = time.perf_counter() - start
+        program.train_step(batch)
+        program._session.synchronize()
+    return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps
+
+
+def saving(program: Program, batch: Any, folder: Path) -> Cost:
+    """Steps until a checkpoint is written."""
+    steps, meter = 0, Meter()
+    start, cpu = time.perf_counter(), time.process_time()
+    program.save(folder, wait=False, then=meter)
+    while not meter.over.is_set():
+        program.train_step(batch)
+        program._session.synchronize()  # of the step alone
+        steps += 1
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
     program.synchronize()
-    return trained, time.perf_counter() - start
+    return Cost(meter.written, steps, seconds, used, meter.writer)
 
 
 def without_room(budget: int, batch: Any, **options: Any) -> Program:
@@ -52,25 +96,32 @@ def without_room(budget: int, batch: Any, **options: Any) -> Program:
     return compiled(budget, batch, host_budget=f"{nbytes}B", **options)
 
 
-def row(clipped: bool, room: bool, steps: int, repeats: int, folder: Path) -> str:
+def row(clipped: bool, room: bool, rounds: int, folder: Path) -> str:
     """One line of the table."""
     batch = batch_of(TOKENS)
     options: dict[str, Any] = {"max_grad_norm": 1.0} if clipped else {}
-    make = compiled if room else without_room
-    program = make(plain_need(TOKENS) // 4, batch, **options)
-    times: dict[bool | None, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for _ in range(repeats + 1):
-        for way in WAYS:
-            times[way].append(loop(program, batch, steps, way, folder / "run"))
+    program = (compiled if room else without_room)(plain_need(TOKENS) // 4, batch, **options)
+    plain, costs, waits = [], [], []
+    for _ in range(rounds + 1):
+        plain.append(alone(program, batch, ALONE))
+        costs.append(saving(program, batch, folder / "run"))
+        start = time.perf_counter()
+        program.save(folder / "run")
+        waits.append(time.perf_counter() - start)
     program.close()
+    nbytes = sum(file.stat().st_size for file in (folder / "run").iterdir())
     # the first round fills caches
-    trained = {way: statistics.median(t for t, _ in found[1:]) for way, found in times.items()}
-    written = statistics.median(t for _, t in times[False][1:])
-    stood, went_on = trained[True] - trained[None], trained[False] - trained[None]
-    updates, copies = "clipped" if clipped else "immediate", "yes" if room else "no"
+    step, cpu = (statistics.median(t) for t in zip(*plain[1:], strict=True))
+    found = {
+        name: statistics.median(getattr(cost, name) for cost in costs[1:])
+        for name in ("written", "steps", "writer")
+    }
+    slower = statistics.median(c.trained / c.steps for c in costs[1:]) / step - 1
+    busier = statistics.median(c.cpu / c.steps for c in costs[1:]) / cpu - 1
     return (
-        f"| {updates} | {copies} | {trained[None]:.2f} s | {stood:.2f} s | {went_on:.2f} s | "
-        f"{went_on / stood:.2f} | {written:.2f} s |"
+        f"| {'clipped' if clipped else 'immediate'} | {'yes' if room else 'no'} | {step:.2f} s | "
+        f"{found['written']:.1f} s | {found['steps']:.0f} | {slower:+.1%} | {busier:+.1%} | "
+        f"{found['writer'] / nbytes * 1e9:.2f} s | {statistics.median(waits[1:]):.2f} s |"
     )
 
 
@@ -137,28 +188,33 @@ def trainer_rows(steps: int, repeats: int, folder: Path) -> Iterator[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trainer", action="store_true", help="the Trainer's table alone")
+    parser.add_argument("--steps", type=int, default=8, help="of a training of the Trainer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that compute")
+    parser.add_argument("--trainer", action="store_true", help="the Trainer's table instead")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads)
     parameters = sum(p.numel() for p in build().parameters())
-    print(f"{machine_line()}\n\n{parameters / 1e6:.0f}M parameters, {arguments.steps} steps.\n")
+    print(f"{machine_line()}\n\n{parameters / 1e6:.0f}M parameters, {arguments.threads} threads compute.\n")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        if not arguments.trainer:
-            programs(arguments.steps, arguments.repeats, Path(folder))
-        print(*trainer_rows(arguments.steps, arguments.repeats, Path(folder)), sep="\n")
+        if arguments.trainer:
+            print(*trainer_rows(arguments.steps, arguments.rounds, Path(folder)), sep="\n")
+        else:
+            programs(arguments.rounds, Path(folder))
 
 
-def programs(steps: int, repeats: int, folder: Path) -> None:
+def programs(rounds: int, folder: Path) -> None:
+    """The table of programs."""
     print(
-        "| updates | room for copies | steps alone | `wait=True` adds | `wait=False` adds | ratio | on disk |"
+        "| updates | room for copies | step | written in | steps meanwhile | slower by | CPU time | "
+        "writer's CPU time per GB | where training waits |"
     )
-    print("|---|---|--:|--:|--:|--:|--:|")
+    print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
     for clipped in (False, True):
         for room in (True, False):
-            print(row(clipped, room, steps, repeats, folder), flush=True)
+            print(row(clipped, room, rounds, folder), flush=True)
 
 
 if __name__ == "__main__":

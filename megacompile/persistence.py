@@ -43,6 +43,11 @@ class Persistence(Forward):
         self._session.report_skipped()
 
     @alone
+    def finish_saving(self) -> None:
+        """Return when no checkpoint is being written; raise why one was not. Steps may be under way."""
+        self._session.finish_saving()
+
+    @alone
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
         """FP32 masters and persistent buffers under the model's own names, tied weights as one tensor:
         what the plain model's ``load_state_dict`` takes. ``trained``: only what requires a gradient. Several
@@ -91,9 +96,11 @@ class Persistence(Forward):
         optimizer's settings, the place in the sequence of seeds. A checkpoint in the same folder stays until
         this one is whole on disk; deleting folders and a scheduler's ``state_dict()`` are the caller's.
 
-        ``wait=False``: a thread writes it while training goes on. Updates copy what is not written yet, if
-        ``host_budget`` has room, or wait. :meth:`synchronize`, :meth:`close` and the next ``save`` return
-        when it is whole; an error is raised there or by the next step. With state on NVMe it always waits.
+        ``wait=False``: a thread writes it while training goes on, slowly, with 2 % of the machine's processor
+        time, or as fast as it can while somebody waits. Updates copy what is not written yet, if
+        ``host_budget`` has room, or wait. :meth:`finish_saving`, :meth:`synchronize`, :meth:`close` and the
+        next ``save`` return when it is whole; an error is raised there or by the next step. With state on
+        NVMe it always waits.
 
         ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
         with an error, which is then not raised.

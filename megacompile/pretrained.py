@@ -16,8 +16,8 @@ from megacompile.api import compile
 from megacompile.capture.patching import Patch, replaced
 from megacompile.errors import MegacompileError
 from megacompile.program import Program
-from megacompile.storage.checkpoint import open_shard
 from megacompile.storage.merged_weights import Conversions, Merged
+from megacompile.storage.shards import open_shard
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

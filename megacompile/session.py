@@ -32,7 +32,7 @@ from megacompile.runtime.allocation import allocate_host_state, check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.device import Device
 from megacompile.runtime.runtime import Runtime
-from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults, step_seed
+from megacompile.runtime.step_io import StepInputs, StepResults, raise_skipped, step_seed
 from megacompile.runtime.values import ModelValues
 from megacompile.settings import Settings
 from megacompile.step.bind import BoundStep
@@ -174,7 +174,8 @@ class Session:
         found = self._bound.get(id(scheduled))
         if found is None:
             assert self.runtime is not None
-            self.finish_saving()  # whose copies may be where this program's buffers want to be
+            self.finish_saving()
+            self.runtime.state.copies.free()  # where this program's buffers may want to be
             compiled = scheduled.compiled
             found = BoundStep(
                 scheduled.planned.step,
@@ -324,14 +325,8 @@ class Session:
         """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
         known = [r for r in self.unreported if r.grad_norm is not None]
         self.unreported = [r for r in self.unreported if r.grad_norm is None]
-        if self.settings.on_nonfinite == "skip":
-            return
-        for results in known:
-            if results.skipped:
-                raise NonFiniteError(
-                    f"The gradient's norm was {float(results.grad_norm or 0.0)}: that step's update was not "
-                    "applied; steps begun before this was known went on from the parameters before it."
-                )
+        if self.settings.on_nonfinite != "skip":
+            raise_skipped(known)
 
     @contextmanager
     def _noting_faults(self, kind: type[BaseException] = BaseException) -> Iterator[None]:

@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from megacompile.user_cache import cache_folder
 Kernel = Literal["fp32", "int8", "int4"]
 # What each kernel is built from, when it is first called for.
 SOURCES: dict[Kernel, tuple[str, ...]] = {
-    "fp32": ("adam.c",),
+    "fp32": ("adam.c", "copy.c"),
     "int8": ("adam_coded.c", "-DBITS=8"),
     "int4": ("adam_coded.c", "-DBITS=4"),
 }
@@ -150,7 +150,7 @@ def scalars(h: AdamHyper) -> ctypes.Array[ctypes.c_double]:
 
 
 def call_kernel(
-    name: str, *arguments: Tensor | ctypes.Array[ctypes.c_double] | int | None, kernel: Kernel = "fp32"
+    name: str, *arguments: Tensor | ctypes.Array[Any] | int | None, kernel: Kernel = "fp32"
 ) -> int:
     """Pass tensors as addresses and integers as 64 bits; ctypes releases the GIL."""
     values: list[object] = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
@@ -176,7 +176,7 @@ def _library(kernel: Kernel = "fp32") -> tuple[ctypes.CDLL | None, str]:
 def _load(kernel: Kernel, compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
     """The library from `folder`, compiled where it is missing or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    texts = [path.read_text() for path in sorted(HERE.glob("adam*.[ch]"))]
+    texts = [path.read_text() for path in sorted(HERE.glob("*.[ch]"))]
     key = "\n".join([*texts, _cpu(), compiler, version, FLAGS, *TARGETS])
     path = folder / f"adam-{kernel}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:

@@ -1,9 +1,14 @@
-"""Parameters of a model: emptied when a program takes their values over, and set when it gives them back."""
+"""Parameters of a model: emptied when a program takes their values over, and set when it gives them back; and
+their values, written as the program keeps them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from megacompile.host import adam as host_adam
+
+_CHUNK = 1 << 22  # elements
 
 
 def nothing_for(parameter: nn.Parameter) -> Tensor:
@@ -23,3 +28,16 @@ def set_value(target: Tensor, value: Tensor) -> None:
         fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)
     # .data cannot change the device type; the tensor stays the same object
     torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]
+
+
+def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write values to their two halves, on the host or a device, without a whole parameter there twice."""
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        if high.device.type == "cpu":
+            host_adam.split(flat[piece].float(), high[piece], low[piece])
+            continue
+        halves = torch.empty_like(high[piece], device="cpu"), torch.empty_like(low[piece], device="cpu")
+        host_adam.split(flat[piece].float(), *halves)
+        high[piece].copy_(halves[0])
+        low[piece].copy_(halves[1])

@@ -10,21 +10,55 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout
+from megacompile.errors import BudgetError
+from megacompile.host.arena import HostArena, Room, padded
 from megacompile.host.formats import StateFormat
 from megacompile.host.views import parts_of
 
 Arrays = Mapping[str, Tensor]
 
 
+class Copies:
+    """Memory for copies, on huge pages, made by the first snapshot that copies. As the first touch of a page
+    costs as much as the copy, or more, it is kept for later ones until :meth:`free`."""
+
+    def __init__(self) -> None:
+        self._arena: HostArena | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._arena is None else self._arena.nbytes
+
+    def room(self, nbytes: int) -> Room:
+        """So many bytes, or none where the host does not give what its budget allows."""
+        if self.nbytes < nbytes:
+            self.free()
+            try:
+                self._arena = HostArena(nbytes)
+            except BudgetError:
+                return Room(torch.empty(0, dtype=torch.uint8))
+        assert self._arena is not None
+        return Room(self._arena.tensor[:nbytes])
+
+    def free(self) -> None:
+        """Give it back; no snapshot may be under way."""
+        self._arena = None
+
+
 class Snapshot:
-    """Groups as they are now, in the order in which steps update them, for a reader that follows.
+    """Groups as they are now, for a reader of all of them.
+
+    Where ``room_bytes`` hold copies of all, the group that is ``updated`` last comes first: updates and the
+    reader meet once. Else the reader goes before the updates, which follow it.
 
     Whoever is about to change a group calls :meth:`before_change`: a group that the reader has not come to is
     copied while ``room_bytes`` last, else its change waits until it was read. ``copied`` counts the copies;
-    ``begun`` says that the reader did.
+    ``begun`` says that the reader did, ``hurried`` tells it that somebody waits: a change, or who called
+    :meth:`hurry`.
     """
 
     passing = False
@@ -37,35 +71,60 @@ class Snapshot:
         arrays: Sequence[Arrays],
         updated: Sequence[int] = (),
         room_bytes: int = 0,
+        copies: Copies | None = None,
     ) -> None:
         self.groups, self.form, self.steps = tuple(groups), form, tuple(steps)
         self.copied = 0
-        self._room = room_bytes
+        needed = sum(padded(a.nbytes) for named in arrays for a in named.values())
+        self._room_bytes = min(room_bytes, needed)
+        self._copies = copies or Copies()
+        self._room = Room(torch.empty(0, dtype=torch.uint8))  # of them, once there are any
+        self._pieces: dict[int, list[Tensor]] = {}  # of it, by group
         self._arrays = dict(enumerate(arrays))  # of groups that were not read yet
         self._live = set(self._arrays)  # those of them that are read where the state has them
-        self._order = tuple(dict.fromkeys([*updated, *self._arrays]))
+        order = list(updated) if room_bytes < needed else [*reversed(updated)]
+        self._order = tuple(dict.fromkeys([*order, *self._arrays]))
         self._taken = 0  # so many of them the reader has come to
         self.begun = self._over = False
-        self._changed = threading.Condition()
+        self.hurried, self._waiting = threading.Event(), 0
+        self._changed = threading.Condition()  # over a lock that may be taken again
 
     def before_change(self, group: int) -> None:
         """Return when the group may be changed: it was read, or there is a copy of it."""
         with self._changed:
             taken = self._order[: self._taken]
             if group in self._live and (group in taken or not self._copy(group)):
-                self._changed.wait_for(lambda: group not in self._live)
+                self._wait_for(group)
+
+    def _wait_for(self, group: int) -> None:
+        self.hurry()
+        self._changed.wait_for(lambda: group not in self._live)
+        self._waiting -= 1
+        if not self._waiting:
+            self.hurried.clear()
+
+    def hurry(self) -> None:
+        """Somebody waits for the reader."""
+        with self._changed:
+            self._waiting += 1
+            self.hurried.set()
 
     def _copy(self, group: int) -> bool:
         arrays = self._arrays[group]
-        nbytes = _nbytes(arrays)
-        if nbytes > self._room:
+        if not self.copied and self._room_bytes:
+            self._room = self._copies.room(self._room_bytes)
+        room = self._room
+        pieces = {name: room.take(array.nbytes) for name, array in arrays.items()}
+        taken = [piece for piece in pieces.values() if piece is not None]
+        if len(taken) < len(arrays):
+            for piece in taken:
+                room.give(piece)
             return False
-        try:
-            self._arrays[group] = {name: array.clone() for name, array in arrays.items()}
-        except (MemoryError, RuntimeError):  # the host does not give what its budget allows
-            return False
+        self._arrays[group] = {
+            name: taken[i].view(array.dtype).copy_(array) for i, (name, array) in enumerate(arrays.items())
+        }
+        self._pieces[group] = taken
         self._live.remove(group)
-        self._room -= nbytes
         self.copied += 1
         return True
 
@@ -89,9 +148,10 @@ class Snapshot:
         """The first ``count`` groups of :meth:`parts` were read: their copies go, their changes go on."""
         with self._changed:
             done = set(self._order[:count]) & set(self._arrays)
-            self._room += sum(_nbytes(self._arrays[group]) for group in done - self._live)
             for group in done:
                 del self._arrays[group]
+                for piece in self._pieces.pop(group, ()):
+                    self._room.give(piece)
             self._live -= done
             self._changed.notify_all()
 
@@ -101,6 +161,8 @@ class Snapshot:
             self._over = True
             self._arrays.clear()
             self._live.clear()
+            self._pieces.clear()
+            self._room = Room(torch.empty(0, dtype=torch.uint8))
             self._changed.notify_all()
 
     def cancel(self) -> None:
@@ -108,7 +170,3 @@ class Snapshot:
         with self._changed:
             if not self.begun:
                 self.end()
-
-
-def _nbytes(arrays: Arrays) -> int:
-    return sum(array.nbytes for array in arrays.values())

@@ -21,13 +21,12 @@ from megacompile.host.arena import HostArena, trim_heap
 from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
-from megacompile.host.parameters import nothing_for, set_value
+from megacompile.host.parameters import nothing_for, set_value, write_halves
 from megacompile.host.shards import collected, own_part, whole_arrays
-from megacompile.host.snapshot import Snapshot
+from megacompile.host.snapshot import Copies, Snapshot
 from megacompile.host.views import moments_of, parts_of
 from megacompile.world.control import World
 
-CHUNK = 1 << 22  # elements
 Weights = Callable[[str], Tensor]
 """The value of a parameter by its name."""
 
@@ -67,15 +66,18 @@ class HostState:
         self.steps = [0] * len(self.groups)
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._snapshot = Snapshot((), form, (), ())  # the last one
+        self.copies = Copies()  # that snapshots make
         self._runs = [shard_runs(group, form, self.world.rank) for group in self.groups]
         # sums over ranks are zero there
         self._padding = [padding_of(group) if group.ranks == 1 else [] for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in RAM by kind: "masters", "moments", and the "window" over what is on storage."""
+        """Bytes in RAM by kind: "masters", "moments", the "window" over what is on storage, "copies" for a
+        checkpoint."""
         kept = [a for place in self._places for a in place.in_ram]
         sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
-        return sizes | {"window": self._window * sum(buffer_bytes(self._places))}
+        window = self._window * sum(buffer_bytes(self._places))
+        return sizes | {"window": window, "copies": self.copies.nbytes}
 
     def move(self, group: int, device: torch.device) -> None:
         """Bring a group's arrays to a device, or back to where they lay on the host."""
@@ -146,16 +148,7 @@ class HostState:
         if low is None:
             weights[own].copy_(flat)
             return
-        high, low = weights[own], low[own]
-        for start in range(0, flat.numel(), CHUNK):  # so that no whole parameter is there twice
-            piece = slice(start, start + CHUNK)
-            if high.device.type == "cpu":
-                host_adam.split(flat[piece].float(), high[piece], low[piece])
-                continue
-            halves = torch.empty_like(high[piece], device="cpu"), torch.empty_like(low[piece], device="cpu")
-            host_adam.split(flat[piece].float(), *halves)
-            high[piece].copy_(halves[0])
-            low[piece].copy_(halves[1])
+        write_halves(flat, weights[own], low[own])
 
     def read(self, place: tuple[int, int]) -> Tensor:
         """One parameter's FP32 master as a new tensor of its shape; without values on ranks that are not
@@ -300,7 +293,7 @@ class HostState:
                 for name, array in arrays.items():
                     self._homes[group][name].copy_(array)
         homes = [self._homes.get(group, arrays) for group, arrays in enumerate(self.arrays)]
-        return Snapshot(self.groups, self.form, self.steps, homes, updated, room_bytes)
+        return Snapshot(self.groups, self.form, self.steps, homes, updated, room_bytes, self.copies)
 
     def guard(self, snapshot: Snapshot) -> None:
         """Tell a snapshot of every change from now on; the one before must have ended."""

@@ -45,13 +45,14 @@ class Writing:
         self._state, self._limit = state, limit
         self._best_before = state.best_model_checkpoint
         self._model: Description | None = None  # whose weights are still to be written
+        self._program: Program | None = None  # that writes
         self._error: BaseException | None = None
         self._removed = False
         self._over = threading.Event()
 
     def go_on(self, program: Program, model: Description | None) -> None:
         """Let a thread write the program's state, and the weights of the model that is described."""
-        self._model = model
+        self._model, self._program = model, program
         program.save(self.folder / STATE, wait=False, then=self.end)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -87,6 +88,8 @@ class Writing:
 
     def wait(self) -> None:
         """Return when it is over, and told."""
+        if self._program is not None:
+            self._program.finish_saving()  # which hurries it
         self._over.wait()
         self.tell()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -42,6 +42,16 @@ class StepResults:
 
 class NonFiniteError(FloatingPointError):
     """The loss or the gradient is not finite; the message says what state is left."""
+
+
+def raise_skipped(known: Sequence[StepResults]) -> None:
+    """Raise for the first of these steps whose update was not applied."""
+    for results in known:
+        if results.skipped:
+            raise NonFiniteError(
+                f"The gradient's norm was {float(results.grad_norm or 0.0)}: that step's update was not "
+                "applied; steps begun before this was known went on from the parameters before it."
+            )
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:

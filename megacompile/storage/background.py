@@ -3,7 +3,8 @@
 In:  what :func:`~megacompile.storage.checkpoint.save_checkpoint` takes, the state as a snapshot.
 Out: the same folder, bit for bit, as it would have written at that moment.
 
-The thread waits for nothing that trains, and ends with the process at the latest when its folder is whole.
+The thread waits for nothing that trains, and ends with the process at the latest when its folder is whole. It
+takes a small share of the machine until somebody waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.storage.checkpoint import Progress, checked_folder, save_checkpoint
+from megacompile.storage.pace import paced
 
 Then = Callable[[BaseException | None], None]
 
@@ -57,6 +59,7 @@ class BackgroundSave:
     def finish(self) -> None:
         """Return when the checkpoint is on disk, or raise why it is not."""
         if self._thread.ident is not None:  # else it was interrupted before it began
+            self._snapshot.hurry()
             self._thread.join()
         self.raise_failure()
 
@@ -76,6 +79,18 @@ def _write(
 ) -> None:
     if not snapshot.begin():
         return
+    with paced(snapshot.hurried):
+        _write_paced(snapshot, folder, loose, progress, then, failures)
+
+
+def _write_paced(
+    snapshot: Snapshot,
+    folder: Path,
+    loose: Mapping[str, Tensor],
+    progress: Progress,
+    then: Then,
+    failures: list[BaseException],
+) -> None:
     found: BaseException | None = None
     try:
         save_checkpoint(folder, snapshot, loose, progress)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,13 @@ from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
-from megacompile.storage.durable import recover, replacing, save_shard
+from megacompile.storage.durable import recover, replacing
 from megacompile.storage.layout import SavedLayout, copied_range, layout_of, read_layout
+from megacompile.storage.shards import DTYPES, checksum, open_shard, save_shard
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
-SHARD_BYTES = 1 << 28  # updates may wait for one to be written
+SHARD_BYTES = 1 << 26  # updates may wait for one to be written
 PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
 _FILE = re.compile(r"state-\d{5}\.safetensors")
 
@@ -127,15 +127,8 @@ def _write_shards(
 
 
 def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, Shard]:
-    save_shard(path, shard)
-    sums = {name: checksum(tensor) for name, tensor in shard.items()}
+    sums = save_shard(path, shard)
     return path.name, Shard(path.stat().st_size, sums)
-
-
-def checksum(tensor: Tensor, before: int = 0) -> int:
-    """CRC-32 of a flat tensor's bytes, continued from those ``before``."""
-    content: Any = tensor.view(torch.uint8).numpy()
-    return zlib.crc32(content, before)
 
 
 class Checkpoint:
@@ -243,23 +236,6 @@ def _compare_tensors(
                     raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
                 part = handle.get_slice(name)
                 found = (part.get_dtype(), list(part.get_shape()))
-                wanted = (_SAFETENSORS[expected[name].dtype], [expected[name].numel()])
+                wanted = (DTYPES[expected[name].dtype], [expected[name].numel()])
                 if found != wanted:
                     raise MegacompileError(f"{folder / file} holds {name} as {found}, not {wanted}.")
-
-
-def open_shard(path: Path) -> Any:
-    """A safetensors file, mapped; one that is not whole is refused by name."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
-
-
-_SAFETENSORS = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.bool: "BOOL",
-}  # fmt: skip

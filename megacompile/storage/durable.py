@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, whatever kills the process in between; files for them."""
+"""Folders that are written whole or not at all, whatever kills the process in between."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-from torch import Tensor
 
 from megacompile.errors import ProgramError
 
@@ -76,17 +74,6 @@ def recover(folder: Path) -> None:
     with _renaming_in(folder.parent):  # a writer that is alive may stand between its renames
         if previous.exists() and not folder.exists():
             previous.rename(folder)
-
-
-def save_shard(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; :class:`OSError` where the disk is full."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def is_of_disk(error: BaseException) -> bool:

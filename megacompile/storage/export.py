@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.runtime.ownership import persistent_buffers
-from megacompile.storage.durable import adding_to, replacing, save_shard
+from megacompile.storage.durable import adding_to, replacing
+from megacompile.storage.shards import save_shard
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host import adam as host_adam
-from megacompile.storage.checkpoint import checksum, open_shard, read_manifest
+from megacompile.storage.checkpoint import read_manifest
 from megacompile.storage.export import Description
 from megacompile.storage.layout import Facts, Pieces, by_whole
+from megacompile.storage.shards import checksum, open_shard
 
 _Places = Mapping[str, tuple[str, int]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.storage import checkpoint as checkpoints
+from megacompile.storage import shards
 from megacompile.storage.durable import recover, replacing
 from tests.support.models import Plain
 
@@ -296,13 +298,17 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     shutil.copytree(saved, folder)
     before = (folder / "checkpoint.json").read_text()
 
-    def full(tensors: Any, path: Path, metadata: Any) -> None:
-        path.write_bytes(b"the beginning")
-        raise OSError(28, "No space left on device")
+    def full(file: int, data: Any, offset: int) -> int:
+        if offset:
+            raise OSError(28, "No space left on device")
+        return write(file, data, offset)
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(megacompile.ProgramError, match="No space left"):
-        trained.save(folder)
+    write = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "BLOCK_BYTES", mmap.PAGESIZE)
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(megacompile.ProgramError, match="No space left"):
+            trained.save(folder)
     assert (folder / "checkpoint.json").read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
     trained.load(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
+from megacompile.errors import BudgetError
+from megacompile.host import snapshot as snapshots
 from megacompile.host.adam import AdamHyper
+from megacompile.host.arena import HostArena
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 
 ELEMENTS = 64
-NBYTES = 12 * ELEMENTS  # of a group
+ROOM = 3 * mmap.PAGESIZE  # for a copy of a group: pages of weights and two moments
 Parts = Iterator[dict[str, dict[str, Tensor]]]
 
 
@@ -52,7 +56,7 @@ def taken(state: HostState, updated: list[int], room_bytes: int) -> tuple[Snapsh
 
 def test_groups_come_as_they_were_in_the_order_of_updates() -> None:
     state = state_of(4)
-    snapshot, parts = taken(state, [2, 1], 2 * NBYTES)
+    snapshot, parts = taken(state, [2, 1], 2 * ROOM)
     update(state, 3)
     assert values(parts) == 2
     snapshot.written(1)
@@ -65,7 +69,7 @@ def test_groups_come_as_they_were_in_the_order_of_updates() -> None:
 
 def test_room_comes_back_with_what_was_read() -> None:
     state = state_of(3)
-    snapshot, parts = taken(state, [], NBYTES)
+    snapshot, parts = taken(state, [], ROOM)
     update(state, 0)
     assert values(parts) == 0
     snapshot.written(1)
@@ -76,13 +80,13 @@ def test_room_comes_back_with_what_was_read() -> None:
 
 @pytest.mark.parametrize("room", ["none", "taken", "refused"])
 def test_a_change_waits_where_no_copy_can_be_made(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Tensor) -> Tensor:
-        raise RuntimeError("not enough memory")
+    def refuse(nbytes: int) -> HostArena:
+        raise BudgetError("The system refuses to map it.")
 
     state = state_of(2)
-    snapshot, parts = taken(state, [], 0 if room == "none" else 10 * NBYTES)
+    snapshot, parts = taken(state, [], 0 if room == "none" else 10 * ROOM)
     if room == "refused":
-        monkeypatch.setattr(Tensor, "clone", refuse)
+        monkeypatch.setattr(snapshots, "HostArena", refuse)
     if room == "taken":
         assert values(parts) == 0
     waiting, wait_for = threading.Event(), snapshot._changed.wait_for
@@ -128,7 +132,7 @@ def test_state_on_a_device_is_fetched_and_updated_without_copies() -> None:
 @pytest.mark.parametrize("change", ["move", "write"])
 def test_changes_between_steps_are_noticed(change: str) -> None:
     state = state_of(1)
-    snapshot, parts = taken(state, [], NBYTES)
+    snapshot, parts = taken(state, [], ROOM)
     if change == "write":
         state.write((0, 0), torch.full((ELEMENTS,), 7.0))
     else:  # back from a device, where a step changed it
@@ -137,3 +141,15 @@ def test_changes_between_steps_are_noticed(change: str) -> None:
         state.move(0, torch.device("cpu"))
     assert bool((state.arrays[0]["weights"] == 7).all())
     assert values(parts) == 0 and snapshot.copied == 1
+
+
+def test_memory_of_copies_serves_the_next_snapshot_until_it_is_freed() -> None:
+    state, made = state_of(2), []
+    for _ in range(2):
+        snapshot, _ = taken(state, [], 2 * ROOM)
+        update(state, 0)
+        made.append(snapshot._arrays[0]["weights"].data_ptr())
+        snapshot.end()
+    assert made[0] == made[1] and state.nbytes()["copies"] == 2 * ROOM
+    state.copies.free()
+    assert state.nbytes()["copies"] == 0

@@ -1,0 +1,134 @@
+"""Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read.
+
+In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of each tensor.
+
+A byte is copied once, into a buffer that stays in the processor's cache, and its checksum is taken on the
+way. From there the drive fetches it. Filling pages of the system's cache, and writing them back, costs what
+computes meanwhile several times as much. No call holds the interpreter's lock over a block.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.host.checked import copy_checked
+from megacompile.storage.pace import rest
+
+BLOCK_BYTES = 4 << 20
+DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def save_shard(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Write a safetensors file and return each tensor's checksum; :class:`OSError` where the disk is full."""
+    # the widest first: each begins at a multiple of its elements' size
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    sums = {}
+    with _Blocks(path) as file:
+        file.append(_header(dict(ordered), metadata))
+        for name, tensor in ordered:
+            sums[name] = file.append(_content(tensor))
+    return sums
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of a tensor's bytes, continued from those ``before``."""
+    return zlib.crc32(_content(tensor).numpy().data, before)
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped; one that is not whole is refused by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
+
+
+def _content(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Tensor:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + prod(tensor.shape) * tensor.itemsize
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+
+
+class _Blocks:
+    """A new file, filled from its start through one buffer."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._file = os.open(path, flags, 0o644)  # a file system that has no direct I/O
+        self._buffer = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)  # at a page's start
+        self._filled = self._written = 0
+
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def append(self, content: Tensor) -> int:
+        """Put bytes at the end, and return their CRC-32."""
+        done = crc = 0
+        while done < content.numel():
+            count = min(content.numel() - done, BLOCK_BYTES - self._filled)
+            crc = copy_checked(self._buffer[self._filled :], content[done : done + count], crc)
+            done, self._filled = done + count, self._filled + count
+            if self._filled == BLOCK_BYTES:
+                self._flush(BLOCK_BYTES)
+        return crc
+
+    def _flush(self, nbytes: int) -> None:
+        """Write so much of the buffer; what a write leaves out is asked for again, from a page's start."""
+        done = 0
+        while done < nbytes:
+            moved = os.pwrite(self._file, self._buffer[done:nbytes].numpy().data, self._written + done)
+            done += moved if done + moved == nbytes else moved // mmap.PAGESIZE * mmap.PAGESIZE
+            if moved < mmap.PAGESIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._written, self._filled = self._written + nbytes, 0
+        rest()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                end = self._written + self._filled
+                self._flush(-(-self._filled // mmap.PAGESIZE) * mmap.PAGESIZE)  # whole, as direct writes are
+                os.ftruncate(self._file, end)
+        finally:
+            os.close(self._file)
