@@ -25,7 +25,8 @@ from megacompile.integrations.transformers import Trainer
 from tests.e2e.test_trainer import logs, trainer
 
 OPERATIONS = {"open", "write", "close", "rename", "replace", "unlink", "rmdir", "mkdir", "fsync"} | {
-    "serialize_file",  # of safetensors
+    "pwrite",
+    "ftruncate",  # of shards
     "write_record",  # of torch.save
 }
 
