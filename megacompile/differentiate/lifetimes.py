@@ -34,7 +34,7 @@ class _Holdings:
         self._same: dict[int, int] = {}  # storages that a trace made anew, and a run does not
 
     def _storage(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()._cdata
+        storage: int = tensor.untyped_storage()._cdata
         return self._same.get(storage, storage)
 
     def show(self, tensor: Tensor, nbytes: int, base: Tensor | None = None) -> None:
