@@ -89,9 +89,9 @@ def logs(of: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        pytest.param(lambda: build("llama"), {}, id="chats"),
+        pytest.param(lambda: build("llama", layers=2), {}, id="chats"),
         pytest.param(
-            lambda: build("llama"),
+            lambda: build("llama", layers=2),
             {"packing": True, "loss_type": "dft"},
             id="packed, DFT",
         ),
@@ -108,7 +108,7 @@ def test_sft_logs_what_trl_does(
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        pytest.param(lambda: build("llama"), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
+        pytest.param(lambda: build("llama", layers=2), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
         pytest.param(lora, {}, id="LoRA"),
     ],
 )

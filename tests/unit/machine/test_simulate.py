@@ -22,7 +22,13 @@ from tests.support.problems import chain, machines, scheduled, uniform
 Problem = tuple[Workload, Plan, Mode, Step]
 RATES = ["flops", "memory_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "host_bandwidth",
          "nvme_read_bandwidth", "nvme_write_bandwidth"]  # fmt: skip
-FREE = Machine("free", *[math.inf] * 5, nvme_read_bandwidth=math.inf, nvme_write_bandwidth=math.inf)
+FREE = Machine(
+    "free",
+    *[math.inf] * 5,
+    nvme_read_bandwidth=math.inf,
+    nvme_write_bandwidth=math.inf,
+    fabric_bandwidth=math.inf,
+)
 UNIT = Machine("unit", 1000.0, math.inf, 1000.0, 1000.0, 7000.0)
 CLOSE = 1e-9  # relative, for sums of floats taken in different orders
 
