@@ -146,3 +146,24 @@ def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((n, n))
     return runs
+
+
+def format_seconds(value: float) -> str:
+    """``79.1 ms``, ``1.30 s``."""
+    if value < 0.1:
+        return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f} s"
+
+
+def format_hours(hours: float) -> str:
+    """``3.2 h``, ``14.1 days``."""
+    return f"{hours:,.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def format_count(parameters: int) -> str:
+    """``70.6 B``, ``846 k``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return str(parameters)

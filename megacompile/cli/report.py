@@ -20,7 +20,7 @@ from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.least import describe_peak
 from megacompile.plan.tiers import describe_traffic
 from megacompile.step.spec import STREAMS
-from megacompile.units import format_bytes
+from megacompile.units import format_bytes, format_count, format_hours, format_seconds
 
 _STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host", "comm": "between devices"}
 
@@ -54,15 +54,15 @@ def render(answer: Answer, extras: Extras) -> str:
 
 def _head(answer: Answer) -> str:
     q, m = answer.question, answer.model
-    active = f", {_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
+    active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
     if q.ranks > 1:
         times = f"on each card {times}"
     return (
         f"{m.name} on {_cards(q)}{title}\n"
-        f"{_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in host "
-        f"memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
+        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in "
+        f"host memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
     )
 
 
@@ -76,7 +76,9 @@ def _splits(splits: tuple[Split, ...]) -> str:
     """What other numbers of micro-batches would take."""
     if not splits:
         return ""
-    tried = (f"{s.micro_batches}: {_seconds(s.seconds) if s.seconds else 'does not fit'}" for s in splits)
+    tried = (
+        f"{s.micro_batches}: {format_seconds(s.seconds) if s.seconds else 'does not fit'}" for s in splits
+    )
     return f"\nmicro-batches tried, the fastest is taken: {', '.join(tried)}"
 
 
@@ -148,18 +150,18 @@ def _speed(answer: Answer, extras: Extras) -> str:
     each = ", each card" if answer.question.ranks > 1 else ""
     rows: list[tuple[str, list[str]]] = [
         ("", ["with clipping", "without"]),
-        ("step", [_seconds(p.seconds) if p else "–" for p in both]),
+        ("step", [format_seconds(p.seconds) if p else "–" for p in both]),
         ("tokens per second", [f"{p.tokens_per_second:,.0f}" if p else "–" for p in both]),
         (f"model TFLOP/s{each}", [f"{p.model_flops_per_second / 1e12:.1f}" if p else "–" for p in both]),
         (f"MFU, of {peak:.4g} TFLOP/s", [f"{p.mfu:.1%}" if p else "–" for p in both]),
-        ("lower bound of a step", [_seconds(p.bound.seconds) if p else "–" for p in both]),
+        ("lower bound of a step", [format_seconds(p.bound.seconds) if p else "–" for p in both]),
         ("  which is", [p.bound.binding if p else "–" for p in both]),
         ("  step over it", [f"+{p.seconds / p.bound.seconds - 1:.0%}" if p else "–" for p in both]),
         ("compute binds from", [_break_even(answer, p) if p else "–" for p in both]),
     ]
     if extras.tokens is not None:
         hours = [extras.tokens / p.tokens_per_second / 3600 if p else None for p in both]
-        rows.append((f"{extras.tokens:.3g} tokens take", [_hours(h) if h else "–" for h in hours]))
+        rows.append((f"{extras.tokens:.3g} tokens take", [format_hours(h) if h else "–" for h in hours]))
         if extras.price is not None:
             cost = [f"{h * extras.price:,.2f}" if h else "–" for h in hours]
             rows.append((f"  at {extras.price:g} an hour", cost))
@@ -188,15 +190,16 @@ def _bound(shown: Prediction) -> str:
     b = shown.bound
     return (
         "What a step must do at least, each by itself\n"
-        f"  model FLOPs {_seconds(b.compute)}; weights down {_seconds(b.down)}; gradients up "
-        f"{_seconds(b.up)}; host Adam {_seconds(b.adam)}"
+        f"  model FLOPs {format_seconds(b.compute)}; weights down {format_seconds(b.down)}; gradients up "
+        f"{format_seconds(b.up)}; host Adam {format_seconds(b.adam)}"
         + (
-            f"\n  all that copies and updates move through host memory {_seconds(b.memory)}"
+            f"\n  all that copies and updates move through host memory {format_seconds(b.memory)}"
             if b.memory
             else ""
         )
         + (
-            f"\n  gathers between cards {_seconds(b.gathers)}; sums between cards {_seconds(b.sums)}"
+            f"\n  gathers between cards {format_seconds(b.gathers)}; "
+            f"sums between cards {format_seconds(b.sums)}"
             if b.gathers
             else ""
         )
@@ -206,13 +209,13 @@ def _bound(shown: Prediction) -> str:
 def _streams(shown: Prediction) -> str:
     timeline, idle = shown.planned.timeline, waits(shown.planned)
     compute = compute_parts(shown.planned.step, shown.question.terms.machine, shown.model_flops)
-    parts = [f"{name} {_seconds(t)}" for name, t in compute.items() if t > 0.005 * shown.seconds]
+    parts = [f"{name} {format_seconds(t)}" for name, t in compute.items() if t > 0.005 * shown.seconds]
     lines = ["Streams"]
     for stream in STREAMS:
         busy = timeline.busy[stream]
         if not busy:
             continue
-        share = f"busy {_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
+        share = f"busy {format_seconds(busy):>8}  {busy / shown.seconds:>4.0%} of the step"
         lines.append(f"  {_STREAMS[stream]:<20} {share}")
         if stream == "compute":
             lines.append(_below("; ".join(parts)))
@@ -226,8 +229,8 @@ def _below(text: str) -> str:
 
 def _idle(causes: Mapping[str, float]) -> str:
     """``waits for compute 6.1 s, host Adam 2.3 s; nothing to do 1 s``."""
-    found = ", ".join(f"{name} {_seconds(t)}" for name, t in causes.items() if name != IDLE)
-    rest = f"{IDLE} {_seconds(causes[IDLE])}" if IDLE in causes else ""
+    found = ", ".join(f"{name} {format_seconds(t)}" for name, t in causes.items() if name != IDLE)
+    rest = f"{IDLE} {format_seconds(causes[IDLE])}" if IDLE in causes else ""
     return "; ".join(filter(None, [found and f"waits for {found}", rest])) or "never waits"
 
 
@@ -293,25 +296,7 @@ def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
             continue
         lines.append(
             f"{start}  {format_bytes(p.planned.peak_bytes):>8} {format_bytes(p.host.total):>8} "
-            f"{_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} {p.model_flops_per_second / 1e12:>8.1f} "
-            f"{p.mfu:>6.1%}  {_seconds(p.bound.seconds)}: {p.bound.binding}"
+            f"{format_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} "
+            f"{p.model_flops_per_second / 1e12:>8.1f} {p.mfu:>6.1%}  {format_seconds(p.bound.seconds)}: {p.bound.binding}"
         )
     return "\n".join(lines) + "\n"
-
-
-def _seconds(value: float) -> str:
-    if value < 0.1:
-        return f"{value * 1e3:.3g} ms" if value >= 1e-4 else f"{value * 1e6:.3g} µs"
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:,.{digits}f} s"
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
-
-
-def _count(parameters: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g} {unit}"
-    return str(parameters)
