@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
+from megacompile.integrations.adapters import save_adapters
 from megacompile.integrations.checkpoints import (
     STATE,
     begin,
@@ -187,8 +188,7 @@ class Saving(_Upstream):
         if not self._in_part:
             self._finish_saving()
         if hasattr(self.model, "peft_config"):
-            adapters = self.program.state_dict(trained=True)
-            self.model.save_pretrained(folder, state_dict=adapters)
+            save_adapters(self.model, self.program, folder)
         elif not self._in_part or self.args.save_only_model:
             self.program.export(folder, dtype=None, beside=True)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -20,6 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
+from megacompile.integrations.adapters import learns_prompts, virtual_tokens
 from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
@@ -42,7 +43,9 @@ class TokenOutputs:
     inputs: tuple[str, ...] = ("labels",)
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        labels, logits = batch["labels"][:, 1:], outputs.logits.detach()
+        logits = outputs.logits.detach()
+        virtual = logits.shape[1] - batch["labels"].shape[1]  # tokens that PEFT puts first, without labels
+        labels = nn.functional.pad(batch["labels"], (virtual, 0), value=-100)[:, 1:]
         mask, length = labels != -100, labels.shape[1]
         size = -(-length // _PARTS)
         ranges = [slice(start, min(start + size, length)) for start in range(0, length, size)]
@@ -96,9 +99,8 @@ class TokenModel(OutsideModel):
             outputs = self._awaited(batch)
         else:
             outputs = self._laid_out(batch).predict(batch, outputs=self.outputs(self._trainer))
-        return FusedCausalLMOutput(
-            **{n: v[:, : length - 1] if v.dim() == 2 else v for n, v in outputs.items()}
-        )
+        kept = virtual_tokens(self._trainer.model) + length - 1
+        return FusedCausalLMOutput(**{n: v[:, :kept] if v.dim() == 2 else v for n, v in outputs.items()})
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One of few lengths."""
@@ -196,6 +198,11 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """TRL's, of the policy: nothing has trained it yet, so its adapters need not be switched off."""
+        if learns_prompts(self.model) and "ref" not in self.model.peft_config:
+            raise MegacompileError(
+                "DPOTrainer(peft_config=...) cannot switch new virtual tokens off, as its reference needs: "
+                "give it peft.get_peft_model(model, peft_config) as model, and they belong to the reference."
+            )
         self.ref_model = outside = TokenModel(self, None)
         try:
             return super().compute_ref_log_probs(outside, inputs)

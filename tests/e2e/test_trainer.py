@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
@@ -116,6 +117,31 @@ def lora() -> nn.Module:
     return model
 
 
+def prompts(kind: str, **given: Any) -> nn.Module:
+    """A model that learns a prompt alone."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **given)
+    model: nn.Module = peft.get_peft_model(build("llama", layers=2), config)
+    return model
+
+
+def lora_on_experts() -> nn.Module:
+    """GPT-OSS, whose experts PEFT parametrizes anew in each forward, with losses of its router."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    config = transformers.GptOssConfig(**sizes, **heads, **experts, pad_token_id=0)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model: nn.Module = peft.get_peft_model(
+        transformers.GptOssForCausalLM(config),
+        peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, task_type="CAUSAL_LM"),
+    )
+    return model
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -126,6 +152,7 @@ def lora() -> nn.Module:
             {"max_grad_norm": 0, "gradient_accumulation_steps": 2, "max_steps": 3}, id="no clipping"
         ),
         pytest.param({"make": lora, "max_steps": 3}, id="LoRA"),
+        pytest.param({"make": lora_on_experts, "max_steps": 3}, id="experts' LoRA"),
     ],
 )
 def test_logs_what_plain_transformers_does(given: Mapping[str, Any], tmp_path: Path) -> None:
@@ -178,6 +205,29 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(build("llama", layers=2), tmp_path).state_dict()
     trained = ours.program.state_dict(trained=True)
     assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("PromptTuningConfig", {}),
+        ("PromptEncoderConfig", {"encoder_hidden_size": 8}),
+        ("PrefixTuningConfig", {}),
+        ("PrefixTuningConfig", {"prefix_projection": True, "encoder_hidden_size": 8}),
+    ],
+)
+def test_prompts_are_learned_and_saved_as_by_peft(kind: str, given: dict[str, Any], tmp_path: Path) -> None:
+    """Each log to 1e-6; the file holds what the prompt's encoder computes, as PEFT's does."""
+    found = []
+    for of in (Trainer, transformers.Trainer):
+        folder = tmp_path / of.__module__
+        found.append(trainer(of, folder, make=lambda: prompts(kind, **given), max_steps=3))
+        found[-1].train()
+        found[-1].save_model()
+    assert_same_logs(*found)
+    mine, theirs = (load_file(Path(one.args.output_dir) / "adapter_model.safetensors") for one in found)
+    assert mine.keys() == theirs.keys() == {"prompt_embeddings"}
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def lora(dropout: float = 0.0) -> nn.Module:
     return model
 
 
+def virtual_tokens() -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model: nn.Module = peft.get_peft_model(build("llama"), settings)
+    return model
+
+
 def sft(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) -> Any:
     chats = [
         [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
@@ -67,7 +75,7 @@ def sft(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) ->
     )
 
 
-def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) -> Any:
+def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], peft_config: Any = None, **given: Any) -> Any:
     texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
     data = datasets.Dataset.from_dict(texts)
     return kind(
@@ -76,6 +84,7 @@ def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) ->
         train_dataset=data.select(range(4)),
         eval_dataset=data.select(range(4, 8)),
         processing_class=tokenizer(),
+        peft_config=peft_config,
         **({"hbm_budget": "20MB"} if kind is ours.DPOTrainer else {}),
     )
 
@@ -96,6 +105,7 @@ def logs(of: Any) -> list[dict[str, float]]:
             id="packed, DFT",
         ),
         pytest.param(lora, {}, id="LoRA"),
+        pytest.param(virtual_tokens, {"assistant_only_loss": False}, id="virtual tokens"),
     ],
 )
 def test_sft_logs_what_trl_does(
@@ -110,6 +120,7 @@ def test_sft_logs_what_trl_does(
     [
         pytest.param(lambda: build("llama", layers=2), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
         pytest.param(lora, {}, id="LoRA"),
+        pytest.param(virtual_tokens, {}, id="virtual tokens"),
     ],
 )
 def test_dpo_logs_what_trl_does(
@@ -117,6 +128,13 @@ def test_dpo_logs_what_trl_does(
 ) -> None:
     """Also rewards and log-probabilities; the reference is the policy before training."""
     compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+
+
+def test_dpo_refuses_virtual_tokens_that_its_reference_has_not(tmp_path: Path) -> None:
+    model: Any = virtual_tokens()
+    new = model.peft_config["default"]
+    with pytest.raises(megacompile.MegacompileError, match=r"give it peft\.get_peft_model"):
+        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), peft_config=new)
 
 
 def compare(both: list[Any]) -> None:

@@ -50,9 +50,11 @@ SLOW = (
     r"test_rows\.py::test_training_is_bitwise_that_of_eager\[habits(0-2|1-1)",
     r"test_rows\.py::test_gathered_rows_train_as_a_streamed_table\[(True-dtype0|False-dtype1)",
     # Trainers: the first of each kind stays.
-    r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA)",
+    r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|experts)",
+    r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[Prefix",
+    r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA)",
-    r"test_trl\.py::test_dpo_logs_what_trl_does\[LoRA",
+    r"test_trl\.py::test_dpo_logs_what_trl_does\[(LoRA|virtual)",
     r"test_trl\.py::test_trls_own_script",
     # Documentation: the figures of guides are minutes of planning; their commands and Python stay.
     r"test_docs\.py::test_the_figures_of_a_guide_are_those_of_its_commands",

@@ -102,9 +102,16 @@ def checked(m: Any, x: Tensor) -> Tensor:
     return m.a(x)
 
 
+def reorders_its_parameters(m: Any, x: Tensor) -> Tensor:
+    m.hooked = True
+    m.a._parameters["weight"] = m.a._parameters.pop("weight")  # as a parametrization that is taken off
+    return m.b(m.a(x))
+
+
 @pytest.mark.parametrize(
     "forward",
     [
+        reorders_its_parameters,
         without_gradient_first,
         teacher,
         gradient_inside,

@@ -1,0 +1,44 @@
+"""Adapters of PEFT whose values a program has: what PEFT's virtual tokens change, and how all are written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from megacompile.program import Program
+
+_PREFIXES = {"PREFIX_TUNING", "CARTRIDGE"}  # of keys and values
+
+
+def learns_prompts(model: Any) -> bool:
+    """Whether what is trained are virtual tokens or a prefix, which PEFT computes by a prompt encoder."""
+    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def save_adapters(model: Any, program: Program, folder: str) -> None:
+    """Write the adapters of a model that a program has."""
+    with _with_prompts(model):
+        model.save_pretrained(folder, state_dict=program.state_dict(trained=True))
+
+
+@contextlib.contextmanager
+def _with_prompts(model: Any) -> Iterator[None]:
+    """The model has a copy of its prompt encoder, with values: PEFT saves what this computes."""
+    if not learns_prompts(model):
+        yield
+        return
+    encoder = model.prompt_encoder
+    model.prompt_encoder = copy.deepcopy(encoder)
+    try:
+        yield
+    finally:
+        model.prompt_encoder = encoder
+
+
+def virtual_tokens(model: Any) -> int:
+    """How many positions PEFT puts before those of a batch; those of a prefix have no outputs."""
+    if not learns_prompts(model) or model.active_peft_config.peft_type in _PREFIXES:
+        return 0
+    return int(model.active_peft_config.num_virtual_tokens)
