@@ -98,8 +98,6 @@ def _write_page(schedule: Schedule, path: str) -> None:
 def _check(options: argparse.Namespace) -> None:
     if options.price is not None and options.tokens is None and options.sweep is None:
         raise MegacompileError("--price needs --tokens: how many tokens are to be trained on?")
-    if _several(options) and options.nvme_budget is not None:
-        raise MegacompileError("--nvme-budget is for one card: several keep their state in RAM.")
     if options.sweep is None and (options.values or options.plot):
         raise MegacompileError("--values and --plot belong to a --sweep.")
     if options.sweep:
@@ -123,19 +121,11 @@ def _question(options: argparse.Namespace) -> Question:
         network_bandwidth=options.network and options.network * 1e9,
         price=options.price,
     )
-    if _several(options) and profile.machine.fabric_bandwidth is None:
-        raise MegacompileError(
-            f"{profile.name} has no fast links between cards: give --fabric GB/s, what yours send each other."
-        )
     return Question(
         profile, options.batch, options.seq, _device_budget(options, profile),
         1 if options.micro_batches == "auto" else options.micro_batches,
         options.dtype, _host_budget(options, profile), _nvme_budget(options), options.gpus, options.nodes,
     )  # fmt: skip
-
-
-def _several(options: argparse.Namespace) -> bool:
-    return bool(options.gpus * options.nodes > 1 or options.sweep == "gpus")
 
 
 def _device_budget(options: argparse.Namespace, profile: MachineProfile) -> int:

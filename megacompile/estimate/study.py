@@ -17,7 +17,7 @@ import torch
 from megacompile.assemble.plan import Mode
 from megacompile.assemble.workload import Workload
 from megacompile.capture.batch import read_batch
-from megacompile.errors import BudgetError
+from megacompile.errors import BudgetError, MegacompileError
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.models import Model
 from megacompile.estimate.unroll import Repeated
@@ -43,7 +43,8 @@ _Kind = tuple[int, int, bool, int | None, int]
 @dataclass(frozen=True)
 class Question:
     """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
-    ``gpus`` cards in each of ``nodes`` machines. Host bytes are a machine's."""
+    ``gpus`` cards in each of ``nodes`` machines. Host bytes are a machine's. Several cards need links between
+    them in ``profile``, and no ``nvme_budget``."""
 
     profile: MachineProfile
     batch: int
@@ -55,6 +56,15 @@ class Question:
     nvme_budget: int | None = None
     gpus: int = 1
     nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks > 1 and self.nvme_budget is not None:
+            raise MegacompileError("--nvme-budget is for one card: several keep their state in RAM.")
+        if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
+            raise MegacompileError(
+                f"{self.profile.name} has no fast links between cards: "
+                "give --fabric GB/s, what yours send each other."
+            )
 
     @property
     def ranks(self) -> int:

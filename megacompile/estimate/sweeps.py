@@ -11,7 +11,11 @@ from megacompile.machine.catalog import PROFILES, MachineProfile
 from megacompile.units import format_bytes
 
 _ANY = 1 << 60  # no machine has more
+_NUMBERS = {"batch": 6, "seq": 6, "gpus": 4}  # how many are usual, each twice the one before
 _PATIENCE = 2  # slower splits in a row after which smaller ones are not tried
+
+_Asked = tuple[str, float, Question]
+"""A point before its answer: label, value, what to ask."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,31 @@ def sweep(
     study: Study, question: Question, over: str, values: Sequence[int | MachineProfile]
 ) -> Iterator[Point]:
     """Answers along one axis, as they come: at these budgets, numbers or machines, else at usual ones."""
-    for index, value in enumerate(values or _usual(study, question, over)):
-        if isinstance(value, MachineProfile):
-            asked = replace(question, profile=value, hbm_budget=value.device_bytes or _ANY)
-            yield Point(value.name, float(index), study.answer(asked))
-        elif over == "hbm-budget":
-            yield Point(format_bytes(value), value / 1e9, study.answer(replace(question, hbm_budget=value)))
-        else:
-            answer = study.answer(replace(question, **{over: value}))  # type: ignore[arg-type]
-            yield Point(str(value), float(value), answer)
-            if not values and not answer.fits_device():
-                return
+    points = [
+        _point(question, over, index, value)
+        for index, value in enumerate(values or _usual(study, question, over))
+    ]
+    for label, at, asked in points:
+        answer = study.answer(asked)
+        yield Point(label, at, answer)
+        if not values and over in _NUMBERS and not answer.fits_device():
+            return
+
+
+def _point(question: Question, over: str, index: int, value: int | MachineProfile) -> _Asked:
+    if isinstance(value, MachineProfile):
+        asked = replace(question, profile=value, hbm_budget=value.device_bytes or _ANY)
+        return value.name, float(index), asked
+    if over == "hbm-budget":
+        return format_bytes(value), value / 1e9, replace(question, hbm_budget=value)
+    return str(value), float(value), replace(question, **{over: value})  # type: ignore[arg-type]
 
 
 def _usual(study: Study, question: Question, over: str) -> Sequence[int | MachineProfile]:
     if over == "machine":
         return [p for p in PROFILES.values() if question.ranks == 1 or p.machine.fabric_bandwidth]
     if over != "hbm-budget":
-        return [{"batch": 1, "seq": 1024, "gpus": 1}[over] << i for i in range(4 if over == "gpus" else 6)]
+        return [(1024 if over == "seq" else 1) << i for i in range(_NUMBERS[over])]
     low = study.least(replace(question, hbm_budget=0))[0].device_bytes
     high = max(low, min(question.profile.device_bytes or _ANY, max(question.hbm_budget, 2 * low)))
     return [low + (high - low) * i // 6 for i in range(7)]

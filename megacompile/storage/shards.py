@@ -10,6 +10,7 @@ computes meanwhile several times as much. No call holds the interpreter's lock o
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -89,13 +90,8 @@ class _Blocks:
     """A new file, filled from its start through one buffer."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file = os.open(path, flags, 0o644)  # a file system that has no direct I/O
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._direct = _set_direct(self._file, True)
         self._buffer = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)  # at a page's start
         self._filled = self._written = 0
 
@@ -117,12 +113,22 @@ class _Blocks:
         """Write so much of the buffer; what a write leaves out is asked for again, from a page's start."""
         done = 0
         while done < nbytes:
-            moved = os.pwrite(self._file, self._buffer[done:nbytes].numpy().data, self._written + done)
+            moved = self._write(self._buffer[done:nbytes], self._written + done)
             done += moved if done + moved == nbytes else moved // mmap.PAGESIZE * mmap.PAGESIZE
             if moved < mmap.PAGESIZE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._written, self._filled = self._written + nbytes, 0
         rest()
+
+    def _write(self, block: Tensor, offset: int) -> int:
+        try:
+            return os.pwrite(self._file, block.numpy().data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        self._direct = False
+        _set_direct(self._file, False)  # some file systems refuse as late as here
+        return os.pwrite(self._file, block.numpy().data, offset)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         try:
@@ -132,3 +138,16 @@ class _Blocks:
                 os.ftruncate(self._file, end)
         finally:
             os.close(self._file)
+
+
+def _set_direct(file: int, direct: bool) -> bool:
+    """Write past the page cache from here on, or through it; whether the file system can."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return bool(flag)

@@ -320,6 +320,11 @@ def test_a_sweep_prints_a_table_and_draws(
         (["pln"], "did you mean plan"),
         (["plan", "--machine", "h200"], "--model"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "l40s", "--gpus", "2"], "give --fabric GB/s"),
+        (["plan", "--model", "llama-3.1-8b", "--machine", "l40s", "--sweep", "gpus"], "give --fabric GB/s"),
+        (
+            "plan --model llama-3.1-8b --machine h200 --gpus 2 --sweep machine --values h200,l40s".split(),
+            "l40s has no fast links",
+        ),
         (
             [
                 "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import zlib
@@ -58,22 +59,32 @@ def test_every_dtype_that_safetensors_knows(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_file_system_without_direct_writes_gets_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    opened, refused = os.open, []
+    set_flags, write, refused = fcntl.fcntl, os.pwrite, []
 
-    def refuse(path: Any, flags: int, mode: int) -> int:
-        if flags & os.O_DIRECT:
-            refused.append(path)
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, mode)
+    def refuse(file: int) -> None:
+        refused.append(file)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    def flags(file: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT and not late:
+            refuse(file)
+        return set_flags(file, command, value)
+
+    def part(file: int, data: Any, offset: int) -> int:
+        if set_flags(file, fcntl.F_GETFL) & os.O_DIRECT and late:
+            refuse(file)
+        return write(file, data, offset)
 
     save_shard(tmp_path / "a", tensors())
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(fcntl, "fcntl", flags)
+        patch.setattr(os, "pwrite", part)
         save_shard(tmp_path / "b", tensors())
-    assert refused and (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert len(refused) == 1 and (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_a_write_that_leaves_something_out_is_continued(
