@@ -314,6 +314,9 @@ def test_a_sweep_prints_a_table_and_draws(
     assert all(v.split("MB")[0] in out for v in values.split(","))
 
 
+TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -321,26 +324,8 @@ def test_a_sweep_prints_a_table_and_draws(
         (["plan", "--machine", "h200"], "--model"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "l40s", "--gpus", "2"], "give --fabric GB/s"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "l40s", "--sweep", "gpus"], "give --fabric GB/s"),
-        (
-            "plan --model llama-3.1-8b --machine h200 --gpus 2 --sweep machine --values h200,l40s".split(),
-            "l40s has no fast links",
-        ),
-        (
-            [
-                "plan",
-                "--model",
-                "llama-3.1-8b",
-                "--machine",
-                "h200",
-                "--gpus",
-                "2",
-                "--host-budget",
-                "1TB",
-                "--nvme-budget",
-                "1TB",
-            ],
-            "for one card",
-        ),
+        ([*TWO, "--sweep", "machine", "--values", "h200,l40s"], "l40s has no fast links"),
+        ([*TWO, "--host-budget", "1TB", "--nvme-budget", "1TB"], "for one card"),
         (["plan", "--model", "llama-3.1-8", "--machine", "h200"], r"llama-3.1-8b"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h20"], "h200"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),
