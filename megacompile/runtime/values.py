@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError
+from megacompile.host.optimizer import refuse_moments
 from megacompile.host.parameters import set_value
 from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
@@ -29,6 +30,12 @@ class ModelValues:
         self._owns = False
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
+
+    def refuse_taken(self) -> None:
+        """Refuse a model that another program has taken over, and an optimizer that was stepped already."""
+        if ownership.is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
+        refuse_moments(self._optimizer)
 
     def take_over(
         self,
