@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.assemble.assembly import Parameter, cut_parameters
-from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.plan import Mode, Plan, check_shared
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.frontend import Compiled, Frontend
@@ -195,7 +195,7 @@ class Compiler:
         def decide() -> bytes:
             compiled, planned = self._within(batch, mode)
             found.append((compiled, planned))
-            _check_shared(planned.plan)
+            check_shared(planned.plan)
             assert self.cuts is not None
             decided = {
                 "cuts": [[n, list(c)] for n, c in self.cuts.items()],
@@ -296,14 +296,3 @@ class Compiler:
         if self._resident is None:
             return None if mode.kind in ("train", "accumulate") else ()
         return self._resident
-
-
-def _check_shared(plan: Plan) -> None:
-    """Refuse a plan of one's own that keeps anything where several ranks cannot."""
-    stored = {block.saved_on for block in plan.blocks} & {"nvme"}
-    places = {group.state for group in plan.groups} - {"host"} | stored
-    if places:
-        raise MegacompileError(
-            f"The plan keeps something on {min(places)!r}, which is not there for several devices yet: keep "
-            "all state in host memory."
-        )

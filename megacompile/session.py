@@ -17,27 +17,24 @@ import torch
 from torch import nn
 
 from megacompile.assemble.plan import Mode
+from megacompile.bindings import Allocated, Bindings, allocate
 from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import BudgetError, DeviceFullError, MegacompileError, ProgramError
-from megacompile.host.offload import Placement
-from megacompile.host.optimizer import hypers, refuse_moments
-from megacompile.host.state import HostState, Weights
+from megacompile.errors import BudgetError, DeviceFullError, ProgramError
+from megacompile.host.optimizer import hypers
+from megacompile.host.state import Weights
 from megacompile.intake import Intake
 from megacompile.outside import LossOfOutputs, OutsideLoss
-from megacompile.runtime import ownership
-from megacompile.runtime.allocation import allocate_host_state, check_beside
+from megacompile.runtime.allocation import check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
-from megacompile.runtime.device import Device
 from megacompile.runtime.runtime import Runtime
-from megacompile.runtime.step_io import StepInputs, StepResults, raise_skipped, step_seed
+from megacompile.runtime.step_io import StepInputs, StepResults, raise_skipped
 from megacompile.runtime.values import ModelValues
 from megacompile.settings import Settings
-from megacompile.step.bind import BoundStep
 from megacompile.storage.background import BackgroundSave
-from megacompile.together import described_program, seed_numbers
+from megacompile.together import agreed_program, micro_seeds
 from megacompile.units import format_bytes
 
 
@@ -68,8 +65,7 @@ class Session:
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self._intake = Intake(model, compiler, settings.max_seq_len)
-        self._bound: dict[int, BoundStep] = {}
-        self._previous: BoundStep | None = None
+        self._bindings = Bindings(compiler)
         self._last_batch: Batch | None = None
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
@@ -114,14 +110,9 @@ class Session:
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if self.runtime is None:
             longest = self._intake.longest(batch)
-            if longest is not None:
-                self.world.agree(
-                    lambda: self.compiler.schedule(longest, mode)
-                )  # first: how far weights are cut must suffice for it
-        if self.world.size > 1 and self.compiler.number(batch, mode) < 0:
-            fresh = self.world.agree(lambda: self.compiler.schedule(batch, mode))
-            self.world.compare(lambda: described_program(fresh, self.settings))
-        scheduled = self.compiler.schedule(batch, mode)
+            if longest is not None:  # first: how far weights are cut must suffice for it
+                self.world.agree(lambda: self.compiler.schedule(longest, mode))
+        scheduled = agreed_program(self.compiler, batch, mode, self.settings)
         if self.runtime is None:
             self._take_over(scheduled)
         else:
@@ -136,67 +127,29 @@ class Session:
     def forget_programs(self) -> None:
         """Capture and compile every kind of batch anew, over the same state."""
         self.compiler.forget()
-        self._bound.clear()
-        self._previous = None
+        self._bindings.clear()
         self._intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
     def release(self) -> None:
         """Leave the values to the model alone, and free the state."""
         self.values.release()
-        self._bound.clear()
-        self._previous = self.runtime = None
+        self._bindings.clear()
+        self.runtime = None
 
     def _take_over(self, scheduled: Scheduled) -> None:
+        def allocated() -> Allocated:
+            self.values.refuse_taken()
+            return allocate(scheduled, self.settings)
+
         assembly = scheduled.compiled.assembly
         # what may be refused comes before the model is taken
-        state, self.compiler.placement, device = self.world.agree(lambda: self._allocate(scheduled))
+        state, self.compiler.placement, device = self.world.agree(allocated)
         self.values.take_over(state, assembly.homes, self.synchronize)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
 
-    def _allocate(self, scheduled: Scheduled) -> tuple[HostState, Placement, Device]:
-        if ownership.is_owned(self.model):
-            raise MegacompileError("Another program has taken over this model: use that one.")
-        refuse_moments(self.optimizer)
-        settings, planned = self.settings, scheduled.planned
-        state, placement = allocate_host_state(
-            planned.step,
-            planned.plan,
-            scheduled.compiled.assembly,
-            settings.optimizer_state,
-            settings.offload_dirs,
-            settings.host_budget_bytes,
-            self.world,
-        )
-        return state, placement, settings.open_device()
-
-    def _bind(self, scheduled: Scheduled) -> BoundStep:
-        found = self._bound.get(id(scheduled))
-        if found is None:
-            assert self.runtime is not None
-            self.finish_saving()
-            self.runtime.state.copies.free()  # where this program's buffers may want to be
-            compiled = scheduled.compiled
-            found = BoundStep(
-                scheduled.planned.step,
-                scheduled.source,
-                compiled.part,
-                compiled.templates,
-                compiled.assembly,
-                self.compiler.frontend.constants(compiled.captured),
-                list(self.compiler.pieces),
-                self.runtime.device.torch_device,
-            )
-            self._bound[id(scheduled)] = found
-        return found
-
     def run(
-        self,
-        micro: list[Batch],
-        mode: Mode,
-        weights: Sequence[float],
-        *,
-        loss: LossOfOutputs | None = None,
+        self, micro: list[Batch], mode: Mode, weights: Sequence[float], *, loss: LossOfOutputs | None = None
     ) -> StepResults:
         """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it.
 
@@ -218,7 +171,7 @@ class Session:
             raise error
         if mode.kind == "train":
             self.runtime.drop_gradients()  # of the step that is repeated
-        del self._bound[id(scheduled)]
+        self._bindings.drop(scheduled)
         more = self.compiler.leave_room(scheduled)
         warnings.warn(
             f"{error} The program is planned again within {format_bytes(more)} less, and the step repeated: "
@@ -238,20 +191,21 @@ class Session:
         weights: Sequence[float],
         loss: LossOfOutputs | None,
     ) -> StepResults:
-        bound = self._bind(scheduled)
         runtime = self.runtime
         assert runtime is not None
-        if bound is not self._previous:
+        if scheduled not in self._bindings:
+            self.finish_saving()
+            runtime.state.copies.free()  # where this program's buffers may want to be
+        bound = self._bindings.bind(scheduled, runtime.device)
+        if bound is not self._bindings.last:
             runtime.synchronize()
-            self._previous = bound
+            self._bindings.last = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
         self.outside = OutsideLoss(loss, scheduled.compiled, weights) if loss is not None else None
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
-            seeds=[
-                step_seed(self.seed, self.calls, number) for number in seed_numbers(self.world, len(micro))
-            ],
+            seeds=micro_seeds(self.seed, self.calls, len(micro), self.world),
             loss_weights=list(weights),
             hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,

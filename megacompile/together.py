@@ -14,9 +14,10 @@ import torch
 
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
-from megacompile.compiler import Scheduled
+from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError
 from megacompile.host.optimizer import hypers
+from megacompile.runtime.step_io import step_seed
 from megacompile.settings import Settings
 from megacompile.world.control import World
 
@@ -27,7 +28,16 @@ Read = Callable[[], tuple[list[Batch], list[float]]]
 """Gives the micro-batches of a step and the weights of their losses, or refuses them."""
 
 
-def described_program(scheduled: Scheduled, settings: Settings) -> dict[str, Any]:
+def agreed_program(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings) -> Scheduled:
+    """The program for a kind of batch, the same on all ranks; refused on all where one refuses it."""
+    world = settings.world
+    if world.size > 1 and compiler.number(batch, mode) < 0:
+        fresh = world.agree(lambda: compiler.schedule(batch, mode))
+        world.compare(lambda: _described_program(fresh, settings))
+    return compiler.schedule(batch, mode)
+
+
+def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, Any]:
     """A program that all ranks run: who made it, of what, and a digest of every operation."""
     compiled, step = scheduled.compiled, scheduled.planned.step
     slots = [(g.name, str(g.dtype), g.elements, g.trainable, g.slots) for g in compiled.assembly.groups]
@@ -83,9 +93,9 @@ def _described_batches(
     }
 
 
-def seed_numbers(world: World, count: int) -> range:
-    """The numbers of a rank's micro-batches among those of all ranks, which take turns."""
-    return range(world.rank, count * world.size, world.size)
+def micro_seeds(seed: int, call: int, count: int, world: World) -> list[int]:
+    """The seeds of a rank's micro-batches, by their numbers among those of all ranks, which take turns."""
+    return [step_seed(seed, call, number) for number in range(world.rank, count * world.size, world.size)]
 
 
 def _digest(text: str) -> str:

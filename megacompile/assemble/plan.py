@@ -111,6 +111,17 @@ def _check_counts(plan: Plan) -> None:
             raise MegacompileError(f"The plan file.{name} is {value}, which cannot be.")
 
 
+def check_shared(plan: Plan) -> None:
+    """Refuse a plan that keeps anything where several ranks cannot."""
+    saved = {block.saved_on for block in plan.blocks} & {"nvme"}
+    places = {group.state for group in plan.groups} - {"host"} | saved
+    if places:
+        raise MegacompileError(
+            f"The plan keeps something on {min(places)!r}, which is not there for several devices yet: keep "
+            "all state in host memory."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """Which program of a model a step is.

@@ -14,7 +14,7 @@ from megacompile.assemble.text import plan_table
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
 from megacompile.estimate.study import Answer, Prediction, Question
-from megacompile.estimate.sweeps import Point, Split
+from megacompile.estimate.sweeps import Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.least import describe_peak
@@ -281,23 +281,3 @@ def _machine(answer: Answer) -> str:
     lines = ["The machine's figures"]
     lines += [f"  {name:<17} {text}" for name, text in sources.items() if name not in hidden]
     return "\n".join(lines)
-
-
-def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
-    """A sweep as a table: per row, whether it fits and what it gives with and without clipping."""
-    mode = "with clipping" if clip else "without clipping"
-    names = f"{'device':>8} {'host':>8} {'step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6}"
-    lines = [f"{over:>16}  fits  {names}  lower bound, {mode}"]
-    for point in points:
-        a, p = point.answer, point.answer.prediction(clip)
-        start = f"{point.label:>16}  {'yes' if a.fits(clip) else 'no':<4}"
-        if p is None:
-            lines.append(f"{start}  needs {format_bytes(a.least.device_bytes)} of the device")
-            continue
-        lines.append(
-            f"{start}  {format_bytes(p.planned.peak_bytes):>8} {format_bytes(p.host.total):>8} "
-            f"{format_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} "
-            f"{p.model_flops_per_second / 1e12:>8.1f} {p.mfu:>6.1%}  "
-            f"{format_seconds(p.bound.seconds)}: {p.bound.binding}"
-        )
-    return "\n".join(lines) + "\n"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megacompile.cli.as_json import as_json
 from megacompile.cli.main import folder_of, write_json
-from megacompile.cli.report import Extras, render, sweep_table
+from megacompile.cli.report import Extras, render
+from megacompile.cli.sweep_table import sweep_table
 from megacompile.compiler import prove
 from megacompile.errors import MegacompileError
 from megacompile.estimate.largest import estimate_largest, largest

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Slot
 from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
-from megacompile.host.arena import HostArena, trim_heap
+from megacompile.host.arena import HostArena
 from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
-from megacompile.host.parameters import nothing_for, set_value, write_halves
+from megacompile.host.parameters import write_halves
 from megacompile.host.shards import collected, own_part, whole_arrays
 from megacompile.host.snapshot import Copies, Snapshot
 from megacompile.host.views import moments_of, parts_of
@@ -89,38 +89,6 @@ class HostState:
             self.arrays[group] = home
         else:
             self.arrays[group] = {name: array.to(device) for name, array in home.items()}
-
-    def take(
-        self, model: nn.Module, homes: Mapping[str, Sequence[tuple[int, int]]], weights: Weights | None = None
-    ) -> None:
-        """Move each placed parameter's value here, one at a time, and leave NaN in its place.
-
-        The model's storage is released parameter by parameter, so that no second copy of the model
-        ever exists on the host. ``weights`` gives the value of a parameter on the meta device. What does
-        not come to its end, by Ctrl-C too, is undone: the model then has its values again.
-        """
-        taken = []
-        try:
-            for name, parameter in model.named_parameters():
-                value = parameter.data
-                if parameter.is_meta:
-                    assert weights is not None
-                    value = weights(name)
-                else:
-                    value = self.world.broadcast(value)
-                if name in homes:
-                    self.write_whole(homes[name], value)
-                    taken.append((name, parameter))
-                    value = nothing_for(parameter)
-                elif parameter.is_meta:
-                    value = value.clone()  # its file may change
-                set_value(parameter, value)
-                del value
-                trim_heap()
-        except BaseException:
-            for name, parameter in taken if self.world.size == 1 else ():  # else others would have to help
-                set_value(parameter, self.read_whole(homes[name]))
-            raise
 
     def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
         """Set a parameter that may be cut from a tensor of its whole shape."""

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError
-from megacompile.host.parameters import set_value
+from megacompile.host.arena import trim_heap
+from megacompile.host.optimizer import refuse_moments
+from megacompile.host.parameters import nothing_for, set_value
 from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
 
@@ -30,6 +32,12 @@ class ModelValues:
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
 
+    def refuse_taken(self) -> None:
+        """Refuse a model that another program has taken over, and an optimizer that was stepped already."""
+        if ownership.is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
+        refuse_moments(self._optimizer)
+
     def take_over(
         self,
         state: HostState,
@@ -40,7 +48,7 @@ class ModelValues:
 
         ``synchronize`` returns when all updates of the state are over.
         """
-        state.take(self.model, homes, self._source)
+        _move(self.model, state, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
@@ -176,6 +184,42 @@ class ModelValues:
             set_value(target, value.clone())
         else:
             target.data.copy_(value)
+
+
+def _move(
+    model: nn.Module,
+    state: HostState,
+    homes: Mapping[str, Sequence[tuple[int, int]]],
+    source: Weights | None,
+) -> None:
+    """Move each placed parameter's value into a state, one at a time, and leave NaN in its place.
+
+    The model's storage is released parameter by parameter, so that no second copy of the model ever exists
+    on the host. ``source`` gives the value of a parameter on the meta device. What does not come to its end,
+    by Ctrl-C too, is undone: the model then has its values again.
+    """
+    taken, world = [], state.world
+    try:
+        for name, parameter in model.named_parameters():
+            value = parameter.data
+            if parameter.is_meta:
+                assert source is not None
+                value = source(name)
+            else:
+                value = world.broadcast(value)
+            if name in homes:
+                state.write_whole(homes[name], value)
+                taken.append((name, parameter))
+                value = nothing_for(parameter)
+            elif parameter.is_meta:
+                value = value.clone()  # its file may change
+            set_value(parameter, value)
+            del value
+            trim_heap()
+    except BaseException:
+        for name, parameter in taken if world.size == 1 else ():  # else others would have to help
+            set_value(parameter, state.read_whole(homes[name]))
+        raise
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -80,28 +80,17 @@ def _write(
     if not snapshot.begin():
         return
     with paced(snapshot.hurried):
-        _write_paced(snapshot, folder, loose, progress, then, failures)
-
-
-def _write_paced(
-    snapshot: Snapshot,
-    folder: Path,
-    loose: Mapping[str, Tensor],
-    progress: Progress,
-    then: Then,
-    failures: list[BaseException],
-) -> None:
-    found: BaseException | None = None
-    try:
-        save_checkpoint(folder, snapshot, loose, progress)
-    except BaseException as error:
-        found = error
-    finally:
-        snapshot.end()
-    try:
-        then(found)
-    except BaseException as error:  # for whoever calls the program next
-        failures.append(error)
+        found: BaseException | None = None
+        try:
+            save_checkpoint(folder, snapshot, loose, progress)
+        except BaseException as error:
+            found = error
+        finally:
+            snapshot.end()
+        try:
+            then(found)
+        except BaseException as error:  # for whoever calls the program next
+            failures.append(error)
 
 
 def _raise(error: BaseException | None) -> None:
