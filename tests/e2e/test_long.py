@@ -16,67 +16,71 @@ LENGTH, CHUNKS = 480, (60, 20)
 VOCABULARY = 512
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind: str, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     if kind == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
+                vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
             )
         )  # fmt: skip
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH,
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         )
     )  # fmt: skip
 
 
-def batch_of(length: int = LENGTH) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+def batch_of(length: int = LENGTH, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
+    ids = torch.randint(3, vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, : length // 3] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def start(kind: str, budget: str, **options: Any) -> megacompile.Program:
-    model = model_of(kind).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def start(model: nn.Module, budget: str, **options: Any) -> megacompile.Program:
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     return megacompile.compile(
         model, budget, optimizer=optimizer, max_grad_norm=1.0, compute_dtype=torch.float32, **options
     )
 
 
-def least_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The least budget with sequences whole; loops are on after it."""
-    monkeypatch.setattr(frontend, "CHUNKS", ())
-    with pytest.raises(megacompile.BudgetError) as caught:
-        start(kind, "100B").prepare(batch_of())
+def least_whole(model: nn.Module, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The least budget with sequences whole."""
+    with monkeypatch.context() as patch, pytest.raises(megacompile.BudgetError) as caught:
+        patch.setattr(frontend, "CHUNKS", ())
+        start(model, "100B").prepare(batch)
     assert caught.value.least_bytes is not None
-    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     return caught.value.least_bytes
+
+
+def trains_as_eager(
+    program: megacompile.Program, model: nn.Module, batch: dict[str, Tensor], steps: int
+) -> None:
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    for _ in range(steps):
+        found = program.train_step(batch)
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(float(found.loss), loss.item(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(float(found.grad_norm), float(norm), rtol=1e-5, atol=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_long_sequence_trains_far_below_what_it_needs_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    budget = int(0.4 * least_whole(kind, monkeypatch))
-    program = start(kind, f"{budget}B", dump=tmp_path)
-    model = model_of(kind).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(3):
-        found = program.train_step(batch_of())
-        optimizer.zero_grad()
-        loss: Tensor = model(**batch_of()).loss
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        torch.testing.assert_close(float(found.loss), loss.item(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(float(found.grad_norm), float(norm), rtol=1e-5, atol=0)  # type: ignore[arg-type]
+    budget = int(0.4 * least_whole(model_of(kind), batch_of(), monkeypatch))
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
+    program = start(model_of(kind), f"{budget}B", dump=tmp_path)
+    trains_as_eager(program, model_of(kind), batch_of(), steps=3)
     memory = program.memory
     assert memory.device_peak_bytes == memory.predicted_peak_bytes <= budget
     length, chunk = program.schedule.work.loops
@@ -87,16 +91,26 @@ def test_a_long_sequence_trains_far_below_what_it_needs_whole(
     assert float(program.evaluate(batch_of(24))) > 0  # a short one has no loops
 
 
+def test_a_sequence_trains_where_a_64th_of_it_fits_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, length = 8000, 256  # a length that is no size of a weight
+    budget = least_whole(model_of("llama", vocabulary), batch_of(length, vocabulary), monkeypatch)
+    monkeypatch.setattr(frontend, "CHUNKS", (128,))
+    program = start(model_of("llama", vocabulary), f"{budget}B")
+    trains_as_eager(program, model_of("llama", vocabulary), batch_of(64 * length, vocabulary), steps=2)
+    assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes <= budget
+
+
 def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
-    program = start("llama", "1GB")
+    program = start(model_of("llama"), "1GB")
     program.prepare(batch_of())
     assert program.schedule.work.loops == (0, 0) and "chunks" not in str(program.plan)
 
 
 def test_a_plan_with_loops_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = f"{int(0.5 * least_whole('llama', monkeypatch))}B"
-    first = start("llama", budget)
-    again = start("llama", budget, plan=(first.prepare(batch_of()), first.plan)[1])
+    budget = f"{int(0.5 * least_whole(model_of('llama'), batch_of(), monkeypatch))}B"
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
+    first = start(model_of("llama"), budget)
+    again = start(model_of("llama"), budget, plan=(first.prepare(batch_of()), first.plan)[1])
     losses = [float(program.train_step(batch_of()).loss) for program in (first, again)]
     assert losses[0] == losses[1] and again.plan == first.plan
