@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megacompile.capture.operators  # noqa: F401  registers the operator
+import megacompile.capture.attention  # noqa: F401  registers the operator
 from benchmarks.gpu.record import Result
 from benchmarks.gpu.work import device
 

@@ -138,12 +138,15 @@ def capture(
         again = _trace(forward, inputs, model)
         refuse_other_forward(captured.graph, again.graph, changed, effects.first)
     if trained and not evaluate and not captured.trainable:
-        what = "loss" if outputs is None else "output"
-        raise CaptureError(
-            f"The {what} of {type(model).__name__} has no gradient for any parameter that the optimizer "
-            "trains: look for a detach, a no_grad or an argmax on the way to it."
-        )
+        raise _without_gradient("loss" if outputs is None else "output", model)
     return captured
+
+
+def _without_gradient(what: str, model: nn.Module) -> CaptureError:
+    return CaptureError(
+        f"The {what} of {type(model).__name__} has no gradient for any parameter that the optimizer "
+        "trains: look for a detach, a no_grad or an argmax on the way to it."
+    )
 
 
 def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:

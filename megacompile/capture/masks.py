@@ -118,19 +118,26 @@ class Masks:
             **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
         )
         skippable = allow_is_causal_skip or allow_is_bidirectional_skip
-        left_out = any(attention_mask is mask for mask in self._prepared)
-        within = [(base, ids) for made, base, ids in self._packed if made is function]
-        plain = (attention_mask is None or left_out) and (skippable or within) and q_offset == kv_offset == 0
-        band, bounds = None, None
-        if plain:
-            band = _recognise(within[0][0] if within else function, q_length, kv_length, local_size)
-        if left_out and band is not None and not band[0]:
-            band = None  # all tokens would see the padding
-        if within and band is not None:
-            bounds = _bounds(within[0][1])
+        band, bounds = self._plain(function, attention_mask, q_length, kv_length, local_size, skippable)
+        if band is not None and not q_offset == kv_offset == 0:
+            band, bounds = None, None
         additive = as_additive(mask, dtype) if mask.dtype == torch.bool else mask
         self._made.append(Mask(mask, mask._version, additive, band, bounds))
         return mask
+
+    def _plain(
+        self, function: Callable[..., Any], padding: Tensor | None, q_length: int, kv_length: int,
+        local_size: int | None, skippable: bool,
+    ) -> tuple[Band | None, Tensor | None]:  # fmt: skip
+        """(band, bounds of documents) that a mask of this function and mask of padding is, as far as any."""
+        left_out = any(padding is mask for mask in self._prepared)
+        within = [(base, ids) for made, base, ids in self._packed if made is function]
+        if not (padding is None or left_out) or not (skippable or within):
+            return None, None
+        band = _recognise(within[0][0] if within else function, q_length, kv_length, local_size)
+        if band is None or (left_out and not band[0]):  # all tokens would see the padding
+            return None, None
+        return band, _bounds(within[0][1]) if within else None
 
 
 def _bounds(documents: Tensor) -> Tensor:

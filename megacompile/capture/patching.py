@@ -127,7 +127,8 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
 def our_operators(
     model: nn.Module, rng: Tensor, *, positions_given: bool = False, padding: Tensor | None = None
 ) -> Iterator[None]:
-    """Within the context ``model`` runs attention and dropout through :mod:`megacompile.capture.operators`.
+    """Within the context ``model`` runs :mod:`~megacompile.capture.attention` and
+    :mod:`~megacompile.capture.dropout` that are ours.
 
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
     ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must

@@ -3,7 +3,7 @@
 ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
 kernel for windows, softcap, sinks, packed documents, and sequences so long that torch's would hold gigabytes
 of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on CUDA (float32, additive bias and
-its gradient), ``plain`` the products and the softmax written out, with the whole matrix of scores. The choice
+its gradient), ``plain`` what :mod:`megacompile.capture.plain_attention` writes out. The choice
 depends on shapes, dtypes, device and constants alone, so that a recomputed forward and the backward make the
 same one.
 
@@ -14,7 +14,6 @@ and equal seeds must give equal bits. The other two are asked to be deterministi
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -108,41 +107,6 @@ def band_mask(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
     distance = ahead - torch.arange(keys, device=q.device)[None, :]
     allowed = distance >= 0 if causal else distance.abs() < window
     return allowed & (distance < window) if causal and window > 0 else allowed
-
-
-def softmax(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Probabilities [B, H, S, T], log-sum-exp [B, H, S], and the capped scores where capped."""
-    dtype = accumulate_dtype(q)
-    keys = repeat_heads(k, q.shape[1])
-    scores = torch.matmul(q, keys.transpose(-1, -2)).to(dtype) * scale
-    capped = None
-    if softcap > 0.0:
-        scores = capped = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    band = band_mask(q, k, causal, window)
-    if band is not None:
-        scores = scores.masked_fill(~band, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        sinks = sinks.to(dtype).view(1, -1, 1, 1)
-        top = torch.maximum(top, sinks)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    lse = (top + torch.log(total)).masked_fill(total == 0.0, math.inf)
-    return weights / total.masked_fill(total == 0.0, 1.0), lse.squeeze(-1), capped
 
 
 def forward(

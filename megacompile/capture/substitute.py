@@ -11,12 +11,13 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture import operators as ops
+from megacompile.capture.attention import attention as attention_operator
+from megacompile.capture.dropout import dropout as dropout_operator
 from megacompile.capture.masks import Masks, as_additive
 from megacompile.errors import CaptureError
 
@@ -65,7 +66,7 @@ def dropout(
     if not training or p == 0.0:
         return input
     sites = _current[-1]
-    out = ops.dropout(input, sites.rng, sites.next(), float(p))
+    out = dropout_operator(input, sites.rng, sites.next(), float(p))
     return input.copy_(out) if inplace else out
 
 
@@ -88,7 +89,7 @@ def _attend(
     if bias is not None and bias.dtype == torch.bool:
         bias = as_additive(bias, q.dtype)
     out: Tensor
-    out, _ = ops.attention(
+    out, _ = attention_operator(
         q,
         k,
         v,
@@ -168,29 +169,42 @@ def transformers_attention(
         rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
         given = {n: v for n, v in rest.items() if v is not None}
         return own(module, query, key, value, attention_mask, **given)
-    known = _current[-1].masks.known(attention_mask)
-    bias: Tensor | None = None
-    bounds: Tensor | None = None
-    causal, window = False, 0
-    packed = known is not None and known.bounds is not None
-    if known is not None and known.band is not None and not (packed and position_bias is not None):
-        (causal, window), bounds = known.band, known.bounds
-    elif attention_mask is None:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        causal, window = causal and query.shape[2] > 1, sliding_window or 0
-    else:
-        bias = attention_mask if known is None or position_bias is not None else known.additive
-        bias = bias[..., : key.shape[2]]
-    if position_bias is not None:
-        if bias is not None and bias.dtype == torch.bool:
-            bias = torch.where(bias, position_bias, torch.finfo(query.dtype).min)
-        else:
-            bias = position_bias if bias is None else position_bias + bias
+    seen = _seen(module, query, key, attention_mask, is_causal, sliding_window, position_bias)
     out = _attend(
-        query, key, value, bias, scale=scaling, causal=causal, window=window,
-        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, bounds=bounds,
+        query, key, value, seen.bias, scale=scaling, causal=seen.causal, window=seen.window,
+        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, bounds=seen.bounds,
     )  # fmt: skip
     return out.transpose(1, 2), None
+
+
+class _Seen(NamedTuple):
+    """What each query of a call sees, and what is added to its scores."""
+
+    bias: Tensor | None
+    causal: bool = False
+    window: int = 0
+    bounds: Tensor | None = None
+
+
+def _seen(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None,
+    sliding_window: int | None, position_bias: Tensor | None,
+) -> _Seen:  # fmt: skip
+    """Of a mask that is a plain pattern the pattern, of any other the mask."""
+    known = _current[-1].masks.known(mask)
+    packed = known is not None and known.bounds is not None
+    if known is not None and known.band is not None and not (packed and position_bias is not None):
+        return _Seen(position_bias, *known.band, known.bounds)
+    if mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return _Seen(position_bias, causal and query.shape[2] > 1, sliding_window or 0)
+    bias = mask if known is None or position_bias is not None else known.additive
+    bias = bias[..., : key.shape[2]]
+    if position_bias is not None and bias.dtype == torch.bool:
+        bias = torch.where(bias, position_bias, torch.finfo(query.dtype).min)
+    elif position_bias is not None:
+        bias = position_bias + bias
+    return _Seen(bias)
 
 
 def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple[Tensor, Any]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from megacompile.capture.operators import attention, attention_backward
+from megacompile.capture.attention import attention, attention_backward
 from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM

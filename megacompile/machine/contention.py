@@ -23,10 +23,7 @@ def shared_times(
     computes = [op.stream == "compute" for op in ops] * runs
     count = len(lengths)
     waiting = [len(c) for c in causes]
-    effects: list[list[int]] = [[] for _ in range(count)]
-    for index, before in enumerate(causes):
-        for cause in before:
-            effects[cause].append(index)
+    effects = _effects(causes)
     starts, ends = [0.0] * count, [0.0] * count
     running: dict[int, float] = {}  # operation -> seconds of its own that are left
     ready = [i for i in range(count) if not waiting[i]]
@@ -105,6 +102,15 @@ def _causes(ops: Sequence[Op], runs: int) -> list[list[int]]:
             causes.append(list(before))
         begin = last.get("compute", -1)
     return causes
+
+
+def _effects(causes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Per operation those that it is a cause of."""
+    effects: list[list[int]] = [[] for _ in causes]
+    for index, before in enumerate(causes):
+        for cause in before:
+            effects[cause].append(index)
+    return effects
 
 
 def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:

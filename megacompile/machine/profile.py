@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from megacompile.capture import operators
+from megacompile.capture.attention import (
+    attention,
+    attention_backward,
+    attention_backward_flops,
+    attention_flops,
+)
 from megacompile.host.nvme_bench import measure_drive
 from megacompile.machine.catalog import MachineProfile
 from megacompile.machine.rates import Machine, adam_bandwidth, copy_bandwidth, this_cpu
@@ -142,11 +147,11 @@ def _attention() -> tuple[float, float]:
     q, k, v, grad = (torch.randn(_ATTENTION, device="cuda").bfloat16() for _ in range(4))
     inputs: list[Any] = [q, k, v, None, None, None]
     constants: list[Any] = [_ATTENTION[-1] ** -0.5, True, 0, 0.0, 0.0, 0, False]
-    found = operators.attention(*inputs, *constants)
-    forward = _seconds(lambda: operators.attention(*inputs, *constants))
-    backward = _seconds(lambda: operators.attention_backward(grad, *inputs, *found, *constants))
-    flops = operators.attention_flops(*inputs, *constants)
-    return flops / forward, operators.attention_backward_flops(grad, *inputs, *found, *constants) / backward
+    found = attention(*inputs, *constants)
+    forward = _seconds(lambda: attention(*inputs, *constants))
+    backward = _seconds(lambda: attention_backward(grad, *inputs, *found, *constants))
+    flops = attention_flops(*inputs, *constants)
+    return flops / forward, attention_backward_flops(grad, *inputs, *found, *constants) / backward
 
 
 def _both_ways(alone: Callable[[], float]) -> str:

@@ -126,17 +126,8 @@ def _check_tokens(accesses: list[_Access]) -> int:
     for access in accesses:
         op = access.op
         for token in (*op.reads, *(t for t in op.frees if t not in op.writes)):
-            if token in writer:
-                pairs += 1
-                if not _before(writer[token], access):
-                    raise ScheduleError(
-                        f"{name(op)} may use {token} before {name(writer[token].op)} is over: "
-                        "a wait is missing."
-                    )
-            elif token in ended:
-                raise ScheduleError(f"{name(op)} uses {token} after {name(ended[token].op)}.")
-            elif not token.lasting:
-                raise ScheduleError(f"{name(op)} uses {token}, which nothing has written.")
+            _check_written(access, token, writer.get(token), ended.get(token))
+            pairs += token in writer
         for token in dict.fromkeys((*op.writes, *op.donates, *op.frees)):
             for other in (*readers[token], *([writer[token]] if token in writer else [])):
                 pairs += 1
@@ -160,6 +151,19 @@ def _check_tokens(accesses: list[_Access]) -> int:
             ended[token] = access
             readers[token] = [access]
     return pairs
+
+
+def _check_written(access: _Access, token: Token, writer: _Access | None, ended: _Access | None) -> None:
+    """What is used was written, that is over, and nothing has ended it since."""
+    if writer is not None:
+        if not _before(writer, access):
+            raise ScheduleError(
+                f"{name(access.op)} may use {token} before {name(writer.op)} is over: a wait is missing."
+            )
+    elif ended is not None:
+        raise ScheduleError(f"{name(access.op)} uses {token} after {name(ended.op)}.")
+    elif not token.lasting:
+        raise ScheduleError(f"{name(access.op)} uses {token}, which nothing has written.")
 
 
 def _evicted(op: Op) -> tuple[Token, ...]:

@@ -38,19 +38,8 @@ def build(torch_lib: Path, headers: Path, out: Path) -> None:
     core = []
     for source in sorted(RUNTIME.glob("*.c")):
         core.append(out / f"{source.stem}.o")
-        _run(
-            "cc",
-            "-O1",
-            "-g",
-            "-fPIC",
-            "-fvisibility=hidden",
-            "-w",
-            f"-I{headers}",
-            "-c",
-            source,
-            "-o",
-            core[-1],
-        )
+        flags = ["-O1", "-g", "-fPIC", "-fvisibility=hidden", "-w", f"-I{headers}"]
+        _run("cc", *flags, "-c", source, "-o", core[-1])
     versions, libraries = _needed(torch_lib)
     defined = {
         line.split()[-1] for line in _run("nm", "--defined-only", "-g", *core).splitlines() if line.strip()
@@ -60,17 +49,8 @@ def build(torch_lib: Path, headers: Path, out: Path) -> None:
     script.write_text(_version_script(versions))
     _run("cc", "-O0", "-fPIC", "-w", "-c", stubs, "-o", out / "stubs.o")
     whole = out / "libcudasim.so"
-    _run(
-        "cc",
-        "-shared",
-        "-o",
-        whole,
-        *core,
-        out / "stubs.o",
-        f"-Wl,--version-script={script}",
-        "-lpthread",
-        "-ldl",
-    )
+    flags = [f"-Wl,--version-script={script}", "-lpthread", "-ldl"]
+    _run("cc", "-shared", "-o", whole, *core, out / "stubs.o", *flags)
     for name in libraries:
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(whole.name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.capture import operators as ops
+from megacompile.capture.attention import attention
 from megacompile.capture.patching import our_operators
 from megacompile.errors import CaptureError
 from tests.support.zoo import causal, padded_batch
@@ -57,7 +57,7 @@ def test_packed_sequences_are_refused() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
-    out, _ = ops.attention(q, k, v, bias, sinks, None, 0.35, False, 0, 0.0, 0.0, 0, False)
+    out, _ = attention(q, k, v, bias, sinks, None, 0.35, False, 0, 0.0, 0.0, 0, False)
     return out
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from harness import DTYPES, compare, randn, strided
 
-from megacompile.capture import operators
+from megacompile.capture import attention as attending
 from megacompile.kernels.attention import (
     document_bounds,
     flash_attention_backward,
@@ -207,9 +207,9 @@ def test_gradcheck():
 def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
     """megacompile::attention calls it for what the library lacks; strides and types are those of its fake."""
     calls = []
-    launch = operators.flash_attention_forward
+    launch = attending.flash_attention_forward
     monkeypatch.setattr(
-        operators, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
+        attending, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
     )
     window, softcap = features.get("window", 0), features.get("softcap", 0.0)
     cumulative = features.get("documents")

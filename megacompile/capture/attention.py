@@ -1,10 +1,8 @@
-"""The two operators of a model whose plain form depends on device, gradient mode or hidden state.
+"""Attention as an operator, in the place of a model's own.
 
-Attention and dropout are replaced by operators of ours during capture, so that one graph serves every
-device, a recomputed forward repeats the first one bit for bit, and the planner sees one node with
-known cost. Which kernel runs a call of attention is decided in :mod:`megacompile.capture.sdpa`. The masks of
-dropout come from a counter, not from a hidden generator: element i of a call depends on (seed, call
-site, i) alone.
+In: what a call of attention is given. Out: its result, and the log-sum-exp that its backward reads. One graph
+serves every device, a recomputed forward repeats the first one bit for bit, and the planner sees one node
+with known cost. Which kernel runs a call is decided in :mod:`megacompile.capture.sdpa`.
 """
 
 from __future__ import annotations
@@ -16,47 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.capture import sdpa
-from megacompile.capture.sdpa import repeat_heads, sum_heads
+from megacompile.capture import plain_attention, sdpa
+from megacompile.capture.plain_attention import Drops
 from megacompile.capture.sinks import gradient_of_sinks, with_sinks
-from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
-from megacompile.kernels.dropout import dropout_mask, dropout_triton
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
 _LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
-
-
-@torch.library.custom_op("megacompile::dropout", mutates_args=())
-def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
-    """Zero elements of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
-
-    ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
-    The operator is linear in ``x``, hence its own backward.
-    """
-    if runs_triton(x):
-        return dropout_triton(x, rng, site, p)
-    keep = dropout_mask(rng, site, x.shape, p, x.device)
-    return torch.where(keep, x * (1.0 / (1.0 - p)) if p < 1.0 else x, torch.zeros((), dtype=x.dtype))
-
-
-@dropout.register_fake
-def _(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rng, ctx.site, ctx.p = inputs
-    ctx.save_for_backward(rng)
-
-
-def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    (rng,) = ctx.saved_tensors
-    return torch.ops.megacompile.dropout(grad, rng, ctx.site, ctx.p), None, None, None
-
-
-dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 
 @torch.library.custom_op("megacompile::attention", mutates_args=())
@@ -103,12 +68,8 @@ def attention(
         return _heads_inside(out), lse.contiguous()
     if path == "triton":
         return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks, bounds))
-    probabilities, lse, _ = sdpa.softmax(q, k, bias, sinks, scale, causal, window, softcap)
-    probabilities = probabilities.to(v.dtype)
-    if dropout_p > 0.0:
-        assert rng is not None
-        probabilities = dropout(probabilities, rng, site, dropout_p)
-    out = torch.matmul(probabilities, repeat_heads(v, q.shape[1]))
+    rule = Rule(scale, causal, window, softcap, sinks)
+    out, lse = plain_attention.forward(q, k, v, bias, rule, Drops(rng, site, dropout_p))
     return _heads_inside(out), lse
 
 
@@ -155,42 +116,14 @@ def attention_backward(
         if path == "library":
             return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, d_sinks
         dq, dk, dv, dmask = sdpa.efficient_backward(grad, q, k, v, out, lse, mask, causal, scale, bias_grad)
-        d_bias = none
-        if bias is not None and dmask is not None:
-            d_bias = dmask.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+        d_bias = none if bias is None or dmask is None else plain_attention.summed_to(bias, dmask)
         return dq, dk, dv, d_bias, d_sinks
     if path == "triton":
         rule = Rule(scale, causal, window, softcap, sinks, bounds)
         dq, dk, dv, d_sinks = flash_attention_backward(grad, q, k, v, out, lse, rule)
         return dq, dk, dv, none, d_sinks
-
-    groups = k.shape[1]
-    k_all, v_all = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    p, _, capped = sdpa.softmax(q, k, bias, sinks, scale, causal, window, softcap)
-    dropped = p.to(v.dtype)
-    if dropout_p > 0.0:
-        assert rng is not None
-        dropped = dropout(dropped, rng, site, dropout_p)
-    dv = sum_heads(torch.matmul(dropped.transpose(-1, -2), grad), groups)
-    dp = torch.matmul(grad, v_all.transpose(-1, -2))
-    if dropout_p > 0.0:
-        assert rng is not None
-        dp = dropout(dp, rng, site, dropout_p)
-    dp = dp.to(p.dtype)
-    inner = (p * dp).sum(-1, keepdim=True)
-    ds = p * (dp - inner)
-    d_bias, d_sinks = none, none.clone()
-    if bias_grad and bias is not None:
-        d_bias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
-    if sinks is not None:
-        p_sink = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-        d_sinks = -(p_sink * inner.squeeze(-1)).sum((0, 2)).to(sinks.dtype)
-    if capped is not None:
-        ds = ds * (1.0 - (capped / softcap) ** 2)
-    ds = (ds * scale).to(q.dtype)
-    dq = torch.matmul(ds, k_all).contiguous()
-    dk = sum_heads(torch.matmul(ds.transpose(-1, -2), q), groups)
-    return dq, dk, dv, d_bias, d_sinks
+    rule, drops = Rule(scale, causal, window, softcap, sinks), Drops(rng, site, dropout_p)
+    return plain_attention.backward(grad, q, k, v, bias, lse, rule, drops, bias_grad=bias_grad)
 
 
 @attention_backward.register_fake
