@@ -110,47 +110,12 @@ def compile(
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     check_model(model, weights)
     world = World(find_ranks())
-    if inductor:
-        check_compiler()
-    backend = open_backend(device, compute_dtype)
-    launches = backend.device.type == "cuda" and check_triton(
-        backend.device, needed=kernels is not False or inductor
-    )
+    backend, launches = _open(device, compute_dtype, kernels, inductor)
     if world.size > 1:
         check_several(backend.device, offload_dir, optimizer_state)
     budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
     optimizer = adopt(optimizer, model)
     _announce(compute_dtype)
-    folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
-    form = check_format(optimizer_state)
-    folders = directories(offload_dir)
-    frontend = Frontend(
-        model,
-        compute_dtype,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        kernels=launches if kernels is None else kernels,
-        form=form,
-        gathers=not folders and world.size == 1,
-        inductor=backend.device if inductor else None,
-        processors=backend.machine.processors if backend.machine else None,
-        ranks=world.size,
-    )
-    plannable = backend.plan_bytes(budget)
-    compiler = Compiler(
-        frontend,
-        plannable,
-        reserved_bytes=budget - plannable,
-        lacking_bytes=backend.lacking_bytes,
-        machine=backend.machine,
-        dump=Path(folder) if folder else None,
-        tiers=Tiers(form, host, bool(folders)),
-        planner=chosen_planner(planner, plan),
-        device_state=(
-            world.size == 1 and form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer))
-        ),
-        world=world,
-    )
     settings = Settings(
         open_device=lambda: backend.open(budget, comm=True) if world.size > 1 else backend.open(budget),
         host_budget_bytes=host,
@@ -158,14 +123,69 @@ def compile(
         on_nonfinite=on_nonfinite,
         seed=seed,
         max_seq_len=max_seq_len,
-        optimizer_state=form,
-        offload_dirs=folders,
+        optimizer_state=check_format(optimizer_state),
+        offload_dirs=directories(offload_dir),
         world=world,
     )
+    frontend = Frontend(
+        model,
+        compute_dtype,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        kernels=launches if kernels is None else kernels,
+        form=settings.optimizer_state,
+        gathers=not settings.offload_dirs and world.size == 1,
+        inductor=backend.device if inductor else None,
+        processors=backend.machine.processors if backend.machine else None,
+        ranks=world.size,
+    )
+    compiler = _compiler(frontend, optimizer, backend, settings, budget, dump, chosen_planner(planner, plan))
     program = Program(Session(model, optimizer, compiler, settings, weights))
     if example_batch is not None:
         program.prepare(example_batch)
     return program
+
+
+def _open(
+    device: str | torch.device | None,
+    compute_dtype: torch.dtype,
+    kernels: Mapping[str, bool] | bool | None,
+    inductor: bool,
+) -> tuple[Backend, bool]:
+    """The backend, and whether it launches Triton's kernels."""
+    if inductor:
+        check_compiler()
+    backend = open_backend(device, compute_dtype)
+    needed = kernels is not False or inductor
+    return backend, backend.device.type == "cuda" and check_triton(backend.device, needed=needed)
+
+
+def _compiler(
+    frontend: Frontend,
+    optimizer: torch.optim.Optimizer,
+    backend: Backend,
+    settings: Settings,
+    budget: int,
+    dump: str | os.PathLike[str] | None,
+    planner: Planner | None,
+) -> Compiler:
+    """What compiles programs for a device that gives ``budget`` bytes."""
+    folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
+    plannable = backend.plan_bytes(budget)
+    form, world, stores = settings.optimizer_state, settings.world, bool(settings.offload_dirs)
+    on_device = world.size == 1 and form == "fp32"
+    return Compiler(
+        frontend,
+        plannable,
+        reserved_bytes=budget - plannable,
+        lacking_bytes=backend.lacking_bytes,
+        machine=backend.machine,
+        dump=Path(folder) if folder else None,
+        tiers=Tiers(form, settings.host_budget_bytes, stores),
+        planner=planner,
+        device_state=on_device and (backend.machine is None or updates_like_adamw(optimizer)),
+        world=world,
+    )
 
 
 def _budgets(

@@ -153,17 +153,8 @@ FULL = {  # by step: from which call on how much is taken, and what is written t
 }
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {
-        "num_train_epochs": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,  # so later ones are better, as the rows to evaluate on are noise
-    }
-    one = of(tmp_path, **settings)
+def fill_at_its_steps(disk: Disk, one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the steps of FULL the disk takes no more, from the call on that stands there."""
 
     def full(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +171,20 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
     places = [(one, "_save_optimizer_and_scheduler"), (one, "_save_rng_state")]
     for place, name in [*places, (saving, "export_model"), (saving.Writing, "go_on")]:
         monkeypatch.setattr(place, name, full(name, getattr(place, name)))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "num_train_epochs": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so later ones are better, as the rows to evaluate on are noise
+    }
+    one = of(tmp_path, **settings)
+    fill_at_its_steps(disk, one, monkeypatch)
     save = one._save_checkpoint
     kept: list[str | None] = []
 
