@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.capture import plain_attention, sdpa
+from megacompile.capture import sdpa
 from megacompile.capture.plain_attention import Drops
-from megacompile.capture.sinks import gradient_of_sinks, with_sinks
+from megacompile.capture.torch_attention import TorchAttention, empty_results
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
-_LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
 
 
 @torch.library.custom_op("megacompile::attention", mutates_args=())
@@ -53,31 +52,17 @@ def attention(
     """
     has = sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad, bounds)
     path = sdpa.choose(q, k, v, has)
-    if bounds is not None and path != "triton":
-        bias, causal, window = _document_bias(q, k, bounds, causal, window), False, 0
-    if path in ("library", "efficient"):
-        mask = _flash_mask(q, k, bias, causal, window)
-        run = sdpa.forward if path == "library" else sdpa.efficient_forward
-        out, lse = run(q, k, v, mask, causal, scale)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        if bias is not None and mask is not None:
-            hidden = _tops(mask) == -math.inf
-            out = out.masked_fill(hidden, 0.0)
-            lse = lse.masked_fill(hidden.squeeze(-1), math.inf)
-        return _heads_inside(out), lse.contiguous()
+    rule = Rule(scale, causal, window, softcap, sinks, bounds)
     if path == "triton":
-        return flash_attention_forward(q, k, v, Rule(scale, causal, window, softcap, sinks, bounds))
-    rule = Rule(scale, causal, window, softcap, sinks)
-    out, lse = plain_attention.forward(q, k, v, bias, rule, Drops(rng, site, dropout_p))
-    return _heads_inside(out), lse
+        return flash_attention_forward(q, k, v, rule)
+    call = TorchAttention(path, has, rule, bias, Drops(rng, site, dropout_p))
+    out, lse = call.forward(q, k, v)
+    return _heads_inside(out), lse.contiguous()
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length = q.shape[:3]
-    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=sdpa.accumulate_dtype(q))
+    return empty_results(q, v)
 
 
 @torch.library.custom_op("megacompile::attention_backward", mutates_args=())
@@ -104,26 +89,14 @@ def attention_backward(
 
     The gradients of ``bias`` and ``sinks`` are empty tensors where these are absent or constant.
     """
-    none = q.new_empty(0)
     has = sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad, bounds)
     path = sdpa.choose(q, k, v, has)
-    if bounds is not None and path != "triton":
-        bias, causal, window = _document_bias(q, k, bounds, causal, window), False, 0
-    if path in ("library", "efficient"):
-        mask = _flash_mask(q, k, bias, causal, window)
-        d_sinks = none.clone() if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
-        grad = _of_lowered_rows(grad, bias, mask)
-        if path == "library":
-            return *sdpa.backward(grad, q, k, v, out, lse, mask, causal, scale), none, d_sinks
-        dq, dk, dv, dmask = sdpa.efficient_backward(grad, q, k, v, out, lse, mask, causal, scale, bias_grad)
-        d_bias = none if bias is None or dmask is None else plain_attention.summed_to(bias, dmask)
-        return dq, dk, dv, d_bias, d_sinks
+    rule = Rule(scale, causal, window, softcap, sinks, bounds)
     if path == "triton":
-        rule = Rule(scale, causal, window, softcap, sinks, bounds)
         dq, dk, dv, d_sinks = flash_attention_backward(grad, q, k, v, out, lse, rule)
-        return dq, dk, dv, none, d_sinks
-    rule, drops = Rule(scale, causal, window, softcap, sinks), Drops(rng, site, dropout_p)
-    return plain_attention.backward(grad, q, k, v, bias, lse, rule, drops, bias_grad=bias_grad)
+        return dq, dk, dv, q.new_empty(0), d_sinks
+    call = TorchAttention(path, has, rule, bias, Drops(rng, site, dropout_p))
+    return call.backward(grad, q, k, v, out, lse)
 
 
 @attention_backward.register_fake
@@ -159,49 +132,6 @@ attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 def _heads_inside(out: Tensor) -> Tensor:
     """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _document_bias(q: Tensor, k: Tensor, bounds: Tensor, causal: bool, window: int) -> Tensor:
-    """What packed documents add to scores, [B, 1, S, T]: -inf where a query does not see a key."""
-    key = torch.arange(k.shape[2], device=q.device)
-    first, last = bounds.unsqueeze(-1)
-    seen, band = (key >= first) & (key < last), sdpa.band_mask(q, k, causal, window)
-    seen = seen if band is None else seen & band
-    return torch.where(seen, torch.zeros((), dtype=q.dtype, device=q.device), -math.inf).unsqueeze(1)
-
-
-def _flash_mask(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, window: int) -> Tensor | None:
-    covers_all = window <= 0 or window >= k.shape[2]
-    if bias is None and covers_all:
-        return None
-    band = sdpa.band_mask(q, k, causal, window)
-    mask = bias if bias is not None else q.new_zeros(())
-    if band is not None:
-        mask = torch.where(band, mask, -math.inf)
-    if mask.dtype != q.dtype:  # what is finite stays so: it lowers keys and does not hide them
-        lowest = torch.finfo(q.dtype).min
-        mask = mask.masked_fill((mask < lowest) & (mask > -math.inf), lowest).to(q.dtype)
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-
-def _tops(mask: Tensor) -> Tensor:
-    """The largest entry of each query's row, [B, H, S, 1], or 1 where rows are shared; -inf: it sees no key.
-
-    A finite mask hides nothing wholly: as in torch, a query all of whose keys it lowers alike looks at all.
-    """
-    own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())
-    return mask[own].amax(-1, keepdim=True)
-
-
-def _of_lowered_rows(grad: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The output's gradient, for kernels that read probabilities from the log-sum-exp. Where a finite mask
-    lowers all T keys of a query alike, that has lost log T, and each 1 / T comes out as 1.
-    """
-    if bias is None or mask is None:
-        return grad
-    tops = _tops(mask)
-    lowered = (tops > -math.inf) & (tops <= _LOWERED)
-    return grad * torch.where(lowered, 1.0 / mask.shape[-1], 1.0).to(grad.dtype)
 
 
 @register_flop_formula(torch.ops.megacompile.attention)

@@ -1,7 +1,8 @@
 """Attention written out in torch's operators, for what no library's kernel takes: dropout, a bias that is
 trained, on the CPU softcaps and sinks. It holds the whole matrix of scores.
 
-In: the arguments of :func:`megacompile.capture.attention.attention`. Out: its results, and their gradients.
+In: the arguments of :func:`megacompile.capture.attention.attention`; what a query does not see is -inf in the
+bias. Out: its results, and their gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacompile.capture.dropout import dropout
-from megacompile.capture.sdpa import accumulate_dtype, band_mask, repeat_heads, sum_heads
+from megacompile.capture.sdpa import accumulate_dtype, repeat_heads, sum_heads
 from megacompile.kernels.attention_reference import Rule, sink_gradient
 
 
@@ -43,9 +44,9 @@ def forward(
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: Tensor, rule: Rule, drops: Drops,
-    *, bias_grad: bool,
+    trained: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients for (q, k, v, bias, sinks); empty for a bias or sinks that are absent or constant."""
+    """Gradients for (q, k, v, trained, sinks), ``trained`` a part of ``bias``; empty for what is absent."""
     groups = k.shape[1]
     k_all, v_all = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     p, _, capped = _softmax(q, k, bias, rule)
@@ -54,9 +55,7 @@ def backward(
     dp = drops(torch.matmul(grad, v_all.transpose(-1, -2))).to(p.dtype)
     inner = (p * dp).sum(-1, keepdim=True)
     ds = p * (dp - inner)
-    d_bias = q.new_empty(0)
-    if bias_grad and bias is not None:
-        d_bias = summed_to(bias, ds)
+    d_bias = q.new_empty(0) if trained is None else summed_to(trained, ds)
     if capped is not None:
         ds = ds * (1.0 - (capped / rule.softcap) ** 2)
     ds = (ds * rule.scale).to(q.dtype)
@@ -83,9 +82,6 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Ten
         scores = capped = rule.softcap * torch.tanh(scores / rule.softcap)
     if bias is not None:
         scores = scores + bias
-    band = band_mask(q, k, rule.causal, rule.window)
-    if band is not None:
-        scores = scores.masked_fill(~band, -math.inf)
     top = scores.amax(-1, keepdim=True)
     sinks = None if rule.sinks is None else rule.sinks.to(dtype).view(1, -1, 1, 1)
     if sinks is not None:

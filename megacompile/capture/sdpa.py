@@ -55,6 +55,10 @@ class Features:
         drops, packed = dropout_p > 0.0, bounds is not None
         return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap, packed)
 
+    def masked(self, k: Tensor) -> bool:
+        """Whether a query does not look at all keys alike, or at those before it."""
+        return self.bias or self.packed or 0 < self.window < k.shape[2]
+
 
 def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     """The implementation that runs a call; all but "triton" are given packed documents as a bias."""
@@ -63,7 +67,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     same_lengths = q.shape[2] == k.shape[2]
     plain_scores = has.softcap == 0.0 and (not has.sinks or on_gpu(q))
     torchs = plain_scores and q.shape[-1] == v.shape[-1] and (same_lengths or not (has.causal or has.window))
-    masked = has.bias or has.packed or 0 < has.window < k.shape[2]
+    masked = has.masked(k)
     sees_all = same_lengths or (not has.window and not has.causal)
     ours = not has.bias and sees_all and runs_triton(q) and supports(q, k, v)
     covers = _library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)
@@ -96,17 +100,6 @@ def _efficient_covers(q: Tensor) -> bool:
 def accumulate_dtype(x: Tensor) -> torch.dtype:
     """Of scores and sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def band_mask(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
-    """Boolean [S, T], true where query i may look at key j, or None where everything is allowed."""
-    if not causal and window <= 0:
-        return None
-    length, keys = q.shape[2], k.shape[2]
-    ahead = torch.arange(length, device=q.device)[:, None] + (keys - length)
-    distance = ahead - torch.arange(keys, device=q.device)[None, :]
-    allowed = distance >= 0 if causal else distance.abs() < window
-    return allowed & (distance < window) if causal and window > 0 else allowed
 
 
 def forward(

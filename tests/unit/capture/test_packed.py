@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.capture.masks import Masks, _bounds
+from megacompile.capture.query_chunks import MOST_BYTES
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.kernels import document_bounds
 from megacompile.kernels._triton import recording
@@ -76,7 +77,7 @@ def call(device: str, tokens: int, dtype: torch.dtype, window: int = 0) -> tuple
 
 
 def test_a_plan_for_a_gpu_counts_what_the_kernel_takes() -> None:
-    """In proportion to the tokens, where a CPU holds their square."""
+    """In proportion to the tokens, where a CPU holds a chunk's scores beside."""
     peaks = {}
     for processors in (132, None):
         for tokens in (8192, 16384):
@@ -85,7 +86,7 @@ def test_a_plan_for_a_gpu_counts_what_the_kernel_takes() -> None:
                 call("cpu", tokens, torch.bfloat16)
             peaks[processors, tokens] = meter.peak
     assert peaks[132, 16384] == 2 * peaks[132, 8192] and peaks[132, 8192] < 8192**2
-    assert peaks[None, 16384] > 16384**2
+    assert peaks[None, 8192] > peaks[132, 8192] + MOST_BYTES
 
 
 def test_the_operator_is_registered_right() -> None:
