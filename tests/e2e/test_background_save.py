@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from megacompile.host.snapshot import Snapshot
 from megacompile.storage import checkpoint as checkpoints
 from megacompile.storage import pace
 from megacompile.storage.durable import replacing
+from tests.support.scripts import run_script
 
 WIDTH, LAYERS = 96, 4
 Program = megacompile.Program
@@ -384,9 +383,7 @@ program.save(folder / "run", wait=False)
 @pytest.mark.parametrize("end", ["killed", "returns"])
 def test_the_end_of_the_process(end: str, tmp_path: Path) -> None:
     """A killed one leaves the checkpoint before; one that returns from its script ends the writing first."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", ENDS, str(tmp_path), end]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = run_script(ENDS, tmp_path, end)
     assert process.returncode == (-9 if end == "killed" else 0), process.stderr
     program = compiled("1GB")
     program.load(tmp_path / "run")

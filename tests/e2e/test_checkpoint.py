@@ -8,7 +8,6 @@ import mmap
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from megacompile.storage import checkpoint as checkpoints
 from megacompile.storage import shards
 from megacompile.storage.durable import recover, replacing
 from tests.support.models import Plain
+from tests.support.scripts import Script, run_script
 
 RESUME = """
 import sys
@@ -94,10 +94,8 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     program.save(tmp_path / "a")
     assert [*first, step(program, 2).hex()] == straight[:3]  # saving changes nothing
     program.close()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", RESUME, str(tmp_path / "a")]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert output.splitlines() == [" ".join(straight[2:]), final]
+    done = run_script(RESUME, tmp_path / "a")
+    assert done.stdout.splitlines() == [" ".join(straight[2:]), final], done.stderr
 
 
 @pytest.mark.parametrize("kind", ["lambda", "one cycle", "chained"])
@@ -345,17 +343,12 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path:
     slot = Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0)
     state = HostState([GroupLayout(0, "g", torch.float32, True, (slot,), n)])
     folder, chance = tmp_path / "run", random.Random(0)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for _ in range(times):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        process.stdout.readline()  # one is complete
+        writer = Script(WRITER, folder)
+        writer.output.readline()  # one is complete
         time.sleep(chance.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        promised = [int(line) for line in process.stdout.read().split()]
-        process.wait()
+        writer.process.kill()
+        promised = [int(line) for line in writer.finish().stdout.split()]
         found = checkpoints.Checkpoint(folder, state, {})
         found.read()
         assert found.progress.calls >= max(promised, default=1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.scripts import run_script
 
 SCRIPT = """
 import sys
@@ -53,7 +52,7 @@ LAYERS = 12
 
 def updates_of_a_process(way: str, code: int) -> int:
     """How many updates ended in a process that does not wait for them, and exits with ``code``."""
-    result = subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=900)
+    result = run_script(SCRIPT, way)
     assert result.returncode == code, result.stderr
     return result.stdout.count("updated")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import megacompile
 from tests.support.models import batch_for, build
 from tests.support.reference import EagerTrainer
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,12 +180,6 @@ def test_models_are_captured_in_two_threads_at_once() -> None:
     assert found == expected
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-
-
 PRELUDE = """
 import torch, megacompile
 from tests.support.models import Plain, batch_for
@@ -197,13 +191,15 @@ def make(width=32):
 
 
 def test_a_process_ends_without_close() -> None:
-    done = run(PRELUDE + "p = make()\nfor _ in range(3): p.train_step(batch_for('plain'))\nprint('over')")
+    done = run_script(
+        PRELUDE + "p = make()\nfor _ in range(3): p.train_step(batch_for('plain'))\nprint('over')"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "over\n"
 
 
 def test_an_exception_ends_a_process_with_a_program() -> None:
-    done = run(PRELUDE + "p = make()\np.train_step(batch_for('plain'))\nraise SystemExit(7)")
+    done = run_script(PRELUDE + "p = make()\np.train_step(batch_for('plain'))\nraise SystemExit(7)")
     assert done.returncode == 7, done.stderr
 
 
@@ -225,7 +221,7 @@ except megacompile.BudgetError as error:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # looking at the weights may start threads
     print(all(bool(torch.isfinite(p).all()) for p in model.parameters()))
 """
-    done = run(PRELUDE + limit)
+    done = run_script(PRELUDE + limit)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("BudgetError"), done.stdout
     assert "host" in done.stdout

@@ -10,8 +10,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch
 import megacompile
 from megacompile.runtime.ownership import is_owned
 from tests.e2e.test_trainer import Trainer, logs, trainer
+from tests.support.scripts import run_script
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
@@ -70,8 +69,8 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
 
 @pytest.mark.parametrize("times", [1, 20])
 def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(times: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.kills", str(tmp_path), str(times), "0"]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    code = "import runpy; runpy.run_module('tests.support.kills', run_name='__main__', alter_sys=True)"
+    output = run_script(code, tmp_path, times, 0)
     assert output.returncode == 0, output.stderr
     done, equal, other = map(int, output.stdout.splitlines()[-1].split())
     assert (done, other) == (times, 0)

@@ -200,8 +200,8 @@ def test_parameters_without_values_are_refused() -> None:
 MEASURE = """
 import sys, threading, time, torch, megacompile
 from megacompile.host.arena import resident_bytes
-from megacompile.host.state import HostState
-take, seen = HostState.take, []
+from megacompile.runtime.values import ModelValues
+take_over, seen = ModelValues.take_over, []
 def watched(self, *arguments):
     done = threading.Event()
     def watch():
@@ -211,10 +211,10 @@ def watched(self, *arguments):
     thread = threading.Thread(target=watch)
     seen.append(resident_bytes())
     thread.start()
-    take(self, *arguments)
+    take_over(self, *arguments)
     done.set()
     thread.join()
-HostState.take = watched
+ModelValues.take_over = watched
 program = megacompile.from_pretrained(sys.argv[1], "80MB", optimizer=torch.optim.AdamW)
 ids = torch.arange(8)[None]
 program.prepare({"input_ids": ids, "labels": ids})

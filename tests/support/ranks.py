@@ -6,7 +6,6 @@ or the text of what it raised.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -20,14 +19,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.scripts import context
+
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
 _AFTER_ERROR = 180.0  # seconds for the others', once one has raised
 HANGS = "hangs"
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama",
-     "transformers.models.gpt2.modeling_gpt2", "megacompile", "tests.support.models"]
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,10 @@ def run_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout: flo
     None where the process ended without an answer, :data:`HANGS` where it gave none. ``timeout`` is that of
     collectives, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
         store = str(Path(folder) / "store")
         processes = [
-            _context.Process(target=_run, args=(rank, size, store, timeout, pipes[rank][1], work, arguments))
+            context.Process(target=_run, args=(rank, size, store, timeout, pipes[rank][1], work, arguments))
             for rank in range(size)
         ]
         for process in processes:

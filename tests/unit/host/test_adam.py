@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from megacompile.host import adam as host_adam
 from megacompile.host.adam import AdamHyper, adamw_step, join, split, torch_fused
+from tests.support.scripts import Script
 
 BACKENDS = ("c", "torch")
 # Where torch has no vector instructions, and on the ends that it cuts off whole vectors, its kernel
@@ -394,12 +392,9 @@ def test_cache_that_cannot_be_written_or_is_damaged(
 def test_processes_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
     program = "from megacompile.host import adam as h; print(h.backend())"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0].strip() for process in running] == [b"c", b"c"]
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    running = [Script(program, environment=environment) for _ in range(2)]
+    assert [script.finish().stdout.strip() for script in running] == ["c", "c"]
     assert [x.suffix for x in (tmp_path / "megacompile").iterdir()] == [".so"]
 
 

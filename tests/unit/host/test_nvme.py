@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -27,6 +25,7 @@ from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.host import nvme, nvme_bench
 from megacompile.host.arena import HostArena
 from megacompile.host.nvme import BLOCK_BYTES, PAGE, Storage
+from tests.support.scripts import Script, run_script
 
 SIZE = 2 * BLOCK_BYTES + 3 * PAGE
 
@@ -186,13 +185,12 @@ time.sleep(600)
 
 
 def test_a_second_process_is_refused_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
-    with pytest.raises(MegacompileError, match=f"in use by process {holder.pid}"):
+    holder = Script(HOLDER, tmp_path)
+    assert holder.output.readline() == "ready\n"
+    with pytest.raises(MegacompileError, match=f"in use by process {holder.process.pid}"):
         Storage([tmp_path], {})
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    holder.stdout.close()
+    holder.process.kill()
+    assert holder.finish().returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob("*.scratch"))) == 1
     storage = Storage([tmp_path], {"state": PAGE})
     assert list(tmp_path.glob("*.scratch")) == storage.paths
@@ -200,7 +198,7 @@ def test_a_second_process_is_refused_and_what_a_killed_one_left_is_removed(tmp_p
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     code = HOLDER.replace("time.sleep(600)", "raise SystemExit")
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True)
+    assert run_script(code, tmp_path).returncode == 0
     assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
 
 
