@@ -9,16 +9,19 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from megacompile.capture.batch import Batch, of_one_kind, read_batch
+from megacompile.capture.loss import LossFn
 from megacompile.capture.loss_padding import LossAtLengths
 from megacompile.capture.outputs import Returned
 from megacompile.capture.padding import (
     bucket_length,
     computes_as_libraries_do,
+    gives_positions,
     hides_padding,
     kind_of,
     length_of,
@@ -70,7 +73,7 @@ class Padder:
 
     def _to_one_length(self, micro: list[Batch], alike: bool) -> list[Batch] | None:
         """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
-        if not all(may_be_padded(batch, self._model, self._loss_fn) for batch in micro):
+        if not all(may_be_padded(batch, self._model, self._loss_fn_of(batch)) for batch in micro):
             return None
         lengths = [length_of(batch) for batch in micro]
         least = max(lengths)
@@ -98,10 +101,21 @@ class Padder:
         return of_one_kind([self._read(batch, length) for batch in micro])
 
     def _read(self, batch: Batch, length: int) -> Batch:
-        given = pad_batch(batch.kwargs, length, own=own_entries(self._model, batch.kwargs, self._loss_fn))
-        return read_batch(
-            given, self._model, evaluate=batch.evaluates, keep_mask=True, settings=batch.settings
+        own = own_entries(self._model, batch.kwargs, self._loss_fn_of(batch))
+        padded = read_batch(
+            pad_batch(batch.kwargs, length, own=own),
+            self._model,
+            evaluate=batch.evaluates,
+            keep_mask=True,
+            settings=batch.settings,
+            outputs=batch.outputs,
         )
+        before = length_of(batch)
+        return padded if batch.outputs is None or before == length else replace(padded, unpadded=before)
+
+    def _loss_fn_of(self, batch: Batch) -> LossFn | None:
+        """The function that makes the loss in a batch's program, where it is not the model itself."""
+        return self._loss_fn if batch.outputs is None else None
 
     def _hides(self, micro: Sequence[Batch], length: int) -> bool:
         """Whether the model hides the padding of all these to a length.
@@ -112,7 +126,8 @@ class Padder:
         shortest, longer = min(map(length_of, micro)), self._read(micro[0], length)
         if any(shortest <= turn < length for turn in self._turning):
             return False
-        if self._loss_fn is None and shortest == length:
+        loss_fn = self._loss_fn_of(longer)
+        if loss_fn is None and shortest == length:
             return True
         if not all(self._ignored.get((kind_of(batch),), True) for batch in micro):
             return False
@@ -122,17 +137,16 @@ class Padder:
                 self._hidden[kind] = self._judged(longer, kind in self._hidden)
             except CaptureError:
                 return False
-        if self._loss_fn is None or not self._hidden[kind]:
+        if loss_fn is None or not self._hidden[kind]:
             return self._hidden[kind]
-        return all(self._ignores(batch, kind, length) for batch in micro)
+        return all(self._ignores(loss_fn, batch, kind, length) for batch in micro)
 
-    def _ignores(self, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
-        """Whether the loss function ignores the padding of a batch to a length, ``kind`` when padded; that it
+    def _ignores(self, loss_fn: LossFn, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
+        """Whether a loss function ignores the padding of a batch to a length, ``kind`` when padded; that it
         does not is told once.
         """
-        assert self._loss_fn is not None
         own, at = kind_of(batch), length_of(batch)
-        loss = LossAtLengths(self._loss_fn, self._model, *self._returned[kind], batch.kwargs)
+        loss = LossAtLengths(loss_fn, self._model, *self._returned[kind], batch.kwargs)
         checks: dict[tuple[Any, ...], Callable[[], bool]] = {
             (own,): loss.ignores_padding,
             (own, at): lambda: loss.computes_alike(at, padded=False),
@@ -166,8 +180,9 @@ class Padder:
         if telling != length:
             longer = self._read(longer, telling)
             graph = frontend.captured(longer, evaluate=longer.evaluates)
-        if self._loss_fn is not None and graph.returned is None:
-            return False
-        if graph.returned is not None:
+        if self._loss_fn_of(longer) is not None:
+            if graph.returned is None:
+                return False
             self._returned[kind_of(longer)] = graph.returned, telling
-        return hides_padding(self._model, graph, longer)
+        may_be_cut = longer.outputs is None or gives_positions(graph, longer)
+        return may_be_cut and hides_padding(self._model, graph, longer)

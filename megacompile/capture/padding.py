@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import Batch, is_transformers
-from megacompile.capture.captured import Captured, module_stack
+from megacompile.capture.captured import Captured, module_stack, results_of
 from megacompile.capture.loss import LossFn, divide
 
 IGNORED = -100  # the label of what no loss counts
@@ -59,7 +59,8 @@ def may_be_padded(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> boo
     mask that the forward takes would hide.
     """
     ids = batch.kwargs.get("input_ids")
-    labels = batch.kwargs.get("labels", ids if loss_fn is not None else None)
+    needed = loss_fn is None and batch.outputs is None
+    labels = batch.kwargs.get("labels", None if needed else ids)
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
         return False
     if "attention_mask" not in inspect.signature(model.forward).parameters:
@@ -184,6 +185,15 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     )
     of_batch = _below(captured, captured.inputs.keys())
     return not any(_mixes(node, length) for node in judged & of_batch - masked)
+
+
+def gives_positions(captured: Captured, batch: Batch) -> bool:
+    """Whether each result of a graph is one number, or [rows, positions, ...] of the batch, so that those of
+    padding may be cut off.
+    """
+    rows, length = batch.kwargs["input_ids"].shape
+    shapes = [tuple(node.meta["val"].shape) for node in results_of(captured.graph)]
+    return all(not of or (of[:2] == (rows, length) and of.count(length) == 1) for of in shapes)
 
 
 def _of_model(graph: fx.Graph) -> set[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,8 @@ def regularised(outputs: Any, batch: Any) -> Tensor:
 class Pair:
     """A tiny Llama as a program and eager."""
 
-    def __init__(self, loss_fn: Callable[..., Tensor] | None = None) -> None:
-        self.loss_fn = loss_fn
+    def __init__(self, loss_fn: Callable[..., Tensor] | None = None, *, outside: bool = False) -> None:
+        self.loss_fn, self.outside = loss_fn, outside
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
@@ -48,7 +49,7 @@ class Pair:
             optimizer=ours,
             compute_dtype=torch.float32,
             planner="full-recompute",
-            loss_fn=loss_fn,
+            loss_fn=None if outside else loss_fn,
         )
 
     def step(self, micro: list[dict[str, Tensor]]) -> None:
@@ -57,12 +58,19 @@ class Pair:
         self.theirs.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.theirs.step()
-        assert float(self.program.train_step(micro).loss) == pytest.approx(loss.item(), rel=1e-6)
+        outside = functools.partial(self.computed_outside, micro) if self.outside else None
+        assert float(self.program.train_step(micro, loss=outside).loss) == pytest.approx(
+            loss.item(), rel=1e-6
+        )
 
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         outputs = self.eager(**batch)
         loss: Tensor = outputs.loss if self.loss_fn is None else self.loss_fn(outputs, batch)
         return loss
+
+    def computed_outside(self, micro: list[dict[str, Tensor]], number: int, outputs: Any) -> Tensor:
+        assert self.loss_fn is not None
+        return self.loss_fn(outputs, micro[number])
 
     @property
     def programs(self) -> int:
@@ -81,10 +89,12 @@ def tokens(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("loss_fn", [None, shifted])
-def test_an_epoch_of_random_lengths_needs_few_programs(loss_fn: Callable[..., Tensor] | None) -> None:
-    pair = Pair(loss_fn)
-    for _ in range(16):
+@pytest.mark.parametrize(("loss_fn", "outside"), [(None, False), (shifted, False), (regularised, True)])
+def test_an_epoch_of_random_lengths_needs_few_programs(
+    loss_fn: Callable[..., Tensor] | None, outside: bool
+) -> None:
+    pair = Pair(loss_fn, outside=outside)
+    for _ in range(8):
         pair.step([tokens(length) for length in torch.randint(5, 65, (4,)).tolist()])
     assert pair.programs <= 4
     pair.close()
@@ -98,6 +108,15 @@ def test_lengths_of_a_loss_that_counts_padding_are_programs_of_their_own() -> No
             pair.step([tokens(length)])
     assert pair.programs == 3
     assert sum("loss_fn is not known to ignore padding" in str(w.message) for w in told) == 1
+    pair.close()
+
+
+def test_outputs_without_an_axis_of_positions_are_not_padded_for_a_loss_outside() -> None:
+    """Attention's shares have two of them."""
+    pair = Pair(shifted, outside=True)
+    for length in (13, 11):
+        pair.step([tokens(length) | {"output_attentions": True}])
+    assert pair.programs == 2
     pair.close()
 
 
