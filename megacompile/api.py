@@ -75,7 +75,8 @@ def compile(
         entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
         a dict that the forward is not given, though it would take them. A criterion, a module such as
         ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
-        ``loss_fn(model(x), y)``.
+        ``loss_fn(model(x), y)``. Batches of varying length share programs where it ignores padding: labels of
+        -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
     device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
         emulated, budget and all. None: a GPU if there is one.
     on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.

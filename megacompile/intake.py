@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, of_one_kind, read_batch
 from megacompile.capture.loss import divides
-from megacompile.capture.outputs import OutputsFn, identity
-from megacompile.capture.padding import pad_batch
+from megacompile.capture.outputs import OutputsFn, all_outputs, identity
+from megacompile.capture.padding import own_entries, pad_batch
 from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler
 from megacompile.errors import CaptureError, MegacompileError
@@ -33,7 +33,7 @@ class Intake:
         self, given: Any, *, evaluate: bool, first: bool, outputs: OutputsFn | None = None
     ) -> list[Batch]:
         """The micro-batches of one step, the ``first`` or a later one; padded where that saves compiling and
-        is hidden, as it would not be in ``outputs``, nor from a loss function."""
+        is hidden; of ``outputs`` only in what a loss outside of the program is given."""
         function = identity(outputs) if outputs is not None else self._loss_fn
         settings = model_settings(self._model, evaluate=evaluate, function=function)  # once for all of them
         model, micro = self._model, []
@@ -51,7 +51,7 @@ class Intake:
             check_signature(model, batch, function=own)
             micro.append(batch)
         micro = of_one_kind(micro)
-        padded = self._loss_fn is None and outputs is None
+        padded = outputs is None or (outputs is all_outputs and not evaluate)
         return self._padder.padded(micro, first=first) if padded else micro
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
@@ -73,7 +73,11 @@ class Intake:
         if self._max_seq_len is None or not isinstance(ids, Tensor) or ids.shape[1] >= self._max_seq_len:
             return None
         return read_batch(
-            pad_batch(batch.kwargs, self._max_seq_len),
+            pad_batch(
+                batch.kwargs,
+                self._max_seq_len,
+                own=own_entries(self._model, batch.kwargs, self._loss_fn),
+            ),
             self._model,
             settings=batch.settings,
             outputs=batch.outputs,

@@ -6,21 +6,28 @@ hide. What graphs have shown of that, and how often a length was wanted, is kept
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from megacompile.capture.batch import Batch, of_one_kind, read_batch
+from megacompile.capture.loss import LossFn
+from megacompile.capture.loss_padding import LossAtLengths
+from megacompile.capture.outputs import Returned
 from megacompile.capture.padding import (
     bucket_length,
     computes_as_libraries_do,
+    gives_positions,
     hides_padding,
     kind_of,
     length_of,
     lengths_of_kind,
     may_be_padded,
+    own_entries,
     pad_batch,
     reach,
     telling_length,
@@ -31,6 +38,10 @@ from megacompile.errors import CaptureError
 
 _LONGER = 2  # how many times its length a batch may have on another length's program
 _BORROWED = 8  # how often, before a length is given a program of its own
+_COUNTS = (
+    "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "
+    "let it leave out labels of -100, or what attention_mask hides, or pad batches to a few lengths yourself."
+)
 _APART = 4  # how many times its tokens a step may have, for its micro-batches to be one program
 
 
@@ -38,11 +49,14 @@ class Padder:
     """Pads the batches of one model, ``longest`` at most, to lengths that have a program or are given one."""
 
     def __init__(self, model: nn.Module, compiler: Compiler, longest: int | None) -> None:
-        self._model, self._compiler = model, compiler
+        self._model, self._compiler, self._loss_fn = model, compiler, compiler.frontend.loss_fn
         limits = (longest, reach(model))
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         self._turning = turning_lengths(model)
         self._hidden: dict[tuple[Any, ...], bool] = {}  # by kind of batch, once a graph has shown it
+        self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
+        self._ignored: dict[tuple[Any, ...], bool] = {}  # by the loss function, by kind of batch and length
+        self._told = False
         self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
 
     def padded(self, micro: list[Batch], *, first: bool) -> list[Batch]:
@@ -59,7 +73,7 @@ class Padder:
 
     def _to_one_length(self, micro: list[Batch], alike: bool) -> list[Batch] | None:
         """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
-        if not all(may_be_padded(batch, self._model) for batch in micro):
+        if not all(may_be_padded(batch, self._model, self._loss_fn_of(batch)) for batch in micro):
             return None
         lengths = [length_of(batch) for batch in micro]
         least = max(lengths)
@@ -87,10 +101,21 @@ class Padder:
         return of_one_kind([self._read(batch, length) for batch in micro])
 
     def _read(self, batch: Batch, length: int) -> Batch:
-        given = pad_batch(batch.kwargs, length)
-        return read_batch(
-            given, self._model, evaluate=batch.evaluates, keep_mask=True, settings=batch.settings
+        own = own_entries(self._model, batch.kwargs, self._loss_fn_of(batch))
+        padded = read_batch(
+            pad_batch(batch.kwargs, length, own=own),
+            self._model,
+            evaluate=batch.evaluates,
+            keep_mask=True,
+            settings=batch.settings,
+            outputs=batch.outputs,
         )
+        before = length_of(batch)
+        return padded if batch.outputs is None or before == length else replace(padded, unpadded=before)
+
+    def _loss_fn_of(self, batch: Batch) -> LossFn | None:
+        """The function that makes the loss in a batch's program, where it is not the model itself."""
+        return self._loss_fn if batch.outputs is None else None
 
     def _hides(self, micro: Sequence[Batch], length: int) -> bool:
         """Whether the model hides the padding of all these to a length.
@@ -101,15 +126,44 @@ class Padder:
         shortest, longer = min(map(length_of, micro)), self._read(micro[0], length)
         if any(shortest <= turn < length for turn in self._turning):
             return False
-        if shortest == length:
+        loss_fn = self._loss_fn_of(longer)
+        if loss_fn is None and shortest == length:
             return True
+        if not all(self._ignored.get((kind_of(batch),), True) for batch in micro):
+            return False
         kind = kind_of(longer)
         if kind not in self._hidden or (self._hidden[kind] and not self._compiler.knows(longer)):
             try:
                 self._hidden[kind] = self._judged(longer, kind in self._hidden)
             except CaptureError:
                 return False
-        return self._hidden[kind]
+        if loss_fn is None or not self._hidden[kind]:
+            return self._hidden[kind]
+        return all(self._ignores(loss_fn, batch, kind, length) for batch in micro)
+
+    def _ignores(self, loss_fn: LossFn, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
+        """Whether a loss function ignores the padding of a batch to a length, ``kind`` when padded; that it
+        does not is told once.
+        """
+        own, at = kind_of(batch), length_of(batch)
+        loss = LossAtLengths(loss_fn, self._model, *self._returned[kind], batch.kwargs)
+        checks: dict[tuple[Any, ...], Callable[[], bool]] = {
+            (own,): loss.ignores_padding,
+            (own, at): lambda: loss.computes_alike(at, padded=False),
+            (own, length, "padded"): lambda: loss.computes_alike(length, padded=True),
+        }
+        for key, check in checks.items():
+            if key not in self._ignored:
+                self._ignored[key] = check()
+            if not self._ignored[key]:
+                self._tell()
+                return False
+        return True
+
+    def _tell(self) -> None:
+        if not self._told:
+            warnings.warn(_COUNTS, stacklevel=2)
+        self._told = True
 
     def _judged(self, longer: Batch, known: bool) -> bool:
         """The verdict on a padded batch's graph; where another dimension is as long, on one of a near length,
@@ -126,4 +180,9 @@ class Padder:
         if telling != length:
             longer = self._read(longer, telling)
             graph = frontend.captured(longer, evaluate=longer.evaluates)
-        return hides_padding(self._model, graph, longer)
+        if self._loss_fn_of(longer) is not None:
+            if graph.returned is None:
+                return False
+            self._returned[kind_of(longer)] = graph.returned, telling
+        may_be_cut = longer.outputs is None or gives_positions(graph, longer)
+        return may_be_cut and hides_padding(self._model, graph, longer)

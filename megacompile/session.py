@@ -202,7 +202,7 @@ class Session:
             self._bindings.last = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
-        self.outside = OutsideLoss(loss, scheduled.compiled, weights) if loss is not None else None
+        self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
             seeds=micro_seeds(self.seed, self.calls, len(micro), self.world),

@@ -23,7 +23,8 @@ class Batch:
     """One micro-batch: the call's arguments, all their leaves, and the key of its program.
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
-    ``outputs`` is what the program computes of the forward in the place of the loss.
+    ``outputs`` is what the program computes of the forward in the place of the loss; of what it gives for a
+    batch that was padded, ``unpadded`` positions are the batch's own.
     """
 
     args: tuple[Any, ...]
@@ -31,6 +32,7 @@ class Batch:
     leaves: list[Any]
     key: tuple[Any, ...]
     outputs: OutputsFn | None = None
+    unpadded: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.capture.outputs import Structure
+from megacompile.capture.outputs import Returned, Structure
 
 _WRAPPED = "model"  # the attribute under which capture wraps the user's module
 
@@ -40,7 +40,8 @@ class Captured:
     ``outside`` says that the results are trained on, by a loss that the graph does not hold;
     ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
     values that the host makes of a batch and of parameters. ``blind`` says that the loss is known not to
-    depend on padding at the right, of which attention gets no mask.
+    depend on padding at the right, of which attention gets no mask. ``returned`` is what the forward
+    returned, where a function of the user's made the loss of it.
     """
 
     graph: fx.Graph
@@ -55,6 +56,7 @@ class Captured:
     rows: Mapping[str, Rows] = field(default_factory=dict)
     outside: bool = False
     blind: bool = False
+    returned: Returned | None = None
 
     def placeholder(self, name: str) -> fx.Node:
         node: fx.Node

@@ -33,7 +33,7 @@ from megacompile.capture.effects import Effects, refuse_constants, refuse_other_
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
-from megacompile.capture.outputs import OutputsFn, Structure, copy_results, split
+from megacompile.capture.outputs import OutputsFn, Returned, Structure, copy_results, returned, split
 from megacompile.capture.patching import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
@@ -51,10 +51,11 @@ class _Forward(nn.Module):
     or the tensors of what ``outputs`` returns.
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding.
+    causal attention gets no mask of padding. ``returned`` is what a loss function was given.
     """
 
     structure: Structure
+    returned: Returned | None = None
     outside = False
     _loss_fn: LossFn | None
     _outputs: OutputsFn | None
@@ -89,6 +90,7 @@ class _Forward(nn.Module):
                 return self._outputs(outputs, given_batch(args, kwargs))
             if self._loss_fn is None:
                 return find_loss(outputs)
+            vars(self)["returned"] = returned(outputs)
             return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
 
 
@@ -242,6 +244,7 @@ def _flatten(
         structure=forward.structure,
         outside=forward.outside,
         blind=forward.leaves_out,
+        returned=forward.returned,
     )
 
 

@@ -51,6 +51,23 @@ class Structure:
         return [pytree.keystr(path) for path, i in found if self.leaves[i] is _HERE]
 
 
+@dataclass(frozen=True)
+class Returned:
+    """What a forward returned: the shape and dtype of each tensor, and what surrounds them."""
+
+    structure: Structure
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def returned(outputs: Any) -> Returned | None:
+    """What a forward returned; None where it holds something else than tensors and plain values."""
+    try:
+        tensors, structure = split(outputs)
+    except CaptureError:
+        return None
+    return Returned(structure, tuple((x.shape, x.dtype) for x in tensors))
+
+
 def split(outputs: Any) -> tuple[list[Tensor], Structure]:
     """The tensors of an output and what surrounds them."""
     leaves, spec = pytree.tree_flatten(outputs)

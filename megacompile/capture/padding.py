@@ -12,9 +12,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import Batch, is_transformers
-from megacompile.capture.captured import Captured
+from megacompile.capture.captured import Captured, module_stack, results_of
+from megacompile.capture.loss import LossFn, divide
 
-_PADDING = {"labels": -100, "shift_labels": -100, "attention_mask": 0}
+IGNORED = -100  # the label of what no loss counts
+_PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
 _LIBRARIES = {"torch", "transformers", "peft"}
 _MIXING = ("_fft_", "conv", "im2col", "pool", "flip", "roll", "einsum")  # positions, whatever a mask says
@@ -47,24 +49,38 @@ def reach(model: nn.Module) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def may_be_padded(batch: Batch, model: nn.Module) -> bool:
-    """Whether a batch is one of tokens and labels, whose padding a mask that the forward takes would hide."""
-    ids, labels = batch.kwargs.get("input_ids"), batch.kwargs.get("labels")
+def own_entries(model: nn.Module, kwargs: dict[str, Any], loss_fn: LossFn | None) -> set[str]:
+    """The names of what in a batch is for a loss function alone."""
+    return kwargs.keys() - divide(model, (), kwargs, loss_fn)[1].keys() if loss_fn is not None else set()
+
+
+def may_be_padded(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> bool:
+    """Whether a batch is one of tokens, and labels where the model computes the loss of them, whose padding a
+    mask that the forward takes would hide.
+    """
+    ids = batch.kwargs.get("input_ids")
+    needed = loss_fn is None and batch.outputs is None
+    labels = batch.kwargs.get("labels", None if needed else ids)
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
         return False
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return False  # one that lands in ``**kwargs`` may be dropped
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
         return False  # possibly packed, which a mask would hide from transformers
-    return labels.shape == ids.shape and ids.dim() == 2 and _made_of_tokens(batch)
+    own = own_entries(model, batch.kwargs, loss_fn)
+    return labels.shape == ids.shape and ids.dim() == 2 and _made_of_tokens(batch, own)
 
 
-def _made_of_tokens(batch: Batch) -> bool:
+def _made_of_tokens(batch: Batch, own: Collection[str]) -> bool:
     """Whether nothing in the batch but what has an entry for each token depends on the length."""
     ids = batch.kwargs["input_ids"]
     for name, value in batch.kwargs.items():
         tokens = isinstance(value, Tensor) and value.shape == ids.shape
-        if name in _TOKENS and tokens and not (name.endswith("labels") and value.is_floating_point()):
+        if (
+            (name in _TOKENS or name in own)
+            and tokens
+            and not (name.endswith("labels") and value.is_floating_point())
+        ):
             continue
         if ids.shape[1] in (value.shape if isinstance(value, Tensor) else (value,)):
             return False
@@ -93,8 +109,11 @@ def bucket_length(length: int, *, longest: int | None = None) -> int:
     return padded if longest is None else min(padded, longest)
 
 
-def pad_batch(batch: Any, length: int, pad_token: int = 0) -> dict[str, Any]:
-    """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it."""
+def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[str] = ()) -> dict[str, Any]:
+    """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it.
+
+    Of the entries that are a loss function's ``own``, integers are padded as labels are, others with zeros.
+    """
     ids = batch["input_ids"]
     missing = length - ids.shape[1]
     padded = dict(batch.items())
@@ -102,7 +121,9 @@ def pad_batch(batch: Any, length: int, pad_token: int = 0) -> dict[str, Any]:
         padded["attention_mask"] = torch.ones_like(ids)
     for name, value in padded.items():
         if isinstance(value, Tensor) and value.shape == ids.shape:
-            padded[name] = nn.functional.pad(value, (0, missing), value=_PADDING.get(name, pad_token))
+            wide = value.dtype is torch.int64 and name in own
+            padding = _PADDING.get(name, IGNORED if wide else 0 if name in own else pad_token)
+            padded[name] = nn.functional.pad(value, (0, missing), value=padding)
     return padded
 
 
@@ -146,21 +167,42 @@ def telling_length(length: int, graphs: Iterable[Captured]) -> int:
 
 
 def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
-    """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself.
+    """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself; of a
+    graph with a loss function of the user's, whether what the forward returns is, at its positions.
 
     The graph must read the mask, or be blind to padding, and nothing but attention may mix positions: no
     recurrence, no convolution, no product, sum or softmax over a dimension as long as the sequence. Nothing
     else may be of that length.
     """
     mask, length = batch.kwargs["attention_mask"], batch.kwargs["input_ids"].shape[1]
-    masks = {name for name, index in captured.inputs.items() if batch.leaves[index] is mask}
+    judged = set(captured.graph.nodes) if captured.returned is None else _of_model(captured.graph)
+    read = {node.name for node in judged}
+    masks = {n for n, index in captured.inputs.items() if batch.leaves[index] is mask and n in read}
     if not (masks or captured.blind) or any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return False
     masked = _masked(
         captured.graph, _below(captured, masks) - _below(captured, captured.inputs.keys() - masks)
     )
     of_batch = _below(captured, captured.inputs.keys())
-    return not any(_mixes(node, length) for node in of_batch - masked)
+    return not any(_mixes(node, length) for node in judged & of_batch - masked)
+
+
+def gives_positions(captured: Captured, batch: Batch) -> bool:
+    """Whether each result of a graph is one number, or [rows, positions, ...] of the batch, so that those of
+    padding may be cut off.
+    """
+    rows, length = batch.kwargs["input_ids"].shape
+    shapes = [tuple(node.meta["val"].shape) for node in results_of(captured.graph)]
+    return all(not of or (of[:2] == (rows, length) and of.count(length) == 1) for of in shapes)
+
+
+def _of_model(graph: fx.Graph) -> set[fx.Node]:
+    """The calls of a model's modules, and what they depend on; all others are a loss function's."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user in found for user in node.users) or any(module_stack(node)):
+            found.add(node)
+    return found
 
 
 def _below(captured: Captured, names: Collection[str]) -> set[fx.Node]:

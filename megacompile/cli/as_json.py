@@ -26,7 +26,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "fits_host": answer.fits_host(extras.clip),
         "least_hbm_budget": answer.least.device_bytes,
         "least_host_budget": {
-            "clipped": answer.least.hosts[True].total, "streamed": answer.least.hosts[False].total,
+            "clipped": answer.least_host(True), "streamed": answer.least_host(False),
         },
         "host_bytes": {k: asdict(h) | {"total": h.total} for k, h in answer.hosts().items()},
         "with_clipping": _prediction_json(answer.prediction(True), extras),

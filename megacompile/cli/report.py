@@ -90,7 +90,6 @@ def _verdict(answer: Answer, extras: Extras) -> str:
     mode = "with clipping" if extras.clip else "without clipping"
     host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
     verb = "uses" if shown else "needs at least"
-    least = answer.least.hosts
     cut = "as cut below" if answer.compiled.tiled.cuts else "with weights whole"
     lines = [
         f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
@@ -100,8 +99,8 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         + ("" if answer.fits_host(extras.clip) else "  << too small"),
         *_drive(answer, shown),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
-        f"{format_bytes(least[True].total)} with clipping, "
-        f"{format_bytes(least[False].total)} without",
+        f"{format_bytes(answer.least_host(True))} with clipping, "
+        f"{format_bytes(answer.least_host(False))} without",
     ]
     if extras.largest is not None:
         big = extras.largest

@@ -190,6 +190,12 @@ class Answer:
         planned = self.prediction(clip)
         return planned.host if planned else self.least.hosts[clip]
 
+    def least_host(self, clip: bool) -> int:
+        """The least host bytes known: of the step that streams everything, or of the planned one, which keeps
+        no gradients on the host of what stays on the device.
+        """
+        return min(self.least.hosts[clip].total, self.host(clip).total)
+
     def hosts(self) -> dict[str, HostBytes]:
         """Host bytes streamed, clipped, and accumulated over several calls, where gradients are summed in
         FP32, which one clipped micro-batch in bf16 need not be."""

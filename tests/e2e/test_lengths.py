@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +17,22 @@ import megacompile
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
 
+def shifted(outputs: Any, batch: Any) -> Tensor:
+    """A loss of the user's own, which ignores padding."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def regularised(outputs: Any, batch: Any) -> Tensor:
+    """One that counts padding."""
+    return shifted(outputs, batch) + 1e-2 * outputs.logits.logsumexp(-1).square().mean()
+
+
 class Pair:
     """A tiny Llama as a program and eager."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor] | None = None, *, outside: bool = False) -> None:
+        self.loss_fn, self.outside = loss_fn, outside
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
@@ -29,16 +44,33 @@ class Pair:
             torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, self.eager)
         )
         self.program = megacompile.compile(
-            model, "1GB", optimizer=ours, compute_dtype=torch.float32, planner="full-recompute"
+            model,
+            "1GB",
+            optimizer=ours,
+            compute_dtype=torch.float32,
+            planner="full-recompute",
+            loss_fn=None if outside else loss_fn,
         )
 
     def step(self, micro: list[dict[str, Tensor]]) -> None:
         """One step of both, whose losses are equal."""
-        loss = torch.stack([self.eager(**batch).loss for batch in micro]).mean()
+        loss = torch.stack([self.loss_of(batch) for batch in micro]).mean()
         self.theirs.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.theirs.step()
-        assert float(self.program.train_step(micro).loss) == pytest.approx(loss.item(), rel=1e-6)
+        outside = functools.partial(self.computed_outside, micro) if self.outside else None
+        assert float(self.program.train_step(micro, loss=outside).loss) == pytest.approx(
+            loss.item(), rel=1e-6
+        )
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        outputs = self.eager(**batch)
+        loss: Tensor = outputs.loss if self.loss_fn is None else self.loss_fn(outputs, batch)
+        return loss
+
+    def computed_outside(self, micro: list[dict[str, Tensor]], number: int, outputs: Any) -> Tensor:
+        assert self.loss_fn is not None
+        return self.loss_fn(outputs, micro[number])
 
     @property
     def programs(self) -> int:
@@ -57,11 +89,34 @@ def tokens(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def test_an_epoch_of_random_lengths_needs_few_programs() -> None:
-    pair = Pair()
-    for _ in range(16):
+@pytest.mark.parametrize(("loss_fn", "outside"), [(None, False), (shifted, False), (regularised, True)])
+def test_an_epoch_of_random_lengths_needs_few_programs(
+    loss_fn: Callable[..., Tensor] | None, outside: bool
+) -> None:
+    pair = Pair(loss_fn, outside=outside)
+    for _ in range(8):
         pair.step([tokens(length) for length in torch.randint(5, 65, (4,)).tolist()])
     assert pair.programs <= 4
+    pair.close()
+
+
+def test_lengths_of_a_loss_that_counts_padding_are_programs_of_their_own() -> None:
+    pair = Pair(regularised)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (13, 11, 12, 13):
+            pair.step([tokens(length)])
+    assert pair.programs == 3
+    assert sum("loss_fn is not known to ignore padding" in str(w.message) for w in told) == 1
+    pair.close()
+
+
+def test_outputs_without_an_axis_of_positions_are_not_padded_for_a_loss_outside() -> None:
+    """Attention's shares have two of them."""
+    pair = Pair(shifted, outside=True)
+    for length in (13, 11):
+        pair.step([tokens(length) | {"output_attentions": True}])
+    assert pair.programs == 2
     pair.close()
 
 

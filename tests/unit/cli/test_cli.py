@@ -144,6 +144,14 @@ def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> 
         )
 
 
+def test_the_least_host_budget_is_no_more_than_the_plan_takes(study: Study) -> None:
+    """Where state stays on the device, no gradient waits on the host."""
+    answer = study.answer(_question(10**9))
+    planned = answer.prediction(True)
+    assert planned is not None and planned.planned.step.resident
+    assert answer.least_host(True) == planned.host.total < answer.least.hosts[True].total
+
+
 def test_the_graph_counts_the_model_flops(study: Study) -> None:
     work = study.captured(2, 128).assembly.work
     assert complete_flops(work, study.model.step_flops(2, 128)) == (work, 0.0)
