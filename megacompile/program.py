@@ -23,7 +23,7 @@ from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
 from megacompile.together import agreed_batches
-from megacompile.world.control import refuse_several
+from megacompile.world.control import World, refuse_several
 
 
 class Program(Persistence):
@@ -40,6 +40,11 @@ class Program(Persistence):
         self.optimizer = session.optimizer
         self._session = session
         self._closed = False
+
+    @property
+    def world(self) -> World:
+        """The ranks that train the model together; a process alone is one of one."""
+        return self._session.world
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -70,8 +75,6 @@ class Program(Persistence):
             raise ProgramError(
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
-        if loss is not None:
-            refuse_several(session.world.size, "loss=, which is computed outside of the program,")
 
         def read() -> tuple[list[Batch], list[float]]:
             micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
