@@ -39,7 +39,7 @@ class Evaluation(_Upstream):
         batch = self._batch(inputs, count)
         program = self._laid_out([] if is_owned(self.model) else self._like_training(batch))
         if prediction_loss_only:
-            return program.evaluate(batch), None, None
+            return program.evaluate(batch) * self._shares(batch), None, None
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -47,7 +47,13 @@ class Evaluation(_Upstream):
         collect = functools.partial(collected, self._loss_fn(), self._preprocess, tuple(ignore_keys), names)
         loss, predictions = program.predict(batch, outputs=collect)
         labels = tuple(inputs[name] for name in names)
+        loss = loss if loss is None else loss * self._shares(batch)
         return loss, predictions, (labels[0] if len(labels) == 1 else labels or None)
+
+    def _shares(self, batch: dict[str, Any]) -> int:
+        """What a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of them
+        divide by the count of all ranks' tokens."""
+        return self.args.world_size if "num_items_in_batch" in batch else 1
 
     def _predict_outside(self, outside: OutsideModel, *args: Any) -> tuple[Tensor | None, Any, Any]:
         """Upstream's own step, whose ``compute_loss`` calls the model."""
