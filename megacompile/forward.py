@@ -70,28 +70,23 @@ class Forward(Inspection):
         """
         session = self._session
 
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, outputs=outputs)
-            return micro, [1.0] * len(micro)
-
         with session.world.together():
-            micro, _, _ = agreed_batches(session, read, "train")
+            micro, _, _ = agreed_batches(session, batch, "train", lambda micro: [1.0] * len(micro), outputs)
             session.schedule(micro[0], session.training(micro))
 
     def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()
         session = self._session
 
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, evaluate=True, outputs=outputs)
+        def weigh(micro: list[Batch]) -> list[float]:
             if len(micro) > 1:
                 raise MegacompileError(
                     f"{name} takes one batch, not a list of {len(micro)}: call it for each."
                 )
-            return micro, [1.0]
+            return [1.0]
 
         with session.world.together():
-            micro, weights, _ = agreed_batches(session, read, "evaluate")
+            micro, weights, _ = agreed_batches(session, batch, "evaluate", weigh, outputs)
             if session.runtime is None:
                 self._allocate(batch, outputs)
             results = session.run(micro, Mode("evaluate"), weights)

@@ -76,14 +76,14 @@ class Program(Persistence):
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
 
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
+        def weigh(micro: list[Batch]) -> list[float]:
             if weights is None:
                 session.check_counts(micro)
-            return micro, micro_weights(micro, weights, ranks=session.world.size)
+            return micro_weights(micro, weights, ranks=session.world.size)
 
+        given = _outputs_for(loss, outputs)
         with session.world.together():
-            micro, own, everyone = agreed_batches(session, read, "train")
+            micro, own, everyone = agreed_batches(session, batch, "train", weigh, given)
             if len({m.key for m in micro}) > 1:
                 return self._step_by_accumulation(micro, own, loss)
             try:
@@ -109,7 +109,7 @@ class Program(Persistence):
         """
         self._ready()
         refuse_several(self._session.world.size, "forward_backward")
-        micro = self._session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
+        micro = self._session.padded(self._session.read(batch, outputs=_outputs_for(loss, outputs)))
         if weight is None:
             self._session.check_counts(micro)
         weights = [1.0 if weight is None else weight] * len(micro)

@@ -74,7 +74,14 @@ class World:
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What every rank says of itself; :class:`MegacompileError` on all where they are not alike."""
-        heard = [json.loads(text) for text in self.exchange(lambda: json.dumps(describe()).encode())]
+        return self.alike(self.hear(describe))
+
+    def hear(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What every rank says of itself, by rank."""
+        return [json.loads(text) for text in self.exchange(lambda: json.dumps(describe()).encode())]
+
+    def alike(self, heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What all ranks have heard; :class:`MegacompileError` on all where they are not alike."""
         sentence = difference(heard)
         if sentence:
             raise self.agreed(MegacompileError(sentence))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacompile import ProgramError
 from tests.support.ranks import run_ranks, whole
@@ -38,7 +38,7 @@ def of(rank: int, folder: Path, **given: Any) -> Any:
         "per_device_eval_batch_size": 2 * micro,
     }
     one = test_trainer.trainer(Trainer, folder, **settings | given)
-    one.train_dataset = given.get("train_dataset", test_trainer.rows(24, 1))
+    one.train_dataset = test_trainer.rows(24, 1)
     return one
 
 
@@ -109,6 +109,49 @@ def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path
         assert mine == pytest.approx(theirs, rel=1e-6)
     for name, value in first["values"].items():
         torch.testing.assert_close(value, one["values"][name], rtol=1e-4, atol=1e-6)
+
+
+def unlike(rank: int, folder: Path) -> dict[str, Any]:
+    """Rows of unlike lengths, padded on the right to the longest of a batch, and metrics of them."""
+    data = [{n: v[: 3 + 5 * i % 9] for n, v in row.items()} for i, row in enumerate(test_trainer.rows(24, 1))]
+    one = of(
+        rank,
+        folder,
+        max_steps=6,
+        eval_steps=6,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=test_trainer.most_likely,
+    )
+    one.train_dataset, one.eval_dataset, one.data_collator = data, data[:8], padded
+    one.train()
+    return {
+        "logs": test_trainer.logs(one),
+        "values": values(one),
+        "programs": one.program._session.compiler.programs,
+    }
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    labels = predicted.label_ids[:, 1:]
+    return {"accuracy": float((predicted.predictions[:, :-1] == labels)[labels != -100].mean())}
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    filled = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    full = [row | {"attention_mask": torch.ones_like(row["labels"])} for row in rows]
+    return {
+        n: torch.stack([nn.functional.pad(row[n], (0, longest - len(row[n])), value=v) for row in full])
+        for n, v in filled.items()
+    }
+
+
+def test_ranks_whose_batches_are_of_unlike_lengths_train_as_one_process(tmp_path: Path) -> None:
+    first, second = whole(run_ranks(RANKS, unlike, tmp_path / "ranks"))
+    one = unlike(-1, tmp_path / "one")
+    assert first["logs"] == second["logs"] and first["programs"] == second["programs"]
+    assert first["logs"] == [pytest.approx(entry, rel=1e-6) for entry in one["logs"]]
+    assert same(first["values"], one["values"])
 
 
 # ---- signals and faults -------------------------------------------------------------------------
