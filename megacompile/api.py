@@ -116,7 +116,8 @@ def compile(
         check_several(backend.device, offload_dir, optimizer_state)
     budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
     optimizer = adopt(optimizer, model)
-    _announce(compute_dtype)
+    if world.rank == 0:
+        _announce(compute_dtype)
     settings = Settings(
         open_device=lambda: backend.open(budget, comm=True) if world.size > 1 else backend.open(budget),
         host_budget_bytes=host,

@@ -18,7 +18,6 @@ from megacompile.generate import generate
 from megacompile.inspection import Inspection
 from megacompile.runtime.calls import alone
 from megacompile.together import agreed_batches
-from megacompile.world.control import refuse_several
 
 
 class Forward(Inspection):
@@ -36,7 +35,8 @@ class Forward(Inspection):
         """What the forward returns for a batch in eval mode, on the host, under the same budget as training.
 
         A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
-        of keys and values, which is left out. The batch needs no labels and is not padded.
+        of keys and values, which is left out. The batch needs no labels and is not padded. Of several ranks
+        each gets the outputs of its own batch.
 
         ``outputs(output, batch)`` is compiled with the model, and what it returns comes in the place of the
         output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries
@@ -57,7 +57,8 @@ class Forward(Inspection):
 
         Each token takes a forward over the whole row, as no keys and values are kept: where weights are
         streamed, their transfer takes as long for one token as for a few hundred. So several rows cost little
-        more than one. Rows are padded to few lengths, so that few programs are compiled.
+        more than one. Rows are padded to few lengths, so that few programs are compiled. Several ranks
+        call it together, with the same prompts, and the same seed where they sample.
         """
         return generate(self._session.model, self.predict, input_ids, **options)
 
@@ -68,33 +69,24 @@ class Forward(Inspection):
         ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
         """
         session = self._session
-        if outputs is not None:
-            refuse_several(session.world.size, "outputs=")
-
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, outputs=outputs)
-            return micro, [1.0] * len(micro)
 
         with session.world.together():
-            micro, _, _ = agreed_batches(session, read, "train")
+            micro, _, _ = agreed_batches(session, batch, "train", lambda micro: [1.0] * len(micro), outputs)
             session.schedule(micro[0], session.training(micro))
 
     def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()
         session = self._session
-        if outputs is not None:
-            refuse_several(session.world.size, name)
 
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, evaluate=True, outputs=outputs)
+        def weigh(micro: list[Batch]) -> list[float]:
             if len(micro) > 1:
                 raise MegacompileError(
                     f"{name} takes one batch, not a list of {len(micro)}: call it for each."
                 )
-            return micro, [1.0]
+            return [1.0]
 
         with session.world.together():
-            micro, weights, _ = agreed_batches(session, read, "evaluate")
+            micro, weights, _ = agreed_batches(session, batch, "evaluate", weigh, outputs)
             if session.runtime is None:
                 self._allocate(batch, outputs)
             results = session.run(micro, Mode("evaluate"), weights)

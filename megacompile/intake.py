@@ -18,7 +18,7 @@ from megacompile.capture.padding import own_entries, pad_batch
 from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.padder import Padder
+from megacompile.padder import OfRanks, Padder
 
 
 class Intake:
@@ -29,11 +29,8 @@ class Intake:
         self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
         self._padder = Padder(model, compiler, max_seq_len)
 
-    def read(
-        self, given: Any, *, evaluate: bool, first: bool, outputs: OutputsFn | None = None
-    ) -> list[Batch]:
-        """The micro-batches of one step, the ``first`` or a later one; padded where that saves compiling and
-        is hidden; of ``outputs`` only in what a loss outside of the program is given."""
+    def read(self, given: Any, *, evaluate: bool, outputs: OutputsFn | None = None) -> list[Batch]:
+        """The micro-batches of one step."""
         function = identity(outputs) if outputs is not None else self._loss_fn
         settings = model_settings(self._model, evaluate=evaluate, function=function)  # once for all of them
         model, micro = self._model, []
@@ -50,9 +47,23 @@ class Intake:
             )
             check_signature(model, batch, function=own)
             micro.append(batch)
-        micro = of_one_kind(micro)
-        padded = outputs is None or (outputs is all_outputs and not evaluate)
-        return self._padder.padded(micro, first=first) if padded else micro
+        return of_one_kind(micro)
+
+    def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
+        """The micro-batches of a step, the ``first`` or a later one; padded where that saves compiling and is
+        hidden; of outputs only in what a loss outside of the program is given. Those of several ranks are
+        made alike, of a loss that the model computes."""
+        if ranks is None:
+            hidden = all(b.outputs is None or (b.outputs is all_outputs and not b.evaluates) for b in micro)
+            return self._padder.padded(micro, first=first) if hidden else micro
+        if self._loss_fn is None and all(batch.outputs is None for batch in micro):
+            return self._padder.padded(micro, first=first, ranks=ranks)
+        masks = not ranks.alike and len(set(ranks.lengths)) == 1
+        return self._padder.masked(micro, ranks) if masks else micro
+
+    def lengths(self, micro: list[Batch]) -> list[int]:
+        """The lengths of micro-batches that may be padded; none, where some may not."""
+        return self._padder.lengths(micro)
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

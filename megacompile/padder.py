@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -45,6 +45,16 @@ _COUNTS = (
 _APART = 4  # how many times its tokens a step may have, for its micro-batches to be one program
 
 
+@dataclass(frozen=True)
+class OfRanks:
+    """What several ranks' micro-batches of a step have in common: whether they are ``alike``, else the
+    ``lengths`` of all where all may be padded, and whether all of their padding is at the ``right``."""
+
+    alike: bool
+    lengths: tuple[int, ...]
+    right: bool
+
+
 class Padder:
     """Pads the batches of one model, ``longest`` at most, to lengths that have a program or are given one."""
 
@@ -59,46 +69,58 @@ class Padder:
         self._told = False
         self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
 
-    def padded(self, micro: list[Batch], *, first: bool) -> list[Batch]:
+    def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
         """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
-        near; the ``first`` are left as they are where they are alike.
+        near; the ``first`` are left as they are where they are alike. Several ranks, which pass what they
+        have in common, all pad to one length.
         """
-        alike = len({batch.key for batch in micro}) == 1
+        alike = len({batch.key for batch in micro}) == 1 and (ranks is None or ranks.alike)
         if alike and (first or self._compiler.knows(micro[0])):
             return micro
-        found = self._to_one_length(micro, alike)
-        if found is None and not alike:
+        found = self._to_one_length(micro, alike, ranks)
+        if found is None and not alike and ranks is None:
             return [one for batch in micro for one in self.padded([batch], first=False)]
         return found or micro
 
-    def _to_one_length(self, micro: list[Batch], alike: bool) -> list[Batch] | None:
+    def lengths(self, micro: list[Batch]) -> list[int]:
+        """Of micro-batches that may be padded; none, where some may not."""
+        paddable = all(may_be_padded(batch, self._model, self._loss_fn_of(batch)) for batch in micro)
+        return [length_of(batch) for batch in micro] if paddable else []
+
+    def masked(self, micro: list[Batch], ranks: OfRanks) -> list[Batch]:
+        """Those of several ranks, all of one length, with masks also where these hide nothing."""
+        return self._at(micro, ranks.lengths[0], ranks.right)
+
+    def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
         """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
-        if not all(may_be_padded(batch, self._model, self._loss_fn_of(batch)) for batch in micro):
+        lengths = self.lengths(micro) if ranks is None else ranks.lengths
+        if not lengths:
             return None
-        lengths = [length_of(batch) for batch in micro]
-        least = max(lengths)
-        if least * len(lengths) > _APART * sum(lengths):
+        least, right = max(lengths), ranks is None or ranks.right
+        if ranks is None and least * len(lengths) > _APART * sum(lengths):
             return None
         length = least if len(set(lengths)) == 1 and not alike else self._bucket(least)
-        wanted = self._at(micro, length)
+        wanted = self._at(micro, length, right)
         if len({batch.key for batch in wanted}) > 1:
             return None
         exact = alike and length == least
         if exact or not self._compiler.knows(wanted[0]):
             key, known = (micro if exact else wanted)[0].key, lengths_of_kind(self._compiler.keys, wanted[0])
             near = next((n for n in known if least <= n <= _LONGER * least), None)
-            if near is not None and self._borrowed[key] < _BORROWED and self._hides(micro, near):
+            borrows = self._borrowed[key] < _BORROWED
+            if near is not None and borrows and self._hides(micro, near, min(lengths)):
                 self._borrowed[key] += 1
-                return self._at(micro, near)
-        return wanted if not exact and self._hides(micro, length) else None
+                return self._at(micro, near, right)
+        return wanted if not exact and self._hides(micro, length, min(lengths)) else None
 
     def _bucket(self, length: int) -> int:
         """The length of few that a sequence is padded to; its own, where the longest is shorter."""
         return max(length, bucket_length(length, longest=self._longest))
 
-    def _at(self, micro: Sequence[Batch], length: int) -> list[Batch]:
-        """The micro-batches at one length, with masks."""
-        return of_one_kind([self._read(batch, length) for batch in micro])
+    def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
+        """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""
+        found = of_one_kind([self._read(batch, length) for batch in micro])
+        return found if right else [replace(batch, key=(*batch.key[:4], False)) for batch in found]
 
     def _read(self, batch: Batch, length: int) -> Batch:
         own = own_entries(self._model, batch.kwargs, self._loss_fn_of(batch))
@@ -117,13 +139,13 @@ class Padder:
         """The function that makes the loss in a batch's program, where it is not the model itself."""
         return self._loss_fn if batch.outputs is None else None
 
-    def _hides(self, micro: Sequence[Batch], length: int) -> bool:
-        """Whether the model hides the padding of all these to a length.
+    def _hides(self, micro: Sequence[Batch], length: int, shortest: int) -> bool:
+        """Whether the model hides the padding of all these, and of the ``shortest``, to a length.
 
         A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
         model computes otherwise.
         """
-        shortest, longer = min(map(length_of, micro)), self._read(micro[0], length)
+        longer = self._read(micro[0], length)
         if any(shortest <= turn < length for turn in self._turning):
             return False
         loss_fn = self._loss_fn_of(longer)

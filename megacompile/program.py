@@ -23,7 +23,7 @@ from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
 from megacompile.together import agreed_batches
-from megacompile.world.control import refuse_several
+from megacompile.world.control import World, refuse_several
 
 
 class Program(Persistence):
@@ -40,6 +40,11 @@ class Program(Persistence):
         self.optimizer = session.optimizer
         self._session = session
         self._closed = False
+
+    @property
+    def world(self) -> World:
+        """The ranks that train the model together; a process alone is one of one."""
+        return self._session.world
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -70,17 +75,15 @@ class Program(Persistence):
             raise ProgramError(
                 "Gradients of forward_backward are waiting: call optimizer_step() or drop_gradients() first."
             )
-        if loss is not None:
-            refuse_several(session.world.size, "loss=, which is computed outside of the program,")
 
-        def read() -> tuple[list[Batch], list[float]]:
-            micro = session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
+        def weigh(micro: list[Batch]) -> list[float]:
             if weights is None:
                 session.check_counts(micro)
-            return micro, micro_weights(micro, weights, ranks=session.world.size)
+            return micro_weights(micro, weights, ranks=session.world.size)
 
+        given = _outputs_for(loss, outputs)
         with session.world.together():
-            micro, own, everyone = agreed_batches(session, read, "train")
+            micro, own, everyone = agreed_batches(session, batch, "train", weigh, given)
             if len({m.key for m in micro}) > 1:
                 return self._step_by_accumulation(micro, own, loss)
             try:
@@ -106,7 +109,7 @@ class Program(Persistence):
         """
         self._ready()
         refuse_several(self._session.world.size, "forward_backward")
-        micro = self._session.micro_batches(batch, outputs=_outputs_for(loss, outputs))
+        micro = self._session.padded(self._session.read(batch, outputs=_outputs_for(loss, outputs)))
         if weight is None:
             self._session.check_counts(micro)
         weights = [1.0 if weight is None else weight] * len(micro)

@@ -27,6 +27,7 @@ from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
 from megacompile.outside import LossOfOutputs, OutsideLoss
+from megacompile.padder import OfRanks
 from megacompile.runtime.allocation import check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.runtime import Runtime
@@ -64,7 +65,7 @@ class Session:
         self.inconsistent = ""
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
-        self._intake = Intake(model, compiler, settings.max_seq_len)
+        self.intake = Intake(model, compiler, settings.max_seq_len)
         self._bindings = Bindings(compiler)
         self._last_batch: Batch | None = None
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
@@ -81,18 +82,20 @@ class Session:
             raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
         return self.current
 
-    def micro_batches(
-        self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None
-    ) -> list[Batch]:
-        """What a batch, or a list of them, holds: padded where that saves compiling another program."""
+    def read(self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None) -> list[Batch]:
+        """What a batch, or a list of them, holds."""
         refuse_autocast()
         if not evaluate:
             self.check_model()
-        return self._intake.read(batch, evaluate=evaluate, first=self.current is None, outputs=outputs)
+        return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
+
+    def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
+        """What was read, padded where that saves compiling, or as several ranks need it."""
+        return self.intake.padded(micro, first=self.current is None, ranks=ranks)
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
-        self._intake.check_counts(micro)
+        self.intake.check_counts(micro)
 
     def check_model(self) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled."""
@@ -109,7 +112,7 @@ class Session:
             why = ", as modes or attributes of the model's modules changed" if changed else ""
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if self.runtime is None:
-            longest = self._intake.longest(batch)
+            longest = self.intake.longest(batch)
             if longest is not None:  # first: how far weights are cut must suffice for it
                 self.world.agree(lambda: self.compiler.schedule(longest, mode))
         scheduled = agreed_program(self.compiler, batch, mode, self.settings)
@@ -128,7 +131,7 @@ class Session:
         """Capture and compile every kind of batch anew, over the same state."""
         self.compiler.forget()
         self._bindings.clear()
-        self._intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
+        self.intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
     def release(self) -> None:
         """Leave the values to the model alone, and free the state."""

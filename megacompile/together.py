@@ -7,16 +7,20 @@ follows for each of them: its micro-batches' numbers and everyone's loss weights
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
+from megacompile.capture.outputs import OutputsFn
+from megacompile.capture.padding import pad_batch
+from megacompile.capture.right_padding import is_padded_right
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import MegacompileError
 from megacompile.host.optimizer import hypers
+from megacompile.padder import OfRanks
 from megacompile.runtime.step_io import step_seed
 from megacompile.settings import Settings
 from megacompile.world.control import World
@@ -24,8 +28,8 @@ from megacompile.world.control import World
 if TYPE_CHECKING:
     from megacompile.session import Session
 
-Read = Callable[[], tuple[list[Batch], list[float]]]
-"""Gives the micro-batches of a step and the weights of their losses, or refuses them."""
+Weigh = Callable[[list[Batch]], list[float]]
+"""Gives the weights of micro-batches' losses, or refuses them."""
 
 
 def agreed_program(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings) -> Scheduled:
@@ -53,24 +57,61 @@ def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, An
     }
 
 
-def agreed_batches(session: Session, read: Read, kind: str) -> tuple[list[Batch], list[float], list[float]]:
+def agreed_batches(
+    session: Session, given: Any, kind: str, weigh: Weigh, outputs: OutputsFn | None = None
+) -> tuple[list[Batch], list[float], list[float]]:
     """The micro-batches of a step of this kind, their weights, and those of all ranks' micro-batches.
 
-    Refused on all ranks where one's are refused, or are unlike rank 0's.
+    Of several ranks all pad to one length, where theirs differ. Refused on all where one's are refused, or
+    are unlike rank 0's otherwise.
     """
-    world = session.world
+    world, evaluate = session.world, kind == "evaluate"
+    micro: list[Batch] = []
+    weights: list[float] = []
+
+    def read() -> dict[str, Any]:
+        micro[:] = session.read(given, evaluate=evaluate, outputs=outputs)
+        ranks = _of_one_rank(session, micro)
+        return ranks | (settle() if session.compiler.knows(micro[0]) and ranks["one_kind"] else {})
+
+    def settle() -> dict[str, Any]:
+        weights[:] = weigh(micro)
+        return _described_batches(session, micro, weights, kind)
+
+    def pad() -> dict[str, Any]:
+        micro[:] = session.padded(micro, _of_ranks(said))
+        return settle()
+
     if world.size == 1:
-        micro, weights = read()
+        micro = session.padded(session.read(given, evaluate=evaluate, outputs=outputs))
+        weights = weigh(micro)
         return micro, weights, weights
-    found: list[tuple[list[Batch], list[float]]] = []
-
-    def describe() -> dict[str, Any]:
-        found.append(read())
-        return _described_batches(session, *found[0], kind)
-
-    said = world.compare(describe)
-    ((micro, weights),) = found
+    said = world.hear(read)
+    known = all("program" in rank for rank in said) and _of_ranks(said).alike
+    said = world.alike(said) if known else world.compare(pad)
     return micro, weights, [rank["weights"][m] for m in range(len(micro)) for rank in said]
+
+
+def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
+    """What padding depends on."""
+    kinds = {_digest(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
+    lengths = session.intake.lengths(micro)
+    masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]
+    return {
+        "kind": min(kinds),
+        "one_kind": len(kinds) == 1,
+        "lengths": lengths,
+        "right": all(map(is_padded_right, masked)),
+    }
+
+
+def _of_ranks(said: Sequence[Mapping[str, Any]]) -> OfRanks:
+    paddable = all(rank["lengths"] for rank in said)
+    return OfRanks(
+        alike=all(rank["one_kind"] and rank["kind"] == said[0]["kind"] for rank in said),
+        lengths=tuple(length for rank in said for length in rank["lengths"]) if paddable else (),
+        right=all(rank["right"] for rank in said),
+    )
 
 
 def _described_batches(

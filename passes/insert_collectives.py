@@ -25,7 +25,7 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
     if work.ranks == 1:
         return step
     ops: list[Op] = []
-    last = max((i for i, op in enumerate(step.ops) if _gives_loss(op, work)), default=-1)
+    losses = _losses(step, work) if mode.kind == "train" else []
     trains, reduced = mode.kind == "train", 0
     for index, op in enumerate(step.ops):
         if op.kind == "prefetch":
@@ -34,18 +34,30 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
         elif op.kind == "push_grad":
             ops += _pushed(op, Shard(reduced % SHARD_BUFFERS), work)
             reduced += 1
-        elif trains and _gives_loss(op, work):
+        elif index in losses:
             ops.append(op.with_(writes=(*op.writes, Loss(op.micro))))
-            if index == last:
-                losses = tuple(Loss(m) for m in range(mode.micro_batches))
-                ops.append(Op("agree", "host", reads=losses, writes=(Agreed(),)))
+            if index == losses[-1]:
+                known = tuple(Loss(m) for m in range(mode.micro_batches))
+                ops.append(Op("agree", "host", reads=known, writes=(Agreed(),)))
         else:
             ops.append(op.with_(reads=(*op.reads, Agreed())) if trains and op.kind == "adam" else op)
     return _with_buffers(step.with_(ops=tuple(ops)), work)
 
 
-def _gives_loss(op: Op, work: Workload) -> bool:
-    return op.kind == "forward" and any(isinstance(t, Value) and t.value == work.loss for t in op.writes)
+def _losses(step: Step, work: Workload) -> list[int]:
+    """Where each micro-batch's loss is known: behind a forward, or where the first gradient comes that a loss
+    outside of the program gives."""
+    if work.outside:
+        first: dict[int, int] = {}
+        for index, op in enumerate(step.ops):
+            if op.kind == "load_grad":
+                first.setdefault(op.micro, index)
+        return sorted(first.values())
+    return [
+        index
+        for index, op in enumerate(step.ops)
+        if op.kind == "forward" and any(isinstance(t, Value) and t.value == work.loss for t in op.writes)
+    ]
 
 
 def _all_gather(prefetch: Op) -> Op:

@@ -101,8 +101,8 @@ def read_batch(
         args = batch
     else:
         args = (batch,)
-    if is_transformers(model) and not keep_mask:
-        kwargs = _plain_mask(kwargs)
+    if is_transformers(model):
+        kwargs = _plain_mask(kwargs, keep_mask)
     count = kwargs.get("num_items_in_batch")
     if isinstance(count, int) and not isinstance(count, bool):
         kwargs["num_items_in_batch"] = torch.tensor(count)  # it changes: one program serves all counts
@@ -159,12 +159,14 @@ def _dense(leaf: Tensor) -> Tensor:
     return leaf.contiguous()
 
 
-def _plain_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Drop a mask that hides nothing, which transformers takes no mask to mean: much faster."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
-        return {k: v for k, v in kwargs.items() if k != "attention_mask"}
-    return kwargs
+def _plain_mask(kwargs: dict[str, Any], kept: bool) -> dict[str, Any]:
+    """Put the mask last, as where padding adds one; unless it is kept, drop one that hides nothing, which
+    transformers takes no mask to mean: much faster."""
+    if "attention_mask" not in kwargs:
+        return kwargs
+    mask, others = kwargs["attention_mask"], {k: v for k, v in kwargs.items() if k != "attention_mask"}
+    hides = not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all())
+    return others | {"attention_mask": mask} if kept or hides else others
 
 
 def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None, *, ranks: int = 1) -> list[float]:

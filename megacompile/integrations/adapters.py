@@ -19,8 +19,10 @@ def learns_prompts(model: Any) -> bool:
 
 def save_adapters(model: Any, program: Program, folder: str) -> None:
     """Write the adapters of a model that a program has."""
-    with _with_prompts(model):
-        model.save_pretrained(folder, state_dict=program.state_dict(trained=True))
+    values = program.state_dict(trained=True)
+    if program.world.rank == 0:
+        with _with_prompts(model):
+            model.save_pretrained(folder, state_dict=values)
 
 
 @contextlib.contextmanager

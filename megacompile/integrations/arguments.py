@@ -16,7 +16,9 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import StateFormat
+from megacompile.world.ranks import find_ranks
 
+_NO_DDP = "gradients of several devices are exchanged by the program"
 MAPPED = {
     "bf16": "compute_dtype=torch.bfloat16, over FP32 masters; without it, and for an FP32 model, float32",
     "max_grad_norm": "max_grad_norm; at 0 no norm is computed, and updates overlap the backward",
@@ -27,6 +29,7 @@ MAPPED = {
     "use_liger_kernel": "kernels=True, the kernels of megacompile",
     "enable_jit_checkpoint": "always on: SIGTERM and Ctrl-C save a checkpoint, and end the training",
     "auto_find_batch_size": "a batch that does not fit the budget counts as out of memory",
+    "average_tokens_across_devices": "always on: a loss counts the tokens of all devices",
 }
 NO_EFFECT = {
     "activation_checkpointing": "the plan decides what is recomputed",
@@ -38,21 +41,24 @@ NO_EFFECT = {
     "torch_empty_cache_steps": "the plan holds every byte",
     "logging_nan_inf_filter": "a loss that is not finite ends the training, with an error",
     "bf16_full_eval": "evaluation computes as training does",
-    "average_tokens_across_devices": "there is one device",
-    "ddp_find_unused_parameters": "there is one device",
-    "ddp_bucket_cap_mb": "there is one device",
-    "ddp_broadcast_buffers": "there is one device",
-    "ddp_static_graph": "there is one device",
-    "ddp_backend": "there is one device",
-    "ddp_timeout": "there is one device",
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "ddp_backend": _NO_DDP,
+    "ddp_timeout": _NO_DDP,
+}
+_TOGETHER = {  # what several devices need, and why
+    "average_tokens_across_devices": (True, "a loss counts the tokens of all"),
+    "save_on_each_node": (False, "the first rank writes, where all have to see it"),
 }
 REFUSED = {
     "fp16": "use bf16=True, which needs no loss scaling",
     "fp16_full_eval": "evaluation computes as training does",
     "deepspeed": "megacompile does the offloading",
-    "fsdp": "megacompile trains on one device",
-    "fsdp_config": "megacompile trains on one device",
-    "parallelism_config": "megacompile trains on one device",
+    "fsdp": "started by torchrun, devices share the state as they are",
+    "fsdp_config": "started by torchrun, devices share the state as they are",
+    "parallelism_config": "devices bring batches of their own, and nothing else is parallel",
     "optim_args": "the optimizer is AdamW",
     "optim_target_modules": "the optimizer is AdamW over all trainable parameters",
     "liger_kernel_config": "give kernels= of MegacompileConfig",
@@ -101,23 +107,18 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
             f"TrainingArguments(optim={arguments.optim.value!r}) is not supported: use one of "
             f"{', '.join(_OPTIMIZERS)}."
         )
-    if arguments.world_size > 1:
-        raise MegacompileError(
-            f"This is one of {arguments.world_size} processes, and megacompile trains on one device: start "
-            "one process."
-        )
+    _join(arguments)
     if arguments.save_only_model and arguments.load_best_model_at_end:
         raise MegacompileError(
             "load_best_model_at_end needs whole checkpoints: leave out save_only_model=True."
         )
     idle = [name for name in NO_EFFECT if _is_set(arguments, name)]
-    if idle:
+    if idle and arguments.process_index == 0:
         reasons = "; ".join(dict.fromkeys(NO_EFFECT[name] for name in idle))
         text = f"TrainingArguments that have no effect here: {', '.join(idle)} ({reasons})."
         warnings.warn(text, stacklevel=5)
     arguments.activation_checkpointing = arguments.gradient_checkpointing = False
     arguments.enable_jit_checkpoint = False  # else its handler is left behind
-    _stay_on_host(arguments)
     kernels, arguments.use_liger_kernel = arguments.use_liger_kernel, False  # else the model is patched
     return dataclasses.replace(
         config,
@@ -125,6 +126,23 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
         device=config.device or ("cpu" if arguments.use_cpu else None),
         kernels=config.kernels if config.kernels is not None else kernels or None,
     )
+
+
+def _join(arguments: Any) -> None:
+    """Let upstream see the ranks that :func:`megacompile.compile` will see."""
+    size = find_ranks().size
+    _stay_on_host(arguments)
+    if arguments.world_size != size:
+        raise MegacompileError(
+            f"torch.distributed has {size} ranks, and transformers sees {arguments.world_size}: start them "
+            "by torchrun."
+        )
+    for name, (needed, why) in _TOGETHER.items():
+        if size > 1 and getattr(arguments, name) != needed:
+            raise MegacompileError(
+                f"TrainingArguments({name}={not needed}) is not there for several devices, where {why}: "
+                "leave it out."
+            )
 
 
 def _stay_on_host(arguments: Any) -> None:

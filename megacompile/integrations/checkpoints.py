@@ -22,7 +22,7 @@ from megacompile.storage.durable import sync
 STATE = "program"
 _UNFINISHED = "unfinished"
 _LAST = "trainer_state.json"
-_PICKLED = ("scheduler.pt", "rng_state.pth")
+_SCHEDULER, _RANDOM = "scheduler.pt", "rng_state*.pth"  # of each rank its own
 
 
 def begin(folder: Path) -> None:
@@ -45,7 +45,10 @@ def check_checkpoint(folder: Path) -> Path:
 
     Reads everything but tensors, and nothing that could run code.
     """
-    lacks = next((name for name in (STATE, _LAST, *_PICKLED) if not (folder / name).exists()), None)
+    pickled = [folder / _SCHEDULER, *sorted(folder.glob(_RANDOM))]
+    lacks = next((name for name in (STATE, _LAST, _SCHEDULER) if not (folder / name).exists()), None)
+    if lacks is None and len(pickled) == 1:
+        lacks = _RANDOM
     if lacks is not None:
         raise MegacompileError(
             f"Can't find a valid checkpoint at {folder}: it has no {lacks}. Load its weights by "
@@ -55,12 +58,12 @@ def check_checkpoint(folder: Path) -> Path:
         raise MegacompileError(
             f"Can't find a valid checkpoint at {folder}: it was not written to its end. Resume from another."
         )
-    for name in (_LAST, *_PICKLED):
+    for file in (folder / _LAST, *pickled):
         try:
-            _read(folder / name)
+            _read(file)
         except Exception as error:  # whatever a damaged pickle leads to
             raise MegacompileError(
-                f"{folder / name} is damaged, or of another version of transformers: {error}"
+                f"{file} is damaged, or of another version of transformers: {error}"
             ) from error
     read_manifest(folder / STATE)
     return folder / STATE

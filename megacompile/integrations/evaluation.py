@@ -9,8 +9,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megacompile.capture.padding import pad_batch
 from megacompile.integrations.losses import collected
 from megacompile.integrations.outside import OutsideModel
+from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
@@ -39,15 +41,23 @@ class Evaluation(_Upstream):
         batch = self._batch(inputs, count)
         program = self._laid_out([] if is_owned(self.model) else self._like_training(batch))
         if prediction_loss_only:
-            return program.evaluate(batch), None, None
+            return program.evaluate(batch) * self._shares(batch), None, None
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        inputs = as_long_as_others(program, inputs)  # as upstream pads what it gathers of the ranks
+        batch = self._batch(inputs, count)
         names = tuple(self.label_names) if has_labels else ()
         collect = functools.partial(collected, self._loss_fn(), self._preprocess, tuple(ignore_keys), names)
         loss, predictions = program.predict(batch, outputs=collect)
         labels = tuple(inputs[name] for name in names)
+        loss = loss if loss is None else loss * self._shares(batch)
         return loss, predictions, (labels[0] if len(labels) == 1 else labels or None)
+
+    def _shares(self, batch: dict[str, Any]) -> int:
+        """What a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of them
+        divide by the count of all ranks' tokens."""
+        return self.args.world_size if "num_items_in_batch" in batch else 1
 
     def _predict_outside(self, outside: OutsideModel, *args: Any) -> tuple[Tensor | None, Any, Any]:
         """Upstream's own step, whose ``compute_loss`` calls the model."""
@@ -73,3 +83,13 @@ class Evaluation(_Upstream):
             for name, value in batch.items()
         }
         return [resized] * self.args.gradient_accumulation_steps
+
+
+def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]:
+    """Of several ranks, a batch of tokens padded on the right to the longest of theirs."""
+    ids, world = batch.get("input_ids"), program.world
+    if world.size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return batch
+    with world.together():
+        lengths = [rank["length"] for rank in world.hear(lambda: {"length": ids.shape[1]})]
+    return batch if len(set(lengths)) == 1 else pad_batch(batch, max(lengths))

@@ -28,13 +28,14 @@ class Interruption(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        self._trainer: Any = None
         self.stopped = False
         self._signal: signal.Signals | None = None
 
     @contextlib.contextmanager
     def handled(self, trainer: Any) -> Iterator[None]:
         """Take the signals for which the script has no handler of its own; only the main thread can."""
-        self._signal, self.stopped = None, False
+        self._trainer, self._signal, self.stopped = trainer, None, False
         main = threading.current_thread() is threading.main_thread()
         taken = [n for n, default in _DEFAULTS.items() if main and signal.getsignal(n) == default]
         process = os.getpid()
@@ -54,7 +55,7 @@ class Interruption(TrainerCallback):
         finally:
             for number in taken:
                 signal.signal(number, _DEFAULTS[number])
-        if self.stopped:
+        if self.stopped and trainer.is_world_process_zero():
             print(self._told(trainer.args, trainer.state), file=sys.stderr)
 
     def _told(self, args: Any, state: Any) -> str:
@@ -67,15 +68,24 @@ class Interruption(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.epoch.is_integer():
-            self._stop(args, control)
+            self._stop(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.stopped:  # in the middle of the epoch: nothing is due yet
             control.should_log = control.should_evaluate = control.should_save = False
         else:
-            self._stop(args, control)
+            self._stop(args, state, control)
 
-    def _stop(self, args: Any, control: Any) -> None:
+    def _stop(self, args: Any, state: Any, control: Any) -> None:
+        self._hear(state)
         if self._signal is not None and not control.should_training_stop:
             self.stopped = control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
+
+    def _hear(self, state: Any) -> None:
+        """Take a signal that came to any rank: all stop behind the same update."""
+        world, own = self._trainer.program.world, int(self._signal or 0)
+        if world.size > 1:
+            said = world.compare(lambda: {"trained": state.global_step, "signal": own})
+            number = own or max(rank["signal"] for rank in said)
+            self._signal = signal.Signals(number) if number else None

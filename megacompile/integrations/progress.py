@@ -131,7 +131,7 @@ class Progress(logging.Handler):
     def _figures(self, now: float) -> list[str]:
         found, memory = [], self._trainer.program.memory
         if self._tokens:
-            speed = self._tokens / (now - self._since)
+            speed = self._tokens * self._trainer.args.world_size / (now - self._since)  # ranks take alike
             found.append(f"{speed:,.0f} tokens/s")
             if self._trainer.flops_per_token:
                 found.append(f"{speed * self._trainer.flops_per_token / 1e12:.3g} TFLOP/s")
@@ -152,7 +152,9 @@ class Progress(logging.Handler):
     def _tell(self, text: str) -> None:
         if (bar := self._bar()) is not None:
             bar.set_postfix_str(text)
-        elif any(isinstance(c, PrinterCallback) for c in self._trainer.callback_handler.callbacks):
+        elif self._trainer.is_world_process_zero() and any(
+            isinstance(c, PrinterCallback) for c in self._trainer.callback_handler.callbacks
+        ):
             print(text)
 
     def _flush(self) -> None:

@@ -34,16 +34,18 @@ from megacompile.runtime.ownership import is_owned
 from megacompile.storage.durable import is_of_disk
 from megacompile.storage.export import Description, describe, export_model
 from megacompile.storage.saved_values import saved_values
+from megacompile.world.control import World
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
 
 
 class Writing:
-    """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept."""
+    """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept. Of several
+    ranks of a ``world`` the first writes, while the others wait."""
 
-    def __init__(self, folder: Path, state: TrainerState, limit: int | None) -> None:
+    def __init__(self, folder: Path, state: TrainerState, limit: int | None, world: World) -> None:
         self.folder = folder
-        self._state, self._limit = state, limit
+        self._state, self._limit, self._world = state, limit, world
         self._best_before = state.best_model_checkpoint
         self._model: Description | None = None  # whose weights are still to be written
         self._program: Program | None = None  # that writes
@@ -51,14 +53,35 @@ class Writing:
         self._removed = False
         self._over = threading.Event()
 
+    def begin(self) -> None:
+        """From now on the folder is there, and not whole."""
+        self._world.agree(lambda: begin(self.folder) if self._world.rank == 0 else None)
+
     def go_on(self, program: Program, model: Description | None) -> None:
         """Let a thread write the program's state, and the weights of the model that is described."""
         self._model, self._program = model, program
-        program.save(self.folder / STATE, wait=False, then=self.end)
+        if self._world.size == 1:
+            program.save(self.folder / STATE, wait=False, then=self.end)
+            return
+        program.save(self.folder / STATE)
+        self.end_together()
+
+    def end_together(self) -> None:
+        """End it on the first rank, and tell all what kept it from that."""
+
+        def end() -> None:
+            self.end()
+            self.tell()
+
+        self._world.agree(end)
 
     def end(self, error: BaseException | None = None) -> None:
         """Write what the state is still needed for, and remove older checkpoints; where the disk did not take
         this one, remove it. In either thread."""
+        if self._world.rank > 0:
+            self._error = error
+            self._over.set()
+            return
         try:
             if error is not None:
                 raise error
@@ -81,7 +104,7 @@ class Writing:
         error, self._error = self._error, None
         if error is None:
             return
-        if not self._removed:
+        if not self._removed or self._world.size > 1:
             raise error
         self._state.best_model_checkpoint = self._best_before
         text = f"The disk did not take {self.folder}, which was removed; training goes on: {error}"
@@ -115,15 +138,26 @@ class Saving(_Upstream):
         self._checkpoint = None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
+            if resume_from_checkpoint is None and self.is_world_process_zero():
                 text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
                 warnings.warn(text, stacklevel=2)
-        with self._interruption.handled(self), self._progress.told():
+        with self._interruption.handled(self), self._progress.told(), self._named():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 cancel(self._waiting)  # of an update that never came
                 self._finish_saving()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """The other ranks hear why this one fails, and this one says which of them did."""
+        try:
+            yield
+        except BaseException:
+            if self.program is None or self.program.world.ended:
+                raise
+            with self.program.world.together():
+                raise
 
     def _finish_saving(self) -> None:
         """Return when no checkpoint is being written; tell of one that was not."""
@@ -144,10 +178,12 @@ class Saving(_Upstream):
         """As upstream, but a thread writes what is large, and then says that the folder is whole."""
         self._finish_saving()
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        self._writing = writing = Writing(folder, self.state, self.args.save_total_limit)
+        assert self.program is not None
+        limit, world = self.args.save_total_limit, self.program.world
+        self._writing = writing = Writing(folder, self.state, limit, world)
         self._in_part = True
         try:
-            begin(folder)
+            writing.begin()
             with self._all_kept():
                 super()._save_checkpoint(model, trial)
             self._save_large(writing)
@@ -163,9 +199,10 @@ class Saving(_Upstream):
 
     def _save_large(self, writing: Writing) -> None:
         assert self.program is not None
-        torch.save(self.args, writing.folder / "training_args.bin")
+        if self.args.should_save:
+            torch.save(self.args, writing.folder / "training_args.bin")
         if self.args.save_only_model:
-            writing.end()
+            writing.end_together()
         else:
             model = None if hasattr(self.model, "peft_config") else describe(self.model)
             writing.go_on(self.program, model)
@@ -174,6 +211,8 @@ class Saving(_Upstream):
         """Nothing: it is not whole yet."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save:
+            return
         folder = Path(output_dir)
         # a plain trainer would go on with fresh moments, and say nothing, where this file is missing
         torch.save({"moments": "of a megacompile program, in the folder program"}, folder / "optimizer.pt")
@@ -191,6 +230,8 @@ class Saving(_Upstream):
             save_adapters(self.model, self.program, folder)
         elif not self._in_part or self.args.save_only_model:
             self.program.export(folder, dtype=None, beside=True)
+        if not self.args.should_save:
+            return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

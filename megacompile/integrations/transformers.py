@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import ProgressCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import find_batch_size
@@ -22,22 +22,22 @@ from megacompile.api import compile
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import Weights
+from megacompile.integrations.adapters import learns_prompts
 from megacompile.integrations.arguments import MegacompileConfig, compile_options, settle
 from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
-from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
+from megacompile.integrations.outside import OutsideModel, cancel
 from megacompile.integrations.progress import Bar, Progress
 from megacompile.integrations.saving import Saving
+from megacompile.integrations.updates import Updates
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
-from megacompile.runtime.results import StepOutput
-
-_KEPT = 100  # updates whose losses are summed only when they are logged
+from megacompile.world.control import refuse_several
 
 
-class Mixin(Saving, Evaluation):
+class Mixin(Saving, Updates, Evaluation):
     """What makes a trainer of transformers train through a program; comes before upstream's class.
 
     ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state`` and ``weights`` are those of
@@ -63,9 +63,7 @@ class Mixin(Saving, Evaluation):
         self._config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
         self._weights = weights
         self.program: Program | None = None
-        self._waiting: list[MicroBatch] = []  # of the next update
-        self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
-        self._last: StepOutput | None = None
+        self._no_updates()
         self._progress = Progress(self)
         super().__init__(*args, **kwargs)
         self._interruption = Interruption()
@@ -102,7 +100,7 @@ class Mixin(Saving, Evaluation):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """As upstream; and counts the rows of a stream's last batch, as accelerate would on a device."""
         state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder == -1:
+        if state.end_of_dataloader and state.remainder == -1 and self.args.world_size == 1:
             state.active_dataloader.remainder = find_batch_size(inputs) or -1
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         return prepared
@@ -119,11 +117,10 @@ class Mixin(Saving, Evaluation):
         return made
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.model._is_accelerate_prepared = True  # else several ranks would wrap it, to sum gradients
         prepared = super()._prepare_for_training(*args, **kwargs)
         cancel(self._waiting)
-        self._waiting.clear()
-        self._outputs.clear()
-        self._last = None
+        self._no_updates()
         self._programmed()
         return prepared
 
@@ -135,6 +132,8 @@ class Mixin(Saving, Evaluation):
         if self.program is None:
             optimizer = self.create_optimizer()
             options = compile_options(self.args, self.model, self._config)
+            if learns_prompts(self.model):
+                refuse_several(self.args.world_size, "Training PEFT's virtual tokens")
             loss_fn = self._loss_fn()
             self.program = compile(
                 self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options
@@ -174,97 +173,9 @@ class Mixin(Saving, Evaluation):
         """What the program gives a loss that is computed outside; None: it computes the loss."""
         return self._outside.outputs(self) if self._outside is not None else None
 
-    # ---- training ----------------------------------------------------------------------------------
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged."""
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        micro = self._micro_batch(inputs, num_items_in_batch)
-        if not self.is_in_train:
-            program, loss = self._laid_out([micro.batch]), self._loss_outside([micro])
-            return program.forward_backward(micro.batch, weight=micro.weight, **loss).loss
-        self._waiting.append(micro)
-        self._progress.count(inputs)
-        return torch.zeros((), device=self.args.device)
-
-    def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        weight = 1.0 if self._is_scaled(count) else 1.0 / steps
-        if self._outside is None:
-            return MicroBatch(self._batch(inputs, count), weight)
-        compute = functools.partial(self.compute_loss, inputs=inputs, num_items_in_batch=count)
-        outside = self._outside(self, compute)
-        return MicroBatch(outside.begin(), weight, outside)
-
-    def _loss_outside(self, waiting: list[MicroBatch]) -> dict[str, Any]:
-        """How a program is told that the trainer computes the loss, where it does."""
-        if self._outside is None:
-            return {}
-
-        def loss(number: int, outputs: Any) -> Tensor:
-            outside = waiting[number].outside
-            assert outside is not None
-            return outside.loss(outputs)
-
-        return {"loss": loss, "outputs": self._outputs_of_forward()}
-
-    def _batch(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
-        """What the program is given."""
-        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return dict(inputs) | ({"num_items_in_batch": count} if takes_count and count is not None else {})
-
-    def _is_scaled(self, count: Tensor | int | None) -> bool:
-        """Whether upstream takes a micro-batch's loss as its part in that of the whole update."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
-        counted = self.model_accepts_loss_kwargs and count is not None
-        return counted or self.compute_loss_func is not None
-
-    def _update(self) -> None:
-        """One optimizer step on the micro-batches that wait."""
-        waiting, self._waiting = self._waiting, []
-        batches, weights = self._alike([micro.batch for micro in waiting]), [m.weight for m in waiting]
-        if self._writing is not None:
-            self._writing.tell()
-        try:
-            with self._progress.update():
-                program, loss = self._laid_out(batches), self._loss_outside(waiting)
-                self._last = output = program.train_step(batches, weights=weights, **loss)
-        finally:
-            cancel(waiting)
-        if len(self._outputs) >= _KEPT:
-            self._add_losses()
-        self._outputs.append((output, weights))
-
-    def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of an update; a program pads what hides it itself."""
-        return batches
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Nothing: the program clips, as compiled."""
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Nothing: the norm is asked for where it is logged."""
-
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log and self._last is not None:
-            grad_norm = self._last.grad_norm
-            self._add_losses()
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)
         self._progress.show(logs)
-
-    def _add_losses(self) -> None:
-        """Add the losses of all updates so far to what is logged, as upstream does one by one."""
-        for output, weights in self._outputs:
-            for weight, loss in zip(weights, output.losses, strict=True):
-                self._tr_loss += (weight * loss).to(self._tr_loss.device)
-        self._outputs.clear()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As upstream, which makes one step more where a training that has ended is resumed."""

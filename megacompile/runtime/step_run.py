@@ -68,7 +68,7 @@ class StepRun(StepCollectives):
         of_this = {v: outputs.pop((v, m)) for v, m in list(outputs) if m == micro}
         loss, gradients = self._inputs.outside(micro, of_this)
         self.results.losses.append(loss)
-        if self._inputs.check_loss:
+        if self._inputs.check_loss and self._held.world.size == 1:  # else none stops before it knows all
             check_finite(loss)
         return gradients
 

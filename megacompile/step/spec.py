@@ -224,7 +224,7 @@ SPECS: dict[Kind, Spec] = {
     "copy_result": Spec("a result of the forward from the device to the host",
                         "compute", "value micro", "value micro", "download", Value, Result),
     "load_grad": Spec("the gradient by a result, of a loss that is computed outside, to the device",
-                      "compute", "value micro", "value micro", "upload", Result, ValueGrad),
+                      "compute", "value micro", "value micro", "upload", Result, ValueGrad | Loss),
     "prefetch": Spec("a weight group from the host to a slot",
                      "h2d", "group", "group offset", "upload", Master | Staged, Weights),
     "evict": Spec("the end of a weight group's stay in its slot",

@@ -29,6 +29,10 @@ _SENTENCES = {  # in the order in which they are looked at
         "Rank {rank} gave num_items_in_batch={theirs}, rank 0 {first}: give every rank the count of all "
         "ranks' batches together."
     ),
+    "trained": (
+        "Rank {rank} has made {theirs} updates, and rank 0 {first}: give every rank the same arguments, and "
+        "an output_dir that all see."
+    ),
     "names": "Rank {rank} loads other names, shapes or dtypes than rank 0: give every rank the same state.",
 }
 

@@ -74,7 +74,14 @@ class World:
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What every rank says of itself; :class:`MegacompileError` on all where they are not alike."""
-        heard = [json.loads(text) for text in self.exchange(lambda: json.dumps(describe()).encode())]
+        return self.alike(self.hear(describe))
+
+    def hear(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What every rank says of itself, by rank."""
+        return [json.loads(text) for text in self.exchange(lambda: json.dumps(describe()).encode())]
+
+    def alike(self, heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What all ranks have heard; :class:`MegacompileError` on all where they are not alike."""
         sentence = difference(heard)
         if sentence:
             raise self.agreed(MegacompileError(sentence))
@@ -186,10 +193,10 @@ class World:
             raise ProgramError(f"{self.ended} Start all ranks again, from the last checkpoint.")
         try:
             yield
-        except LostError as error:
-            self._end(self._cause())
-            raise ProgramError(self.ended) from error
         except BaseException as error:
+            if _is_of_a_collective(error) and not self.ended:
+                self._end(self._cause())
+                raise ProgramError(self.ended) from error
             if error is not self._known and not self.ended:
                 self._say_why(f"{type(error).__name__}: {error}")
                 self._end(f"Rank {self.rank} stopped ({type(error).__name__}).")
@@ -224,6 +231,17 @@ class World:
             if time.monotonic() > until:
                 return f"Rank {', '.join(map(str, silent))} is gone, or does not answer."
             time.sleep(0.02)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether it says that a collective failed: one of ours, or a library's in a group of its own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return isinstance(error, LostError) or (
+        isinstance(error, RuntimeError) and where.startswith("torch.distributed.")
+    )
 
 
 def _told(rank: int, text: str) -> Exception:

@@ -81,9 +81,7 @@ def refused(rank: int) -> None:
             compiled(**options)
     program, batch = compiled(), batch_for("plain", rank)
     for words, call in {
-        "loss=": lambda: program.train_step(batch, loss=lambda i, out: out.sum()),
         "forward_backward": lambda: program.forward_backward(batch),
-        "predict": lambda: program.predict(batch),
         "Micro-batches of several kinds": lambda: program.train_step([batch, batch_for("plain", size=3)]),
     }.items():
         with raising(MegacompileError, words, "not there for several devices"):

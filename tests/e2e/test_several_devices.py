@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile import Program
 from tests.support.models import Plain, batch_for, build
-from tests.support.ranks import run_ranks, whole
+from tests.support.ranks import raising, run_ranks, whole
 
 STEPS = 3
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
@@ -225,3 +226,35 @@ def test_a_tied_table_is_that_of_one_process_within_rounding(tmp_path: Path) -> 
         torch.testing.assert_close(ranks[name], one[name], rtol=1e-3, atol=2e-6)
     for rank in run.ranks:
         torch.testing.assert_close(rank["tied and frozen"]["losses"], run.one["tied and frozen"]["losses"])
+
+
+def outside(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Steps whose loss is computed by torch, one of them not finite on the last rank; then a prediction."""
+    ranks = range(size) if rank < 0 else range(rank, size, size)
+    with compiled("llama", FP32, seed=max(0, rank)) as program:
+
+        def step(number: int, factor: float = 1.0) -> Tensor:
+            micro = batches("llama", number, ranks)
+            return program.train_step(micro, loss=lambda i, out: out.logits.square().mean() * factor).loss
+
+        losses = [step(number) for number in range(2)]
+        if rank >= 0:
+            with raising(megacompile.NonFiniteError, "The losses of the ranks are", "inf"):
+                step(2, math.inf if rank == size - 1 else 1.0)
+        losses.append(step(3))
+        program.save(folder / ("ranks" if rank >= 0 else "one"))
+        return {
+            "losses": losses,
+            "predicted": [program.predict(b).logits for b in batches("llama", 5, ranks)],
+        }
+
+
+def test_losses_outside_and_predictions_are_those_of_one_process(tmp_path: Path) -> None:
+    """A loss that is not finite on one rank keeps all from updating, and they go on."""
+    ranks, one = whole(run_ranks(2, outside, 2, tmp_path)), outside(-1, 2, tmp_path)
+    assert [
+        n for n, v in saved(tmp_path / "one").items() if not torch.equal(v, saved(tmp_path / "ranks")[n])
+    ] == []
+    for number, rank in enumerate(ranks):
+        assert rank["losses"] == one["losses"]
+        assert torch.equal(rank["predicted"][0], one["predicted"][number])

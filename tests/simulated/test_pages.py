@@ -93,7 +93,7 @@ def test_a_larger_model_leaves_the_allocator_room(mib: int) -> None:
         wide, f"{budget}B", optimizer=optimizer, device="cuda", max_grad_norm=1.0, on_nonfinite="skip",
         weights=wide.get_parameter,
     )._session  # fmt: skip
-    micro = session.micro_batches(batch(0, 4096))
+    micro = session.padded(session.read(batch(0, 4096)))
     made = session.compiler.schedule(micro[0], session.training(micro))
     step, parts = made.planned.step, made.compiled
     asked = step_requests(step, parts.part, parts.templates, parts.assembly)

@@ -1,0 +1,132 @@
+"""Updates of a trainer: micro-batches that wait for one, their weights, and the losses that are logged of it.
+
+In: what upstream's loop gives ``training_step``, one micro-batch at a time. Out: one ``train_step`` of the
+program for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
+from megacompile.integrations.progress import Progress
+from megacompile.integrations.saving import Writing
+from megacompile.program import Program
+from megacompile.runtime.results import StepOutput
+
+_Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
+_KEPT = 100  # updates whose losses are summed only when they are logged
+
+
+class Updates(_Upstream):
+    """The part of the mixin that trains."""
+
+    program: Program | None
+    _outside: type[OutsideModel] | None
+    _progress: Progress
+    _writing: Writing | None
+
+    def _no_updates(self) -> None:
+        """Nothing waits, and nothing is to be logged."""
+        self._waiting: list[MicroBatch] = []  # of the next update
+        self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
+        self._last: StepOutput | None = None
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        micro = self._micro_batch(inputs, num_items_in_batch)
+        if not self.is_in_train:
+            program, loss = self._laid_out([micro.batch]), self._loss_outside([micro])
+            found: Tensor = program.forward_backward(micro.batch, weight=micro.weight, **loss).loss
+            return found
+        self._waiting.append(micro)
+        self._progress.count(inputs)
+        return torch.zeros((), device=self.args.device)
+
+    def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        weight = 1.0 if self._is_scaled(count) else 1.0 / steps
+        ranks: int = self.args.world_size
+        if self._outside is None:  # a count is that of all ranks
+            return MicroBatch(
+                self._batch(inputs, count), weight if self._is_scaled(count) else weight / ranks
+            )
+        compute = functools.partial(self.compute_loss, inputs=inputs, num_items_in_batch=count)
+        outside = self._outside(self, compute)
+        return MicroBatch(
+            outside.begin(), weight / ranks, outside
+        )  # as gradients of ranks are averaged there
+
+    def _loss_outside(self, waiting: list[MicroBatch]) -> dict[str, Any]:
+        """How a program is told that the trainer computes the loss, where it does."""
+        if self._outside is None:
+            return {}
+
+        def loss(number: int, outputs: Any) -> Tensor:
+            outside = waiting[number].outside
+            assert outside is not None
+            return outside.loss(outputs)
+
+        return {"loss": loss, "outputs": self._outputs_of_forward()}
+
+    def _batch(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
+        """What the program is given."""
+        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return dict(inputs) | ({"num_items_in_batch": count} if takes_count and count is not None else {})
+
+    def _is_scaled(self, count: Tensor | int | None) -> bool:
+        """Whether upstream takes a micro-batch's loss as its part in that of the whole update."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counted = self.model_accepts_loss_kwargs and count is not None
+        return counted or self.compute_loss_func is not None
+
+    def _update(self) -> None:
+        """One optimizer step on the micro-batches that wait."""
+        waiting, self._waiting = self._waiting, []
+        batches, weights = self._alike([micro.batch for micro in waiting]), [m.weight for m in waiting]
+        if self._writing is not None:
+            self._writing.tell()
+        try:
+            with self._progress.update():
+                program, loss = self._laid_out(batches), self._loss_outside(waiting)
+                self._last = output = program.train_step(batches, weights=weights, **loss)
+        finally:
+            cancel(waiting)
+        if len(self._outputs) >= _KEPT:
+            self._add_losses()
+        everyone = [weight for weight in weights for _ in range(program.world.size)]  # all ranks' are alike
+        self._outputs.append((output, everyone))
+
+    def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of an update; a program pads what hides it itself."""
+        return batches
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: the program clips, as compiled."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: the norm is asked for where it is logged."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self._last is not None:
+            grad_norm = self._last.grad_norm
+            self._add_losses()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _add_losses(self) -> None:
+        """Add the losses of all updates so far to what is logged, as upstream does one by one."""
+        for output, weights in self._outputs:
+            for weight, loss in zip(weights, output.losses, strict=True):
+                self._tr_loss += (weight * loss).to(self._tr_loss.device)
+        self._outputs.clear()
