@@ -27,7 +27,7 @@ import torch
 
 from megacompile.kernels import ceilings, sass
 from megacompile.kernels._triton import AOT_CASES, Launch, recording, triton
-from megacompile.kernels.ceilings import CHIPS, Ceiling
+from megacompile.kernels.chips import CHIPS, Ceiling
 from megacompile.kernels.tables import (
     CEILINGS,
     SHARED_LIMIT,

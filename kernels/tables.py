@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 from megacompile.kernels._triton import triton
-from megacompile.kernels.ceilings import Ceiling
+from megacompile.kernels.chips import Ceiling
 
 TABLE_TRITON = "3.9."
 TABLE, CEILINGS = (Path(__file__).with_name(name) for name in ("resources.csv", "ceilings.csv"))

@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
+from megacompile.assemble.workload import (
+    BlockWork,
+    Call,
+    CheckpointPolicy,
+    GroupWork,
+    KernelWork,
+    ValueWork,
+    Workload,
+)
 from megacompile.differentiate.functions import BlockFunction
 from megacompile.differentiate.policies import DifferentiatedTemplate
 from megacompile.partition.blocks import Block, Input, Partition, Value
@@ -281,4 +289,9 @@ def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
         moved_bytes=function.moved_bytes,
         launches=function.launches,
         attention_flops=function.attention_flops,
+        kernels=tuple(
+            KernelWork(call.op, call.dtype, call.variant, call.work * count)
+            for call, count in function.kernels
+            if call.work
+        ),
     )

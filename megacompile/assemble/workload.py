@@ -16,6 +16,17 @@ from megacompile.errors import MegacompileError
 
 
 @dataclass(frozen=True, slots=True)
+class KernelWork:
+    """What calls of one of our kernels do, counted in ``moved_bytes`` or ``attention_flops`` already; see
+    :class:`~megacompile.differentiate.kernel_calls.KernelCall`."""
+
+    op: str
+    dtype: str
+    variant: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One function of a block: the values and weight groups it reads, and its cost.
 
@@ -23,7 +34,7 @@ class Call:
     beyond that when it returns (negative where it frees more than it returns). ``seconds`` is what it was
     measured to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the
     kernels that a GPU is asked to run, ``attention_flops`` what of ``flops`` is attention's forward and its
-    backward, which are slower than products.
+    backward, which are slower than products, ``kernels`` what our own do.
     """
 
     reads: tuple[int, ...]
@@ -35,6 +46,7 @@ class Call:
     seconds: float = 0.0
     launches: int = 1
     attention_flops: tuple[int, int] = (0, 0)
+    kernels: tuple[KernelWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

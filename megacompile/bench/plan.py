@@ -41,7 +41,7 @@ def read_calls(plan: Path) -> Calls:
         )
     items = from_plain(list[dict[str, Any]], parse_json(path.read_text(), str(path)), str(path))
     counts = [from_plain(int, item.pop("calls", None), f"{path}: calls") for item in items]
-    calls = from_plain(tuple[KernelCall, ...], items, str(path))
+    calls = from_plain(tuple[KernelCall, ...], items, str(path), partial=True)
     return total(zip(calls, counts, strict=True))
 
 
@@ -50,7 +50,7 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
     counts: dict[tuple[str, str, Shape], Counter[str]] = defaultdict(Counter)
     unknown = []
     for call, count in calls:
-        found = _operation(call)
+        found = operation_of(call)
         if found is None:
             unknown.append(f"{call.op} on {' '.join(map(shape_text, call.shapes))} (×{count})")
             continue
@@ -60,7 +60,7 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
     return sorted(made, key=lambda t: (list(OPERATIONS).index(t.operation), t.dtype, t.shape)), unknown
 
 
-def _operation(call: KernelCall) -> tuple[str, Shape, str] | None:
+def operation_of(call: KernelCall) -> tuple[str, Shape, str] | None:
     """(operation, its shape, which pass) of a call."""
     name, kind = call.op.removesuffix("_backward"), "forward"
     shapes = call.shapes

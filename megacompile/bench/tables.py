@@ -14,7 +14,7 @@ from typing import Any
 from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.bench.kernels import MODES, Row
 from megacompile.errors import MegacompileError
-from megacompile.kernels.ceilings import CHIPS
+from megacompile.kernels.chips import CHIPS
 from megacompile.kernels.tables import read_ceilings, read_table
 
 SLOWER = 1.05

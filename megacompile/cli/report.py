@@ -44,7 +44,8 @@ def render(answer: Answer, extras: Extras) -> str:
     if extras.ways:
         parts.append(_ways(extras.ways))
     if shown is not None:
-        parts += [_speed(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
+        parts += [_speed(answer, extras), _bound(shown), _streams(shown)]
+        parts += [text for text in (_kernels(shown), _device(answer, shown)) if text]
     parts.append(_host(answer))
     if shown is not None:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
@@ -219,6 +220,18 @@ def _streams(shown: Prediction) -> str:
         if stream == "compute":
             lines.append(_below("; ".join(parts)))
         lines.append(_below(_idle(idle.get(stream, {}))))
+    return "\n".join(lines)
+
+
+def _kernels(shown: Prediction) -> str:
+    """What each of our kernels is worth, the most first; nothing where there are none."""
+    rows = sorted(shown.worth.items(), key=lambda row: row[1].seconds - row[1].without)
+    if not rows:
+        return ""
+    lines = ["Kernels in a step, at their ceilings       calls       with  in plain torch"]
+    for name, w in rows:
+        times = f"{format_seconds(w.seconds):>11}{format_seconds(w.without):>16}"
+        lines.append(f"  {name:<40}{w.calls:>6,}{times}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from megacompile.capture import sdpa
 from megacompile.capture.attention import attention, attention_backward
 from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
@@ -96,7 +97,10 @@ def _grouped_flops(node: fx.Node) -> int:
 
 
 def moved(node: fx.Node) -> int:
-    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing."""
+    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing, but for the
+    logits that a head's kernels read, and in its backward write."""
+    if node.target in _HEADS:
+        return _logits_bytes(node)
     if is_view(node) or node.target is operator.getitem or flops(node):
         return 0
     values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
@@ -115,16 +119,17 @@ def launches(node: fx.Node) -> int:
     if target in _HEADS:
         return _head_launches(node)
     if target is _BACKWARD:
-        return _ATTENTION[_is_ours(node)]
+        return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
     return _LAUNCHES.get(target, 1) + copies
 
 
-def _is_ours(attention: fx.Node) -> bool:
-    """Whether our kernel runs an attention on a GPU: it has what torch's does not know."""
-    given = arguments(attention)
-    masked = given["bounds"] is not None or 0 < given["window"] < given["k"].meta["val"].shape[2]
-    return given["bias"] is None and (given["softcap"] > 0.0 or masked)
+def runs_our_attention(node: fx.Node) -> bool:
+    """Whether our kernel runs an attention: on a GPU, while what is for one is ``recording``."""
+    given = {n: a.meta["val"] if isinstance(a, fx.Node) else a for n, a in arguments(node).items()}
+    names = "bias", "sinks", "causal", "window", "softcap", "dropout_p", "bias_grad", "bounds"
+    has = sdpa.Features.of(*(given[name] for name in names))
+    return sdpa.choose(given["q"], given["k"], given["v"], has) == "triton"
 
 
 def _has_rows(x: Tensor) -> bool:
@@ -136,10 +141,23 @@ def _has_rows(x: Tensor) -> bool:
     return True
 
 
+def _head(node: fx.Node) -> tuple[Tensor, Tensor]:
+    """The hidden states and the weight of a fused head."""
+    place = _HEADS[node.target][0]  # type: ignore[index]
+    hidden, weight = (node.args[place + i].meta["val"] for i in range(2))  # type: ignore[union-attr]
+    return hidden, weight
+
+
+def _logits_bytes(node: fx.Node) -> int:
+    hidden, weight = _head(node)
+    passes = 1 + _HEADS[node.target][0]  # type: ignore[index]
+    return passes * len(hidden) * len(weight) * hidden.element_size()
+
+
 def _head_launches(node: fx.Node) -> int:
     """Those of a fused head, which makes its logits tile by tile."""
-    place, fixed, each = _HEADS[node.target]  # type: ignore[index]
-    hidden, weight = (node.args[place + i].meta["val"] for i in range(2))  # type: ignore[union-attr]
+    _, fixed, each = _HEADS[node.target]  # type: ignore[index]
+    hidden, weight = _head(node)
     vocabulary, workspace = len(weight), arguments(node)["workspace"]
     width = tile_width(len(hidden), vocabulary, hidden.element_size(), workspace)
     return fixed + each * -(-vocabulary // width)

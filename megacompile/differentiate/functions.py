@@ -95,9 +95,10 @@ def block_function(
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     _name_devices(counted)
-    work = sum(flops(n, share) for n in counted), sum(map(moved, counted)), kernel_calls(graph)
+    work = sum(flops(n, share) for n in counted), sum(map(moved, counted))
     attention = [attention_flops(n) for n in counted]
-    asked = sum(map(launches, counted))
+    with recording(processors=processors):  # which attention runs depends on the GPU
+        asked, kernels = sum(map(launches, counted)), kernel_calls(graph)
     doc = f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
     source = looped_source(graph, name, doc, *loops) if loops else None
     looped = source is not None
@@ -117,7 +118,7 @@ def block_function(
         moved_bytes=work[1],
         launches=asked * -(-loops[0] // loops[1]) if loops and looped else asked,
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
-        kernels=work[2],
+        kernels=kernels,
         looped=looped,
         asked=requests,
     )
@@ -160,7 +161,8 @@ def fused(
     if (taken.forms, taken.end_bytes) != (expected.forms, expected.end_bytes):
         return function
     by_ours = sum(moved(n) for n in graph.nodes if is_ours(n))
-    others = sum(launches(n) for n in graph.nodes if is_heavy(n) or is_ours(n))
+    with recording(processors=processors):
+        others = sum(launches(n) for n in graph.nodes if is_heavy(n) or is_ours(n))
     return replace(
         function,
         source=source,

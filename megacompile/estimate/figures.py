@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import attention_delay, duration
+from megacompile.machine.simulate import attention_delay, duration, traffic_seconds
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import alive_before
 from megacompile.step.operations import Step, memory_curve
@@ -43,7 +43,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
     ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
     attention = sum(attention_delay(op, machine) for op in ops)
-    traffic = sum(op.moved_bytes for op in ops) / machine.memory_bandwidth
+    traffic = sum(traffic_seconds(op, machine) for op in ops)
     worked = flops / machine.flops + attention + traffic
     return {
         "model FLOPs": model_flops / machine.flops,

@@ -21,6 +21,7 @@ from megacompile.errors import BudgetError, MegacompileError
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.models import Model
 from megacompile.estimate.unroll import Repeated
+from megacompile.estimate.worth import Worth, worth
 from megacompile.frontend import Compiled
 from megacompile.host.needs import HostBytes, host_bytes
 from megacompile.machine.catalog import Dtype, MachineProfile
@@ -31,6 +32,7 @@ from megacompile.plan.least import least
 from megacompile.plan.plan_program import Known, Terms, first_that_fits, plan_program
 from megacompile.plan.tiers import Tiers
 from megacompile.plan.tiling import tried
+from megacompile.schedule.dump import step_calls
 from megacompile.schedule.schedule import Schedule
 from megacompile.step.operations import Step
 
@@ -137,6 +139,12 @@ class Prediction:
         return lower_bound(
             self.work, self.mode, machine, model_flops=self.model_flops, plan=self.planned.plan
         )
+
+    @cached_property
+    def worth(self) -> dict[str, Worth]:
+        """What our kernels are worth in the step, by operator."""
+        calls = step_calls(self.compiled, self.planned.plan, self.mode)
+        return worth(calls, self.question.terms.machine)
 
     @cached_property
     def host(self) -> HostBytes:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.errors import MegacompileError
+from megacompile.machine.ceilings import REACHED, REACHED_BACKWARD
 from megacompile.machine.rates import Machine, this_cpu
 from megacompile.units import host_available
 
@@ -91,36 +92,37 @@ _D5, _D4 = "8 channels DDR5-4800", "8 channels DDR4-3200"
 _NVLINKS = {  # bytes per second each way of a card on an NVSwitch, by its datasheet
     "h100-sxm": 450e9, "h200": 450e9, "b200": 900e9, "a100-40gb": 300e9, "a100-80gb-sxm": 300e9,
 }  # fmt: skip
-# name, title, GB, multiprocessors, bf16 and fp32 TFLOP/s (dense, fp32 accumulation), GB/s, link, usual host,
-# GEMM, source
+# name, title, compute capability, GB, multiprocessors, bf16 and fp32 TFLOP/s (dense, fp32 accumulation),
+# GB/s, link, usual host, GEMM, source
 _ROWS = (
-    ("h100-pcie", "H100 80 GB PCIe", 80, 114, 756, 51, 2000, "PCIe 5.0 x16", _D5, None, _H),
-    ("h100-sxm", "H100 80 GB SXM", 80, 132, 989, 67, 3350, "PCIe 5.0 x16", _D5, 0.801, _H),
-    ("h200", "H200 141 GB SXM", 141, 132, 989, 67, 4800, "PCIe 5.0 x16", _D5, 0.803, "NVIDIA H200 datasheet"),
-    ("gh200", "GH200 96 GB", 96, 132, 989, 67, 4000, "NVLink-C2C", "Grace LPDDR5X", 0.830,
+    ("h100-pcie", "H100 80 GB PCIe", 90, 80, 114, 756, 51, 2000, "PCIe 5.0 x16", _D5, None, _H),
+    ("h100-sxm", "H100 80 GB SXM", 90, 80, 132, 989, 67, 3350, "PCIe 5.0 x16", _D5, 0.801, _H),
+    ("h200", "H200 141 GB SXM", 90, 141, 132, 989, 67, 4800, "PCIe 5.0 x16", _D5, 0.803,
+     "NVIDIA H200 datasheet"),
+    ("gh200", "GH200 96 GB", 90, 96, 132, 989, 67, 4000, "NVLink-C2C", "Grace LPDDR5X", 0.830,
      "NVIDIA GH200 Grace Hopper datasheet"),
-    ("b200", "B200 180 GB SXM", 180, 148, 2250, 75, 7700, "PCIe 5.0 x16", "8 channels DDR5-5600", 0.776,
+    ("b200", "B200 180 GB SXM", 100, 180, 148, 2250, 75, 7700, "PCIe 5.0 x16", "8 channels DDR5-5600", 0.776,
      _HGX),
-    ("a100-40gb", "A100 40 GB", 40, 108, 312, 19.5, 1555, "PCIe 4.0 x16", _D4, 0.822, _A),
-    ("a100-80gb-pcie", "A100 80 GB PCIe", 80, 108, 312, 19.5, 1935, "PCIe 4.0 x16", _D4, 0.822, _A),
-    ("a100-80gb-sxm", "A100 80 GB SXM", 80, 108, 312, 19.5, 2039, "PCIe 4.0 x16", _D4, 0.859, _A),
-    ("rtx-3090", "GeForce RTX 3090", 24, 82, 71, 35.6, 936, "PCIe 4.0 x16", "2 channels DDR4-3200", None,
+    ("a100-40gb", "A100 40 GB", 80, 40, 108, 312, 19.5, 1555, "PCIe 4.0 x16", _D4, 0.822, _A),
+    ("a100-80gb-pcie", "A100 80 GB PCIe", 80, 80, 108, 312, 19.5, 1935, "PCIe 4.0 x16", _D4, 0.822, _A),
+    ("a100-80gb-sxm", "A100 80 GB SXM", 80, 80, 108, 312, 19.5, 2039, "PCIe 4.0 x16", _D4, 0.859, _A),
+    ("rtx-3090", "GeForce RTX 3090", 86, 24, 82, 71, 35.6, 936, "PCIe 4.0 x16", "2 channels DDR4-3200", None,
      "NVIDIA GA102 architecture whitepaper"),
-    ("rtx-4090", "GeForce RTX 4090", 24, 128, 165.2, 82.6, 1008, "PCIe 4.0 x16", "2 channels DDR5-5600",
+    ("rtx-4090", "GeForce RTX 4090", 89, 24, 128, 165.2, 82.6, 1008, "PCIe 4.0 x16", "2 channels DDR5-5600",
      None, _ADA),
-    ("rtx-5090", "GeForce RTX 5090", 32, 170, 209.5, 104.8, 1792, "PCIe 5.0 x16", "2 channels DDR5-5600",
+    ("rtx-5090", "GeForce RTX 5090", 120, 32, 170, 209.5, 104.8, 1792, "PCIe 5.0 x16", "2 channels DDR5-5600",
      None, _GB202),
-    ("rtx-pro-6000", "RTX PRO 6000 Blackwell 96 GB", 96, 188, 503.8, 126, 1792, "PCIe 5.0 x16", _D5, None,
-     "NVIDIA RTX PRO Blackwell architecture whitepaper"),
-    ("a6000", "RTX A6000 48 GB", 48, 84, 154.8, 38.7, 768, "PCIe 4.0 x16", _D4, None,
+    ("rtx-pro-6000", "RTX PRO 6000 Blackwell 96 GB", 120, 96, 188, 503.8, 126, 1792, "PCIe 5.0 x16", _D5,
+     None, "NVIDIA RTX PRO Blackwell architecture whitepaper"),
+    ("a6000", "RTX A6000 48 GB", 86, 48, 84, 154.8, 38.7, 768, "PCIe 4.0 x16", _D4, None,
      "NVIDIA RTX A6000 datasheet"),
-    ("l40s", "L40S 48 GB", 48, 142, 362, 91.6, 864, "PCIe 4.0 x16", _D5, None, "NVIDIA L40S datasheet"),
+    ("l40s", "L40S 48 GB", 89, 48, 142, 362, 91.6, 864, "PCIe 4.0 x16", _D5, None, "NVIDIA L40S datasheet"),
 )  # fmt: skip
 
 
 def _built_in(
-    name: str, title: str, gigabytes: int, processors: int, bf16: float, fp32: float, memory: float,
-    link: str, host: str, gemm: float | None, source: str,
+    name: str, title: str, chip: int, gigabytes: int, processors: int, bf16: float, fp32: float,
+    memory: float, link: str, host: str, gemm: float | None, source: str,
 ) -> MachineProfile:  # fmt: skip
     share = gemm if gemm is not None else GEMM
     how = GEMM_SOURCE if gemm is not None else "assumed"
@@ -129,7 +131,7 @@ def _built_in(
         name, flops=bf16 * 1e12 * share, memory_bandwidth=memory * 1e9 * DEVICE_MEMORY,
         h2d_bandwidth=_LINKS[link] * LINK, d2h_bandwidth=_LINKS[link] * LINK,
         host_bandwidth=_HOSTS[host] * HOST_MEMORY, launch_seconds=LAUNCH_SECONDS,
-        copy_seconds=COPY_SECONDS, shared_memory=True, processors=processors,
+        copy_seconds=COPY_SECONDS, shared_memory=True, processors=processors, chip=chip,
         attention_forward=bf16 * 1e12 * ATTENTION, attention_backward=bf16 * 1e12 * ATTENTION_BACKWARD,
         fabric_bandwidth=_NVLINKS[name] * NVLINK if name in _NVLINKS else None,
     )  # fmt: skip
@@ -142,6 +144,8 @@ def _built_in(
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
+            "our kernels": f"ceilings of compute capability {chip / 10:.1f}; attention {REACHED:g} of "
+            f"them, its backward {REACHED_BACKWARD:g} (assumed)",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",

@@ -26,7 +26,9 @@ class Machine:
     transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half);
     ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
-    which the scratch memory of its kernels depends; None: not a GPU, or not known.
+    which the scratch memory of its kernels depends; None: not a GPU, or not known. ``chip`` is its compute
+    capability (90: 9.0), by which :mod:`~megacompile.machine.ceilings` knows how fast our kernels are; None:
+    they move bytes at ``memory_bandwidth`` and attend at attention's rates, as on a GPU that was measured.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
     is no such link; ``fabric_seconds`` the fixed cost of a collective. ``network_bandwidth`` is what each of
     ``nodes`` machines sends to, and gets from, the others.
@@ -50,6 +52,7 @@ class Machine:
     nvme_read_bandwidth: float = 5e9
     nvme_write_bandwidth: float = 2.5e9
     processors: int | None = None
+    chip: int | None = None
     attention_forward: float | None = None
     attention_backward: float | None = None
     fabric_bandwidth: float | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megacompile.assemble.workload import Call
+from megacompile.machine.ceilings import kernel_delays
 from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Event, Op, Step
@@ -80,8 +81,7 @@ def call_seconds(call: Call | Op | None, machine: Machine) -> float:
         return 0.0
     if call.seconds:
         return call.seconds
-    work = call.flops / machine.flops + call.moved_bytes / machine.memory_bandwidth
-    work += attention_delay(call, machine)
+    work = call.flops / machine.flops + traffic_seconds(call, machine) + attention_delay(call, machine)
     asking = asking_seconds(call, machine)
     return asking + work if machine.shared_cores else max(asking, work)
 
@@ -95,7 +95,13 @@ def attention_delay(call: Call | Op, machine: Machine) -> float:
     """Seconds that a block function takes longer as attention's rates are not those of products."""
     rates = machine.attention_forward, machine.attention_backward
     found = zip(call.attention_flops, rates, strict=True)
-    return sum(flops / rate - flops / machine.flops for flops, rate in found if rate is not None)
+    delay = sum(flops / rate - flops / machine.flops for flops, rate in found if rate is not None)
+    return delay + kernel_delays(call, machine)[1]
+
+
+def traffic_seconds(call: Call | Op, machine: Machine) -> float:
+    """Seconds of a block function's memory traffic."""
+    return call.moved_bytes / machine.memory_bandwidth + kernel_delays(call, machine)[0]
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:

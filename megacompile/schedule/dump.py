@@ -10,7 +10,7 @@ from megacompile.assemble.codec import to_plain
 from megacompile.assemble.text import loops_text, plan_table
 from megacompile.differentiate.codegen import function_source
 from megacompile.differentiate.functions import BlockFunction
-from megacompile.differentiate.kernel_calls import Calls, total
+from megacompile.differentiate.kernel_calls import Calls, KernelCall, total
 from megacompile.passes import PASSES
 from megacompile.schedule.trace import chrome_trace
 from megacompile.step.emit import statement
@@ -18,7 +18,9 @@ from megacompile.step.operations import Step, memory_curve
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
+    from megacompile.assemble.plan import Mode, Plan
     from megacompile.compiler import Scheduled
+    from megacompile.frontend import Compiled
     from megacompile.schedule.schedule import Schedule
 
 
@@ -26,7 +28,8 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
     """Write the files of one program into ``folder``, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     compiled, planned = scheduled.compiled, scheduled.planned
-    kernels = [to_plain(call) | {"calls": count} for call, count in _kernel_calls(scheduled)]
+    calls = step_calls(compiled, planned.plan, scheduled.mode)
+    kernels = [to_plain(call) | {"calls": count} for call, count in calls]
     files = {
         "00_capture.py.txt": function_source(compiled.captured.graph, "forward", "The captured loss."),
         "00_fuse.txt": _fusions(scheduled),
@@ -116,10 +119,10 @@ def _policies(scheduled: Scheduled) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kernel_calls(scheduled: Scheduled) -> Calls:
+def step_calls(compiled: Compiled, plan: Plan, mode: Mode) -> Calls:
     """Our operators' calls in one step: what each block's checkpoint policy runs, for every micro-batch."""
-    compiled, mode, calls = scheduled.compiled, scheduled.mode, []
-    for block, decided in zip(compiled.part.blocks, scheduled.planned.plan.blocks, strict=True):
+    calls: list[tuple[KernelCall, int]] = []
+    for block, decided in zip(compiled.part.blocks, plan.blocks, strict=True):
         template = compiled.templates[block.template]
         functions: list[BlockFunction | None] = [template.forward]
         if mode.kind != "evaluate":

@@ -95,6 +95,8 @@ def test_launches_and_attention_are_priced_by_the_machine(study: Study) -> None:
     products = seconds(launch_seconds=0.0, attention_forward=None, attention_backward=None)
     slow = seconds(launch_seconds=0.0, attention_forward=1e12, attention_backward=1e12)
     assert slow > seconds(launch_seconds=0.0) > products
+    fast = {"launch_seconds": 0.0, "memory_bandwidth": 8e12}  # which kernels on 64 columns do not keep busy
+    assert seconds(**fast) > seconds(**fast, chip=None)
 
 
 def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
@@ -211,6 +213,8 @@ def test_it_fits(plan: Callable[..., tuple[int, str, str]]) -> None:
     for text in ("FITS, with clipping", "lower bound of a step", "waits for", "Host memory",
                  "accumulated", "(×", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
         assert text in out
+    rows = [line.split() for line in out.split("Kernels in a step")[1].split("\n\n")[0].splitlines()[1:]]
+    assert {"rms_norm", "add_rms_norm", "glu", "rope", "linear_cross_entropy"} == {row[0] for row in rows}
     assert max(map(len, out.splitlines())) <= 110
     assert "building" in err and "Traceback" not in err
 
@@ -444,7 +448,9 @@ def test_planning_needs_no_triton(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["fits"] is True
+    answer = json.loads(done.stdout)
+    assert answer["fits"] is True
+    assert answer["with_clipping"]["kernels"]["glu"]["without"] > 0
 
 
 def test_micro_batches_auto_takes_the_fastest_split_that_fits(

@@ -1,0 +1,83 @@
+"""The chips that kernels are compiled for, and what is known of a kernel on one: records without code.
+
+Planning reads these, so nothing here needs triton or what ``ceilings.py`` takes machine code apart with.
+"""
+
+from dataclasses import dataclass
+
+LATENCY = 800e-9  # seconds from a load to its value in a busy memory: 20 KB per multiprocessor fill an H100's
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A multiprocessor and how many there are.
+
+    ``products``: flop per cycle of each MMA instruction, 16-bit to float32. ``lanes``: float32 operations per
+    cycle; integers, comparisons and conversions run on 64, exponentials and the like on 16 (CUDA programming
+    guide, throughput of native arithmetic instructions). ``shared_bytes``, ``warps``: what it holds (there,
+    technical specifications). Bytes of shared memory per cycle are 128, on each.
+    """
+
+    name: str
+    processors: int
+    clock: float
+    bandwidth: float
+    products: dict[str, int]
+    lanes: int
+    shared_bytes: int
+    warps: int
+    peak: str
+
+
+# Flop per cycle are the datasheet's dense rate / (multiprocessors x clock). mma.sync on 9.0 reaches 0.629 of
+# wgmma (arXiv:2402.13499); for 10.0 nothing is published: taken to be as fast as there.
+CHIPS = {
+    80: Chip("A100 SXM", 108, 1.41e9, 2.039e12, {"HMMA": 2048}, 64, 164 << 10, 64, "312 TFLOP/s"),
+    86: Chip("RTX 3090", 82, 1.695e9, 0.936e12, {"HMMA": 512}, 128, 100 << 10, 48, "71 TFLOP/s"),
+    89: Chip("RTX 4090", 128, 2.52e9, 1.008e12, {"HMMA": 512}, 128, 100 << 10, 48, "165.2 TFLOP/s"),
+    90: Chip(
+        "H100 SXM", 132, 1.83e9, 3.35e12, {"HGMMA": 4096, "HMMA": 2576}, 128, 228 << 10, 64, "989 TFLOP/s"
+    ),
+    100: Chip(
+        "B200", 148, 1.855e9, 7.7e12, {"UTCHMMA": 8192, "HMMA": 2576}, 128, 228 << 10, 64, "2250 TFLOP/s"
+    ),
+    120: Chip("RTX 5090", 170, 2.407e9, 1.792e12, {"HMMA": 512}, 128, 100 << 10, 48, "209.5 TFLOP/s"),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Ceiling:
+    """One row of the table; cycles are per CTA and iteration of the hot loop, bytes too.
+
+    ``executed``: flops of MMA instructions / flops that the formula needs (0 without products).
+    ``in_flight``: bytes that a multiprocessor can wait for at a time. ``rate``: TFLOP/s with products, GB/s
+    without. ``binds``: a column, "memory" (its bandwidth) or "latency" (too few bytes in flight).
+    """
+
+    module: str
+    case: str
+    kernel: str
+    variant: int
+    arch: int
+    mma: str
+    executed: float
+    issue: int
+    alu: int
+    fma: int
+    special: int
+    tensor: int
+    shared: int
+    bytes: int
+    ctas: int
+    in_flight: int
+    rate: float
+    binds: str
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.case, self.kernel, self.variant, self.arch
+
+    @property
+    def text(self) -> str:
+        """The rate with its unit, and what binds."""
+        return f"{self.rate:,.0f} {'TFLOP/s' if self.executed else 'GB/s'} ({self.binds})"

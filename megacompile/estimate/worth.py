@@ -1,0 +1,106 @@
+"""What each of our kernels is worth in a step: its seconds beside those of the same in plain torch.
+
+In:  the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as fast
+as its ceiling (:mod:`~megacompile.machine.ceilings`). Plain torch is the operation's eager form in
+:mod:`~megacompile.bench.cases`, traced on fake tensors: what its operators read and write at the memory's
+bandwidth, and its products. Launches count on neither side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacompile.assemble.workload import KernelWork
+from megacompile.bench.cases import OPERATIONS, Shape, inputs_of
+from megacompile.bench.plan import operation_of
+from megacompile.differentiate.costs import flops, moved
+from megacompile.differentiate.kernel_calls import Calls, KernelCall
+from megacompile.fuse.head import head_backward_flops, head_flops
+from megacompile.machine.ceilings import kernel_seconds
+from megacompile.machine.rates import Machine
+
+_Cost = tuple[int, int]
+"""Bytes that operators read and write, floating-point operations of products."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Calls of one operator in a step, forward and backward; their seconds with our kernels and without."""
+
+    calls: int
+    seconds: float
+    without: float
+
+
+def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
+    """Of each operator that a kernel of ours runs and that has an eager form."""
+    found: dict[str, Worth] = {}
+    for call, count in calls:
+        eager = _eager(call) if call.work else None
+        if eager is None:
+            continue
+        without = eager[0] / machine.memory_bandwidth + eager[1] / machine.flops
+        name = call.op.removesuffix("_backward")
+        past = found.get(name, Worth(0, 0.0, 0.0))
+        found[name] = Worth(
+            past.calls + count,
+            past.seconds + count * _seconds(call, machine),
+            past.without + count * without,
+        )
+    return found
+
+
+def _seconds(call: KernelCall, machine: Machine) -> float:
+    """Of one call, with the products of a head."""
+    products = 0
+    if call.op == "linear_cross_entropy":
+        products = head_flops(*call.shapes)
+    elif call.op == "linear_cross_entropy_backward":
+        products = head_backward_flops(*call.shapes)
+    kernel = KernelWork(call.op, call.dtype, call.variant, call.work)
+    return kernel_seconds(kernel, machine) + products / machine.flops
+
+
+def _eager(call: KernelCall) -> _Cost | None:
+    """The cost of the same pass in plain torch; None where there is no eager form."""
+    found = operation_of(call)
+    if call.op in ("attention", "attention_backward"):
+        (batch, heads, tokens, width), (_, groups, *_) = call.shapes[call.op == "attention_backward" :][:2]
+        found = "capped_attention", (batch, heads, groups, tokens, width), call.op.removeprefix("attention_")
+    if found is None:
+        return None
+    operation, shape, kind = found
+    return _traced(operation, shape, call.dtype)[kind == "backward"]
+
+
+@cache
+def _traced(operation: str, shape: Shape, dtype: str) -> tuple[_Cost, _Cost]:
+    """The costs of an eager form's forward and backward."""
+    case = OPERATIONS[operation]
+
+    def run(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        made = case.eager(*inputs)
+        outputs = made if isinstance(made, tuple) else (made,)
+        grads = [torch.zeros((), dtype=o.dtype).expand_as(o) for o in outputs]
+        return outputs, torch.autograd.grad(outputs, inputs[: case.trained], grads)
+
+    with FakeTensorMode():
+        inputs = inputs_of(case, shape, getattr(torch, dtype), torch.device("cpu"))
+        graph = make_fx(run)(*inputs).graph
+    nodes = list(graph.nodes)
+    results: Any = graph.output_node().args[0]
+    ends = 1 + max(map(nodes.index, results[0]))
+    return _cost(nodes[:ends]), _cost(nodes[ends:])
+
+
+def _cost(nodes: Sequence[fx.Node]) -> _Cost:
+    called = [n for n in nodes if n.op == "call_function"]
+    return sum(map(moved, called)), sum(map(flops, called))

@@ -1,0 +1,151 @@
+"""How fast a machine runs our kernels: by the ceilings of the ahead-of-time gate, which needs no GPU.
+
+In:  an operator, a dtype, what its speed depends on, a machine whose chip is known. Out: bytes per second, of
+attention floating-point operations per second. The row of ``ceilings.csv`` that is nearest to a call counts:
+its parts of a multiprocessor, and its bytes in flight, as many times as the machine has multiprocessors, and
+never more than the machine's memory gives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from megacompile.assemble.workload import Call, KernelWork
+from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling
+from megacompile.kernels.tables import read_ceilings
+from megacompile.machine.rates import Machine
+from megacompile.step.operations import Op
+
+# What attention reaches of a ceiling, assumed: FlashAttention 2 on an H100 reaches 306 and, in its
+# deterministic backward, 166 TFLOP/s (catalog.py) of the 622 that mma.sync gives there (arXiv:2402.13499).
+REACHED, REACHED_BACKWARD = 0.49, 0.27
+_ATTENTION = {  # kernels of an operator, and the products of each as parts of those that its formula counts
+    "attention": (("attention_forward_kernel", (1.0,)),),
+    "attention_backward": (
+        ("attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
+        ("attention_backward_kv_kernel", (0.8,)),  # scores, their gradient, dk, dv
+        ("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
+    ),
+}
+_KERNELS = {  # operator: module and kernel, as the table names them
+    **{
+        name + suffix: (name, f"{kernel}_{'backward' if suffix else 'forward'}_kernel")
+        for name, kernel in (
+            ("rms_norm", "rms_norm"),
+            ("add_rms_norm", "rms_norm"),
+            ("layer_norm", "layer_norm"),
+            ("glu", "glu"),
+            ("clamped_glu", "clamped_glu"),
+        )
+        for suffix in ("", "_backward")
+    },
+    "rope": ("rope", "rope_kernel"),
+    "rope_backward": ("rope", "rope_kernel"),
+    "linear_cross_entropy": ("cross_entropy_tiles", "accumulate_kernel"),
+    "linear_cross_entropy_backward": ("cross_entropy_tiles", "gradient_kernel"),
+    "dropout": ("dropout", "dropout_kernel"),
+    "uniform": ("uniform", "uniform_kernel"),
+}
+_EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
+
+
+def kernel_delays(call: Call | Op, machine: Machine) -> tuple[float, float]:
+    """Seconds that a function's kernels of ours take beyond nominal ones: those that move bytes beyond the
+    memory's bandwidth, attention beyond attention's rates."""
+    if machine.chip not in CHIPS:
+        return 0.0, 0.0
+    delays = [0.0, 0.0]
+    for kernel in call.kernels:
+        delay = kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine)
+        delays[kernel.op in _ATTENTION] += delay
+    return delays[0], delays[1]
+
+
+def kernel_seconds(kernel: KernelWork, machine: Machine) -> float:
+    """Seconds that calls of one kernel take."""
+    found = rate(kernel.op, kernel.dtype, kernel.variant, machine)
+    return kernel.amount / found if found else _nominal_seconds(kernel, machine)
+
+
+def _nominal_seconds(kernel: KernelWork, machine: Machine) -> float:
+    rates = {"attention": machine.attention_forward, "attention_backward": machine.attention_backward}
+    nominal = (rates[kernel.op] or machine.flops) if kernel.op in rates else machine.memory_bandwidth
+    return kernel.amount / nominal
+
+
+@cache
+def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
+    """Bytes, or of attention FLOPs, per second of an operator; None where no kernel of it is in the table."""
+    if machine.chip not in CHIPS:
+        return None
+    if op in _ATTENTION:
+        return _attention_rate(op, dtype, variant, machine)
+    if op not in _KERNELS:
+        return None
+    rows = _rows(*_KERNELS[op], machine.chip)
+    return min(_bytes_rate(row, machine) for row in nearest(rows, dtype, variant))
+
+
+def _bytes_rate(row: Ceiling, machine: Machine) -> float:
+    """Bytes per second of a kernel: the slowest part of a multiprocessor, or what it can wait for."""
+    processors = machine.processors or CHIPS[row.arch].processors
+    part = max(row.issue, row.alu, row.fma, row.special, row.tensor, row.shared)
+    flying = row.in_flight * processors / LATENCY or math.inf
+    return min(machine.memory_bandwidth, flying, row.bytes * processors * CHIPS[row.arch].clock / part)
+
+
+def _attention_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
+    """FLOPs of the formula per second: of the kernels one after the other, at what is reached of ceilings."""
+    assert machine.chip is not None
+    chip = CHIPS[machine.chip]
+    more = (machine.processors or chip.processors) / chip.processors
+    seconds = 0.0
+    for kernel, parts in _ATTENTION[op]:
+        found = nearest(_rows("attention", kernel, machine.chip), dtype, variant)
+        if len(found) == len(parts):
+            seconds += sum(part / (row.rate * 1e12) for part, row in zip(parts, found, strict=True))
+    return (REACHED if op == "attention" else REACHED_BACKWARD) * more / seconds
+
+
+@cache
+def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
+    found: dict[tuple[str, str, int], list[Ceiling]] = {}
+    for row in read_ceilings():
+        found.setdefault((row.module, row.kernel, row.arch), []).append(row)
+    return found
+
+
+def _rows(module: str, kernel: str, chip: int) -> list[Ceiling]:
+    return _table()[module, kernel, chip]
+
+
+def nearest(rows: Iterable[Ceiling], dtype: str, variant: str) -> list[Ceiling]:
+    """The rows of the case that is nearest to a call: one whose sizes hold the call's, the least of them, and
+    of these one that lacks nothing that the call has and has little beside."""
+    words = f"{variant} {'fp32' if dtype in ('float32', 'float64') else 'bf16'}"
+    cases: dict[str, list[Ceiling]] = {}
+    for row in sorted(rows):
+        cases.setdefault(row.case, []).append(row)
+    return cases[min(cases, key=lambda case: _distance(case, words))]
+
+
+def _distance(case: str, words: str) -> tuple[bool, float, int]:
+    (sizes, has), (wanted, needs) = _read(case), _read(words)
+    pairs = [(sizes[i], wanted[i]) for i in (0, -1)] if sizes and wanted else []
+    narrow = any(a < b for a, b in pairs)
+    return narrow, sum(abs(math.log2(a / b)) for a, b in pairs), 4 * len(needs - has) + len(has - needs)
+
+
+@cache
+def _read(words: str) -> tuple[tuple[int, ...], frozenset[str]]:
+    """The sizes of a case, and what else its name says."""
+    sizes, has = tuple[int, ...](), set[str]()
+    for word in words.split():
+        if word[0].isdigit():
+            sizes = tuple(map(int, re.findall(r"\d+", word)))
+        else:
+            has |= _EVERYTHING if word == "all" else {word}
+    return sizes, frozenset(has - {"causal", "terms"})

@@ -1,0 +1,125 @@
+"""How fast machines run our kernels, by the rows of the ahead-of-time gate; what they are worth in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacompile.assemble.workload import KernelWork
+from megacompile.differentiate.kernel_calls import KernelCall
+from megacompile.estimate.worth import worth
+from megacompile.fuse.placement import PATTERNS
+from megacompile.kernels.chips import CHIPS
+from megacompile.kernels.tables import CEILINGS, read_ceilings
+from megacompile.machine.catalog import PROFILES
+from megacompile.machine.ceilings import kernel_seconds, nearest, rate
+from megacompile.machine.simulate import duration
+from megacompile.step.operations import Op
+
+MOVE = [name + suffix for name in (*PATTERNS, "clamped_glu") for suffix in ("", "_backward")]
+MOVE += ["dropout", "uniform"]  # and what a forward draws
+ATTEND = ["attention", "attention_backward"]
+VARIANTS = ["", "64", "5120", "silu", "gelu_erf", "interleaved", "8x64", "32x128 partial", "128256 all terms",
+            "80 window", "128 window softcap", "192/128", "256 packed"]  # fmt: skip
+H100, H200 = PROFILES["h100-sxm"].machine, PROFILES["h200"].machine
+
+
+def test_every_machine_is_of_a_chip_of_the_gate() -> None:
+    assert {p.machine.chip for p in PROFILES.values()} == set(CHIPS)
+    for profile in PROFILES.values():
+        chip = CHIPS[profile.machine.chip or 0]
+        if chip.name in profile.title:
+            assert profile.machine.processors == chip.processors
+
+
+@pytest.mark.parametrize("operator", [*MOVE, *ATTEND])
+def test_every_operator_that_is_placed_has_a_row_on_every_chip(operator: str) -> None:
+    for profile in PROFILES.values():
+        assert rate(operator, "bfloat16", "128", profile.machine)
+
+
+@given(
+    st.sampled_from(MOVE),
+    st.sampled_from(["bfloat16", "float16", "float32"]),
+    st.sampled_from(VARIANTS) | st.integers(1, 100_000).map(str),
+    st.sampled_from([p.machine for p in PROFILES.values()]),
+)
+def test_no_kernel_is_faster_than_memory_and_none_slower_on_a_faster_one(operator, dtype, variant, machine):  # type: ignore[no-untyped-def]
+    found = rate(operator, dtype, variant, machine)
+    faster = replace(machine, memory_bandwidth=2 * machine.memory_bandwidth)
+    assert 0 < found <= machine.memory_bandwidth
+    assert found <= rate(operator, dtype, variant, faster) <= 2 * found
+
+
+@given(st.sampled_from(ATTEND), st.sampled_from(VARIANTS[1:3] + VARIANTS[-4:]), st.sampled_from([*PROFILES]))
+def test_attention_is_slower_than_the_chips_products(operator: str, variant: str, name: str) -> None:
+    profile = PROFILES[name]
+    assert 0 < (rate(operator, "bfloat16", variant, profile.machine) or 0) < profile.machine.flops
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "variant", "case"),
+    [
+        ("rms_norm_forward_kernel", "bfloat16", "4096", "4096 bf16"),
+        ("rms_norm_forward_kernel", "float32", "4096", "4096 fp32"),
+        ("rms_norm_forward_kernel", "bfloat16", "5120", "8192 bf16"),  # whose tile it has
+        ("rms_norm_forward_kernel", "bfloat16", "40000", "32768 bf16"),
+        ("glu_backward_kernel", "float16", "gelu_erf", "gelu_erf bf16"),
+        ("rope_kernel", "bfloat16", "8x128 interleaved", "32x128 interleaved bf16"),
+        ("accumulate_kernel", "bfloat16", "50000 all terms", "128256 bf16 all terms"),
+        ("attention_forward_kernel", "bfloat16", "80", "128 causal bf16"),
+        ("attention_forward_kernel", "bfloat16", "128 window softcap", "128 all bf16"),
+        ("attention_forward_kernel", "bfloat16", "64 window", "64 window sinks bf16"),
+        ("attention_forward_kernel", "bfloat16", "192/128", "192/128 causal bf16"),
+        ("attention_forward_kernel", "bfloat16", "192", "256 causal bf16"),
+    ],
+)
+def test_the_nearest_row(kernel: str, dtype: str, variant: str, case: str) -> None:
+    rows = [r for r in read_ceilings() if r.kernel == kernel and r.arch == 90]
+    rows = [r for r in rows if r.module != "add_rms_norm"]
+    assert {row.case for row in nearest(rows, dtype, variant)} == {case}
+
+
+def test_the_rate_by_hand() -> None:
+    (row,) = (
+        r for r in read_ceilings() if r.key == ("rms_norm", "64 bf16", "rms_norm_forward_kernel", 0, 90)
+    )
+    assert row.binds == "latency"
+    assert rate("rms_norm", "bfloat16", "64", H200) == pytest.approx(row.in_flight * 132 / 800e-9)
+    assert rate("rms_norm", "bfloat16", "4096", H200) == H200.memory_bandwidth
+    half = replace(H200, processors=66)
+    assert rate("rms_norm", "bfloat16", "64", half) == pytest.approx(row.in_flight * 66 / 800e-9)
+
+
+def test_a_function_is_priced_by_its_kernels_unless_the_machine_was_measured() -> None:
+    kernel = KernelWork("rms_norm", "bfloat16", "64", 10**9)
+    op = Op("forward", "compute", moved_bytes=2 * 10**9, kernels=(kernel,))
+    others = 10**9 / H100.memory_bandwidth
+    assert duration(op, H100) == pytest.approx(others + kernel_seconds(kernel, H100))
+    assert duration(op, H100) > duration(op, replace(H100, chip=None)) == pytest.approx(2 * others)
+    attention = KernelWork("attention", "bfloat16", "128 window", 10**12)
+    op = Op("forward", "compute", flops=10**12, attention_flops=(10**12, 0), kernels=(attention,))
+    assert duration(op, H100) == pytest.approx(kernel_seconds(attention, H100))
+    measured = replace(H100, chip=None)
+    assert duration(op, measured) == pytest.approx(10**12 / (H100.attention_forward or 0))
+
+
+def test_what_a_kernel_is_worth_by_hand() -> None:
+    """A gated activation in plain torch: one pass over the gate, one over its result and the other half."""
+    machine, one = replace(H100, memory_bandwidth=1e12), 4096 * 512 * 2
+    call = KernelCall("glu", "bfloat16", ((4096, 512), (4096, 512)), ("'silu'",), "silu", 3 * one)
+    unknown = KernelCall("dropout", "bfloat16", ((8,), (2,)), (), "", 99)
+    found = worth(((call, 7), (unknown, 1)), machine)
+    assert list(found) == ["glu"]
+    assert found["glu"].calls == 7
+    assert found["glu"].seconds == pytest.approx(7 * 3 * one / 1e12)
+    assert found["glu"].without == pytest.approx(7 * 5 * one / 1e12)
+
+
+def test_the_table_travels_with_the_package() -> None:
+    patterns = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"megacompile.kernels" = ["*{CEILINGS.suffix}"]' in patterns
