@@ -57,10 +57,9 @@ class TorchAttention:
         dk, dv = k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
         for chunk in chunks:
             some, keys = chunk
-            rows = (x[:, :, some] for x in (out, lse))
             found = self._backward(
-                grad[:, :, some], q[:, :, some], k[:, :, keys], v[:, :, keys], *rows,
-                self._added(chunk, q, k),
+                grad[:, :, some], q[:, :, some], k[:, :, keys], v[:, :, keys], out[:, :, some],
+                lse[:, :, some], self._added(chunk, q, k),
             )  # fmt: skip
             dq[:, :, some] = found[0]
             dk[:, :, keys] += found[1]
