@@ -8,8 +8,6 @@ import mmap
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from megacompile.storage import checkpoint as checkpoints
 from megacompile.storage import shards
 from megacompile.storage.durable import recover, replacing
 from tests.support.models import Plain
-from tests.support.scripts import Script, run_script
+from tests.support.scripts import Script, output_of
 
 RESUME = """
 import sys
@@ -94,8 +92,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     program.save(tmp_path / "a")
     assert [*first, step(program, 2).hex()] == straight[:3]  # saving changes nothing
     program.close()
-    done = run_script(RESUME, tmp_path / "a")
-    assert done.stdout.splitlines() == [" ".join(straight[2:]), final], done.stderr
+    assert output_of(RESUME, tmp_path / "a").splitlines() == [" ".join(straight[2:]), final]
 
 
 @pytest.mark.parametrize("kind", ["lambda", "one cycle", "chained"])
@@ -494,9 +491,6 @@ print(sum(t.nbytes for t in state.arrays[0].values()), saving, peak - before)
 
 
 def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    state, saving, loading = map(int, output.split())
+    state, saving, loading = map(int, output_of(MEASURE, tmp_path).split())
     assert state == 12 << 25
     assert saving < 32 << 20 and loading < 32 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from megacompile.assemble.plan import Plan
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
 from megacompile.program import Program
 from tests.support.models import Residual, Stack
+from tests.support.scripts import output_of
 
 
 def batch(step: int = 0) -> Tensor:
@@ -325,8 +324,5 @@ print(peak, program.memory.device_peak_bytes)
 
 def test_the_process_stays_within_host_budget(tmp_path: Path) -> None:
     """151 MB of state; resident memory is measured, less the emulated device's, which is host memory too."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    peak, device = map(int, output.split())
+    peak, device = map(int, output_of(MEASURE, tmp_path).split())
     assert 0 < peak - device <= 1.05 * 70_000_000

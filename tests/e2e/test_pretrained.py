@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from torch import nn
 
 import megacompile
 from tests.support.models import batch_for, build
+from tests.support.scripts import output_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
@@ -230,10 +228,7 @@ def test_peak_is_the_masters_and_one_shard(tmp_path: Path) -> None:
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="17MB")
     largest = max(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
     assert largest < 20 << 20
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    masters, grown = map(int, output.split())
+    masters, grown = map(int, output_of(MEASURE, tmp_path).split())
     assert masters >= 4 * sum(p.numel() for p in model.parameters())
     # and a chunk of FP32 values, second halves of huge pages, what the page cache holds: less than a shard
     assert grown <= masters + largest + 4 * 32_000 * 256 + (14 << 20)

@@ -55,6 +55,13 @@ def run_script(
     return Script(code, *arguments, environment=environment).finish()
 
 
+def output_of(code: str, *arguments: object) -> str:
+    """What a script prints that ends well."""
+    done = run_script(code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def _text(reader: Connection) -> TextIO:
     stream = os.fdopen(os.dup(reader.fileno()))
     reader.close()

@@ -91,6 +91,7 @@ SLOW = (
     r"interpreted/test_cross_entropy\.py::test_linear\[dtype\d-plain",
     r"interpreted/test_glu\.py::test_forward_and_backward\[shape1-dtype\d-(gelu_erf|relu)",
     r"interpreted/test_attention\.py::test_rules\[.*-True",
+    r"interpreted/test_attention\.py::test_rules\[(?!causal-).*dtype1",  # float16
     r"interpreted/test_attention\.py::test_packed_documents\[False",
     r"interpreted/test_attention\.py::test_shapes\[shapes[034]",
     r"interpreted/test_uniform\.py::test_triton_and_torch_draw_the_same_numbers\[-42",

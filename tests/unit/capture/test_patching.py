@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -56,19 +54,3 @@ def test_modules_that_another_thread_builds_have_values() -> None:
         assert nn.Linear(2, 2).weight.is_meta
         assert not elsewhere(lambda: nn.Linear(2, 2)).weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
-
-
-_PLAIN_FIRST = """
-import sys, torch, transformers, megacompile
-model = torch.nn.Linear(4, 1)
-batch = torch.ones(2, 4), torch.ones(2, 1)
-megacompile.compile(model, "1GB", loss_fn=torch.nn.MSELoss(), compute_dtype=torch.float32, device="cpu",
-                    example_batch=batch).close()
-print([name for name in ("modeling_utils", "modeling_outputs") if f"transformers.{name}" in sys.modules])
-"""
-
-
-def test_a_capture_imports_no_module_of_transformers() -> None:
-    """Within an export their outputs are not made known to pytree, and no later capture could return one."""
-    done = subprocess.run([sys.executable, "-c", _PLAIN_FIRST], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

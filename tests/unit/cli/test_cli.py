@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -437,27 +434,11 @@ def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, out.splitlines())) <= 110
 
 
-def test_planning_needs_no_triton(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from megacompile.cli.main import main\n"
-        f"sys.exit(main(['plan', '--model', {str(config)!r}, '--machine', 'h200', '--seq', '64', '--json']))"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["fits"] is True
-    assert answer["with_clipping"]["kernels"]["glu"]["without"] > 0
-
-
 def test_micro_batches_auto_takes_the_fastest_split_that_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Each split tried is what asking for it by itself gives, and the answer is that of the fastest."""
-    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
               "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", "--model", str(tmp_path / "config.json"), "--machine", "rtx-4090", "--seq", "256",

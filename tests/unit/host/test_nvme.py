@@ -25,7 +25,7 @@ from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.host import nvme, nvme_bench
 from megacompile.host.arena import HostArena
 from megacompile.host.nvme import BLOCK_BYTES, PAGE, Storage
-from tests.support.scripts import Script, run_script
+from tests.support.scripts import Script, output_of
 
 SIZE = 2 * BLOCK_BYTES + 3 * PAGE
 
@@ -198,7 +198,7 @@ def test_a_second_process_is_refused_and_what_a_killed_one_left_is_removed(tmp_p
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     code = HOLDER.replace("time.sleep(600)", "raise SystemExit")
-    assert run_script(code, tmp_path).returncode == 0
+    assert output_of(code, tmp_path) == "ready\n"
     assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
 
 
