@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megacompile.cli.report import Extras
+from megacompile.estimate.answer import Answer, Prediction
 from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
-from megacompile.estimate.study import Answer, Prediction
 
 
 def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:

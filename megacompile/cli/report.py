@@ -1,6 +1,6 @@
 """The printed answer to "will it fit, and how fast": text for people.
 
-In: an :class:`~megacompile.estimate.study.Answer`. Out: text of about 100 columns.
+In: an :class:`~megacompile.estimate.answer.Answer`. Out: text of about 100 columns.
 Every figure stands with and without clipping; the details follow the mode that was asked for.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacompile.assemble.text import plan_table
+from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
-from megacompile.estimate.study import Answer, Prediction, Question
 from megacompile.estimate.sweeps import Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes

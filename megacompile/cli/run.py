@@ -15,9 +15,10 @@ from megacompile.cli.report import Extras, render
 from megacompile.cli.sweep_table import sweep_table
 from megacompile.compiler import prove
 from megacompile.errors import MegacompileError
+from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.largest import estimate_largest, largest
 from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Answer, Prediction, Question, Study
+from megacompile.estimate.study import Study
 from megacompile.estimate.sweeps import Point, Split, best_split, sweep
 from megacompile.estimate.ways import ways_out
 from megacompile.machine.catalog import PROFILES, THIS_CPU, MachineProfile, load_machine, override

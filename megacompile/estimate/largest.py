@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megacompile.assemble.workload import Call, Workload
+from megacompile.estimate.answer import Answer, Question
 from megacompile.estimate.flops import map_calls
 from megacompile.estimate.models import Model
-from megacompile.estimate.study import Answer, Question, Study
+from megacompile.estimate.study import Study
 from megacompile.plan.least import least_alike
 
 

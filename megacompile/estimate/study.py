@@ -1,223 +1,35 @@
-"""Will it fit and how fast: from a model, a machine and budgets to an :class:`Answer`.
+"""Will it fit and how fast: from a model, a machine and budgets to an answer.
 
-In:  a model on the meta device and a :class:`Question`. Out: an :class:`Answer`, for clipping and without,
-planned by what plans a training run (:mod:`megacompile.plan.plan_program`). Nothing here needs weights, a
-GPU or triton. Where the step does not fit, an answer holds the least budgets instead of predictions.
+In:  a model on the meta device and a :class:`~megacompile.estimate.answer.Question`. Out: an
+:class:`~megacompile.estimate.answer.Answer`, for clipping and without, planned by what plans a training run
+(:mod:`megacompile.plan.plan_program`). Nothing here needs weights, a GPU or triton. Where the step does not
+fit, an answer holds the least budgets instead of predictions.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import Workload
 from megacompile.capture.batch import read_batch
-from megacompile.errors import BudgetError, MegacompileError
+from megacompile.errors import BudgetError
+from megacompile.estimate.answer import Answer, Kind, LeastBudgets, Prediction, Question
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.models import Model
 from megacompile.estimate.unroll import Repeated
-from megacompile.estimate.worth import Worth, worth
 from megacompile.frontend import Compiled
-from megacompile.host.needs import HostBytes, host_bytes
-from megacompile.machine.catalog import Dtype, MachineProfile
+from megacompile.host.needs import host_bytes
+from megacompile.machine.catalog import Dtype
 from megacompile.passes import lower_memory
-from megacompile.plan.bound import Bound, lower_bound
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
-from megacompile.plan.plan_program import Known, Terms, first_that_fits, plan_program
-from megacompile.plan.tiers import Tiers
+from megacompile.plan.plan_program import Known, first_that_fits, plan_program
 from megacompile.plan.tiling import tried
-from megacompile.schedule.dump import step_calls
-from megacompile.schedule.schedule import Schedule
-from megacompile.step.operations import Step
 
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_Kind = tuple[int, int, bool, int | None, int]
-"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many train."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
-    ``gpus`` cards in each of ``nodes`` machines. Host bytes are a machine's. Several cards need links between
-    them in ``profile``, and no ``nvme_budget``."""
-
-    profile: MachineProfile
-    batch: int
-    seq: int
-    hbm_budget: int
-    micro_batches: int = 1
-    dtype: Dtype = "bf16"
-    host_budget: int | None = None
-    nvme_budget: int | None = None
-    gpus: int = 1
-    nodes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.ranks > 1 and self.nvme_budget is not None:
-            raise MegacompileError("--nvme-budget is for one card: several keep their state in RAM.")
-        if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
-            raise MegacompileError(
-                f"{self.profile.name} has no fast links between cards: "
-                "give --fabric GB/s, what yours send each other."
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Cards of all machines, which share the state."""
-        return self.gpus * self.nodes
-
-    @property
-    def tokens(self) -> int:
-        """Of one step, on all cards."""
-        return self.batch * self.seq * self.micro_batches * self.ranks
-
-    @property
-    def kind(self) -> _Kind:
-        """What a capture depends on."""
-        stored, processors = self.nvme_budget is not None, self.profile.machine.processors
-        return self.batch, self.seq, stored, processors, self.ranks
-
-    @property
-    def terms(self) -> Terms:
-        """What a plan has to keep to; that of one card, with its share of the host."""
-        machine, tiers = self.profile.rates(self.dtype), None
-        if self.host_budget is not None:
-            limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget
-            tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
-        if self.ranks == 1:
-            return Terms(machine, self.hbm_budget, tiers)
-        machine = replace(machine, host_bandwidth=machine.host_bandwidth / self.gpus, nodes=self.nodes)
-        return Terms(machine, self.hbm_budget, tiers, residents=())  # several keep no state on devices
-
-    def mode(self, clip: bool) -> Mode:
-        return Mode("train", self.micro_batches, deferred=clip)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One planned step, with or without clipping, over weights cut as ``compiled`` has them.
-
-    ``model_flops`` are those of each card.
-    """
-
-    question: Question
-    mode: Mode
-    compiled: Compiled
-    planned: Planned
-    model_flops: float
-
-    @property
-    def work(self) -> Workload:
-        return self.compiled.assembly.work
-
-    @property
-    def seconds(self) -> float:
-        return self.planned.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.question.tokens / self.seconds
-
-    @property
-    def model_flops_per_second(self) -> float:
-        return self.model_flops / self.seconds
-
-    @property
-    def mfu(self) -> float:
-        return self.model_flops_per_second / self.question.profile.peak(self.question.dtype)
-
-    @cached_property
-    def bound(self) -> Bound:
-        machine = self.question.terms.machine
-        return lower_bound(
-            self.work, self.mode, machine, model_flops=self.model_flops, plan=self.planned.plan
-        )
-
-    @cached_property
-    def worth(self) -> dict[str, Worth]:
-        """What our kernels are worth in the step, by operator."""
-        calls = step_calls(self.compiled, self.planned.plan, self.mode)
-        return worth(calls, self.question.terms.machine)
-
-    @cached_property
-    def host(self) -> HostBytes:
-        alone = host_bytes(self.compiled.assembly, "fp32", self.planned.plan, self.planned.step)
-        return alone.of_ranks(self.question.gpus)
-
-    def schedule(self, model: Model) -> Schedule:
-        """The step as something to look at."""
-        q, title = self.question, f"train step of {model.name}."
-        machine = q.terms.machine
-        return Schedule(
-            title, self.work, self.planned.plan, self.mode, machine, q.hbm_budget, tokens=q.tokens
-        )
-
-
-@dataclass(frozen=True)
-class LeastBudgets:
-    """The least device bytes of any plan, the step that reaches it, and the least host bytes by mode."""
-
-    step: Step
-    device_bytes: int
-    hosts: dict[bool, HostBytes]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """``predictions``, by whether gradients are clipped, lack what was not asked for or does not fit.
-
-    ``least`` is of the cuts of ``compiled``: the first that fit, of all tried the least where none does.
-    """
-
-    question: Question
-    model: Model
-    compiled: Compiled
-    least: LeastBudgets
-    predictions: dict[bool, Prediction]
-    missed_flops: float
-
-    @property
-    def work(self) -> Workload:
-        return self.compiled.assembly.work
-
-    def prediction(self, clip: bool) -> Prediction | None:
-        return self.predictions.get(clip)
-
-    def fits_device(self) -> bool:
-        return bool(self.predictions)
-
-    def host(self, clip: bool) -> HostBytes:
-        """Host bytes of the step as planned, or the least where nothing was planned."""
-        planned = self.prediction(clip)
-        return planned.host if planned else self.least.hosts[clip]
-
-    def least_host(self, clip: bool) -> int:
-        """The least host bytes known: of the step that streams everything, or of the planned one, which keeps
-        no gradients on the host of what stays on the device.
-        """
-        return min(self.least.hosts[clip].total, self.host(clip).total)
-
-    def hosts(self) -> dict[str, HostBytes]:
-        """Host bytes streamed, clipped, and accumulated over several calls, where gradients are summed in
-        FP32, which one clipped micro-batch in bf16 need not be."""
-        trained = sum(g.elements for g in self.compiled.assembly.groups if g.trainable)
-        clipped = self.host(True)
-        accumulated = replace(clipped, gradients=4 * trained // self.question.nodes)
-        return {"streamed": self.host(False), "clipped": clipped, "accumulated": accumulated}
-
-    def fits_host(self, clip: bool) -> bool:
-        budget = self.question.host_budget
-        return budget is None or self.host(clip).total <= budget
-
-    def fits(self, clip: bool) -> bool:
-        return self.fits_device() and self.fits_host(clip)
 
 
 class Study:
@@ -227,13 +39,13 @@ class Study:
     def __init__(self, model: Model, dtype: Dtype, progress: Progress) -> None:
         self.model, self.progress, self._dtype = model, progress, dtype
         self._known: Known = {}  # so that sweeps never get slower
-        self._repeated: dict[_Kind, Repeated] = {}
+        self._repeated: dict[Kind, Repeated] = {}
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
         return next(self._rungs((batch, seq, False, None, 1)))[0]
 
-    def _rungs(self, kind: _Kind, chunk: int = 0) -> Iterator[tuple[Compiled, float]]:
+    def _rungs(self, kind: Kind, chunk: int = 0) -> Iterator[tuple[Compiled, float]]:
         """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
         graph misses."""
         flops = self.model.step_flops(*kind[:2])
@@ -241,7 +53,7 @@ class Study:
             work, missed = complete_flops(compiled.assembly.work, flops)
             yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
 
-    def _repeat(self, kind: _Kind) -> Repeated:
+    def _repeat(self, kind: Kind) -> Repeated:
         """The batch's captures, made once."""
         if kind not in self._repeated:
             batch, seq, stored, processors, ranks = kind

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.estimate.study import Answer, Question, Study
+from megacompile.estimate.answer import Answer, Question
+from megacompile.estimate.study import Study
 from megacompile.machine.catalog import PROFILES, MachineProfile
 from megacompile.units import format_bytes
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megacompile.estimate.study import Answer, Prediction, Question, Study
+from megacompile.estimate.answer import Answer, Prediction, Question
+from megacompile.estimate.study import Study
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES

@@ -17,11 +17,12 @@ from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, Gro
 from megacompile.cli import run as cli_run
 from megacompile.cli.main import main
 from megacompile.estimate import models
+from megacompile.estimate.answer import Question
 from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.largest import _most, estimate_largest, largest
 from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Question, Study
+from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
 from megacompile.plan.bound import lower_bound

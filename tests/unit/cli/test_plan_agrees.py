@@ -11,8 +11,9 @@ import torch
 import megacompile
 from megacompile import api
 from megacompile.cli.report import Extras, render
+from megacompile.estimate.answer import Question
 from megacompile.estimate.models import build
-from megacompile.estimate.study import Question, Study
+from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")

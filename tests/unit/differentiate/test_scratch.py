@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import read_batch
 from megacompile.differentiate.meter import StorageMeter
-from megacompile.estimate.study import Question, Study
+from megacompile.estimate.answer import Question
+from megacompile.estimate.study import Study
 from megacompile.frontend import Compiled, Frontend
 from megacompile.kernels import _triton
 from megacompile.machine.catalog import PROFILES
