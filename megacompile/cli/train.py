@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 from megacompile.cli.chats import as_messages
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
+from megacompile.world.ranks import find_ranks
 
 _FILES = {
     ".jsonl": "json",
@@ -51,6 +52,7 @@ class TrainConfig:
 def run_train(options: argparse.Namespace) -> int:
     """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    find_ranks()  # before transformers makes their group, which torchrun's restarts could not make again
     try:
         import trl
 
@@ -60,26 +62,29 @@ def run_train(options: argparse.Namespace) -> int:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
     ours, _, arguments, model_config, _ = keys
+    first = find_ranks().rank == 0  # which writes, and tells
     if ours.dry_run:
-        return _dry_run(ours, arguments, model_config)
+        return _dry_run(ours, arguments, model_config) if first else 0
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(Path(options.config).read_text())
+    if first:
+        (folder / "config.yaml").write_text(Path(options.config).read_text())
     try:
         trainer = _trainer(*keys)
         trainer.add_callback(logbook := Logbook(folder / "log.csv"))
     except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
         raise MegacompileError(f"{options.config}: {error}") from error
     resumed = last_checkpoint(arguments.output_dir)
-    if resumed is not None:
+    if resumed is not None and first:
         print(f"megacompile: going on from {resumed}; another output_dir starts anew")
     try:
         trainer.train(resume_from_checkpoint=resumed)
     finally:
         trainer._progress.end()
     trainer.save_model(str(folder / "model"))
-    write_report(trainer, logbook, folder)
-    print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
+    if first:
+        write_report(trainer, logbook, folder)
+        print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
     return 0
 
 

@@ -9,10 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megacompile.capture.padding import pad_batch
+from megacompile.integrations.lengths import as_long_as_others
 from megacompile.integrations.losses import collected
 from megacompile.integrations.outside import OutsideModel
-from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
@@ -83,13 +82,3 @@ class Evaluation(_Upstream):
             for name, value in batch.items()
         }
         return [resized] * self.args.gradient_accumulation_steps
-
-
-def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]:
-    """Of several ranks, a batch of tokens padded on the right to the longest of theirs."""
-    ids, world = batch.get("input_ids"), program.world
-    if world.size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
-        return batch
-    with world.together():
-        lengths = [rank["length"] for rank in world.hear(lambda: {"length": ids.shape[1]})]
-    return batch if len(set(lengths)) == 1 else pad_batch(batch, max(lengths))

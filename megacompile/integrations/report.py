@@ -25,6 +25,8 @@ class Logbook(TrainerCallback):
         self.began = _reached(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         names = dict.fromkeys(["step", "epoch", *(name for entry in state.log_history for name in entry)])
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(names))

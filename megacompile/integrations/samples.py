@@ -21,9 +21,12 @@ class Samples(TrainerCallback):
         self._trainer, self._prompts, self._length, self._path = trainer, list(prompts), length, path
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        answers = self._answers()  # of all ranks, which compute each token together
+        if not state.is_world_process_zero:
+            return
         lines = [
             {"step": state.global_step, "prompt": prompt, "answer": answer}
-            for prompt, answer in zip(self._prompts, self._answers(), strict=True)
+            for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
         with self._path.open("a") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

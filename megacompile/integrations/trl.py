@@ -21,6 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.integrations.adapters import learns_prompts, virtual_tokens
+from megacompile.integrations.lengths import as_long_as_others, longest_of
 from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
@@ -93,11 +94,13 @@ class TokenModel(OutsideModel):
                 "compute_loss_func, or use megacompile.integrations.transformers.Trainer."
             )
         if not fused_lm_head:
+            batch = as_long_as_others(self._trainer._programmed(), batch)
             return self._laid_out(batch).predict(batch)
         length, batch = batch["input_ids"].shape[1], self._padded(batch)
         if trained:
             outputs = self._awaited(batch)
         else:
+            batch = _lengthened(batch, longest_of(self._trainer._programmed(), batch["input_ids"].shape[1]))
             outputs = self._laid_out(batch).predict(batch, outputs=self.outputs(self._trainer))
         kept = virtual_tokens(self._trainer.model) + length - 1
         return FusedCausalLMOutput(**{n: v[:, :kept] if v.dim() == 2 else v for n, v in outputs.items()})
@@ -139,9 +142,9 @@ class TokenMixin(Mixin):
         return super()._programmed()
 
     def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Micro-batches of one length, which are one program."""
-        lengths = [batch["input_ids"].shape[1] for batch in batches]
-        return [_lengthened(batch, max(lengths)) for batch in batches]
+        """Micro-batches of one length, which are one program; also of several ranks."""
+        longest = longest_of(self._programmed(), max(batch["input_ids"].shape[1] for batch in batches))
+        return [_lengthened(batch, longest) for batch in batches]
 
 
 class SFTTrainer(TokenMixin, trl.SFTTrainer):

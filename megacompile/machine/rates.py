@@ -61,6 +61,9 @@ class Machine:
     network_bandwidth: float = 50e9
 
 
+_GLOO, _GLOO_SECONDS = 1e9, 1e-3  # bytes per second between processes of a machine, and for each exchange
+
+
 def nominal_cpu(dtype: torch.dtype) -> Machine:
     """Round figures of a small server CPU: what plans for the CPU backend are scored on.
 
@@ -69,7 +72,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
     flops = 400e9 if dtype == torch.bfloat16 else 100e9
     return Machine(
         "a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True,
-        fabric_bandwidth=1e9, fabric_seconds=1e-3,
+        fabric_bandwidth=_GLOO, fabric_seconds=_GLOO_SECONDS,
     )  # fmt: skip
 
 
@@ -96,6 +99,8 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         host_bandwidth=adam_bandwidth(max(1, cores // 2)),
         launch_seconds=CPU_FUNCTION,
         copy_seconds=20e-6,
+        fabric_bandwidth=_GLOO,
+        fabric_seconds=_GLOO_SECONDS,
         shared_cores=True,
         cores=max(2, cores),
         compute_beside=compute_beside,

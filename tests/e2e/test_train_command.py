@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megacompile.cli.main import main
 from tests.support.models import build
+from tests.support.ranks import run_ranks, whole
 from tests.support.text import tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -21,6 +24,7 @@ pytest.importorskip("trl", reason="trl is missing: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
 
 PAIRS = [("what is it?", "a fox."), ("who is it?", "a dog."), ("where?", "here.")]
+GRADIENTS = "--gradient_accumulation_steps="
 SMALL = [
     f"--{key}={value}"
     for key, value in {
@@ -211,3 +215,32 @@ def test_the_example_for_preferences_is_understood(folder: Path, capsys: pytest.
     assert main(["new", "preferences.yaml", "--method", "dpo"]) == 0
     assert main(["train", "preferences.yaml", "--data", "nothing.jsonl"]) == 2
     assert "data: nothing.jsonl cannot be read" in capsys.readouterr().err
+
+
+def on_ranks(rank: int, folder: Path, given: list[str]) -> int:
+    """The command on one of two ranks, as torchrun starts it."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.chdir(folder)
+    return main(["train", "config.yaml", *given])
+
+
+def test_two_ranks_train_what_one_process_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Losses and weights bitwise, from batches of unlike lengths; the first rank alone tells and writes."""
+    given = [*SMALL, "--max_grad_norm=1e9", "--bf16=false", "--logging_steps=1"]
+    assert whole(run_ranks(2, on_ranks, folder, [*given, "--output_dir=ranks", GRADIENTS + "1"])) == [0, 0]
+    said = capfd.readouterr().out
+    assert said.count("megacompile: the model is in ranks/model") == said.count("What can you do? →") == 1
+    assert main(["train", "config.yaml", *given, "--output_dir=one", GRADIENTS + "2"]) == 0
+    logs = [list(csv.DictReader((folder / name / "log.csv").open())) for name in ("ranks", "one")]
+    ranks, one = (
+        [(row["step"], row["loss"], row["learning_rate"]) for row in log if row["loss"]] for log in logs
+    )
+    assert ranks == one and len(one) == 4
+    models = [load_file(folder / name / "model" / "model.safetensors") for name in ("ranks", "one")]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    assert {file.name for file in (folder / "ranks").iterdir()} == {
+        file.name for file in (folder / "one").iterdir()
+    }
+    assert len((folder / "ranks" / "samples.jsonl").read_text().splitlines()) == 1
