@@ -92,7 +92,8 @@ class Forward(Inspection):
             results = session.run(micro, Mode("evaluate"), weights)
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
-        return compiled.captured.structure.around([results.outputs[v, 0] for v in compiled.part.results])
+        found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]
+        return compiled.captured.structure.around(found)
 
     def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
         """Lay out the state, which is allocated for training."""

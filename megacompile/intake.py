@@ -52,14 +52,14 @@ class Intake:
     def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
         """The micro-batches of a step, the ``first`` or a later one; padded where that saves compiling and is
         hidden; of outputs only in what a loss outside of the program is given. Those of several ranks are
-        made alike, of a loss that the model computes."""
-        if ranks is None:
-            hidden = all(b.outputs is None or (b.outputs is all_outputs and not b.evaluates) for b in micro)
-            return self._padder.padded(micro, first=first) if hidden else micro
-        if self._loss_fn is None and all(batch.outputs is None for batch in micro):
+        made alike."""
+        unlike = ranks is not None and not ranks.alike
+        if all(
+            b.outputs is None or (b.outputs is all_outputs and (unlike or not b.evaluates)) for b in micro
+        ):
             return self._padder.padded(micro, first=first, ranks=ranks)
-        masks = not ranks.alike and len(set(ranks.lengths)) == 1
-        return self._padder.masked(micro, ranks) if masks else micro
+        masks = ranks is not None and unlike and len(set(ranks.lengths)) == 1
+        return self._padder.masked(micro, ranks) if ranks is not None and masks else micro
 
     def lengths(self, micro: list[Batch]) -> list[int]:
         """The lengths of micro-batches that may be padded; none, where some may not."""

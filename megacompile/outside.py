@@ -29,7 +29,7 @@ class OutsideLoss:
         self, function: LossOfOutputs, compiled: Compiled, micro: Sequence[Batch], weights: Sequence[float]
     ) -> None:
         self._function, self._weights = function, weights
-        self._lengths = [batch.unpadded for batch in micro]
+        self._micro = micro
         self._structure, self._order = compiled.captured.structure, compiled.part.results
         self.running = False  # the function, inside of a step
 
@@ -37,8 +37,7 @@ class OutsideLoss:
         """The loss, and its weighted gradient by each result, by value."""
         leaves = {value: x.requires_grad_(x.is_floating_point()) for value, x in results.items()}
         copies = {value: leaf.clone() for value, leaf in leaves.items()}  # may be changed in place
-        if (length := self._lengths[micro]) is not None:
-            copies = {v: x[:, :length].contiguous() if x.dim() > 1 else x for v, x in copies.items()}
+        copies = {value: self._micro[micro].own(x) for value, x in copies.items()}
         loss = self._computed(micro, self._structure.around([copies[value] for value in self._order]))
         (loss * self._weights[micro]).sum().backward()  # type: ignore[no-untyped-call]
         zeros = {v: torch.zeros_like(x) for v, x in leaves.items() if x.requires_grad and x.grad is None}

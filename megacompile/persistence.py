@@ -215,10 +215,11 @@ class Persistence(Forward):
         So is the program's own model, with its optimizer, without moments.
 
         The program keeps its own values: what is changed in the model later is trained only after
-        ``load_state_dict(model.state_dict())``.
+        ``load_state_dict(model.state_dict())``. Several ranks call it together, and each gets the values.
         """
         self.synchronize()
-        self._session.values.copy_to(model)
+        with self._session.world.together():
+            self._session.values.copy_to(model)
 
     @alone
     def recompile(self) -> None:

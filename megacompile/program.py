@@ -159,7 +159,8 @@ class Program(Persistence):
         freed.
         """
         self.close()
-        self._session.release()
+        with self.world.together():
+            self._session.release()
         return self.model
 
     def __enter__(self) -> Self:

@@ -34,6 +34,11 @@ class Batch:
     outputs: OutputsFn | None = None
     unpadded: int | None = None
 
+    def own(self, output: Tensor) -> Tensor:
+        """Of an output, what is not of padding."""
+        cut = self.unpadded is not None and output.dim() > 1
+        return output[:, : self.unpadded].contiguous() if cut else output
+
     @property
     def tokens(self) -> int:
         """Real tokens: ones in a two-dimensional attention mask, else elements of the first leaf."""

@@ -59,7 +59,11 @@ class ModelValues:
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
-        self._refuse_several("copying a model that several ranks train")
+        if self._state is not None and self._state.world.size > 1:
+            raise MegacompileError(
+                "Copying a model that several ranks train is not there: make another one, and call "
+                "program.sync_to(it) on all ranks."
+            )
         synchronize = self._synchronize()
         if synchronize is not None:
             synchronize()
@@ -112,14 +116,14 @@ class ModelValues:
         return dict(self.model.named_parameters()) | self.buffers()
 
     def copy_to(self, model: nn.Module) -> None:
-        """Set the values of a model like this one; this one itself is an ordinary model after it."""
-        self._refuse_several("sync_to, and with it release,")
+        """Set the values of a model like this one, on every rank; this one itself is an ordinary model after
+        it."""
         if ownership.is_owned(model) and not (model is self.model and self._owns):
             raise MegacompileError(
                 f"This {type(model).__name__} belongs to another program: give one that holds its own values."
             )
         if model is self.model:
-            for name, value in self.parameters():
+            for name, value in self._everywhere():
                 own = self.model.get_parameter(name)
                 if own.is_meta or name in self._homes:
                     set_value(own, value)
@@ -127,25 +131,26 @@ class ModelValues:
             self._owns = False
             return
         targets = self._counterparts(model)
-        for name, value in itertools.chain(self.parameters(), self.buffers().items()):
+        for name, value in itertools.chain(self._everywhere(), self.buffers().items()):
             for target in targets[name]:
                 if target.is_meta:
                     set_value(target, value.clone())
                 else:
                     target.data.copy_(value)
 
+    def _everywhere(self) -> Iterator[tuple[str, Tensor]]:
+        """What :meth:`parameters` gives the first of several ranks, on each of them."""
+        for name, value in self.parameters():
+            if self._state is not None and name in self._homes:
+                given = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value
+                value = self._state.world.broadcast(given)
+            yield name, value
+
     def release(self) -> None:
         """The model alone holds its values."""
         if self._owns:
             self.copy_to(self.model)
         self._state, self._homes = None, {}
-
-    def _refuse_several(self, what: str) -> None:
-        if self._state is not None and self._state.world.size > 1:
-            raise MegacompileError(
-                f"{what[0].upper()}{what[1:]} is not there for several devices: call program.state_dict() on "
-                "all ranks, which gives rank 0 the values, or program.export."
-            )
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
         """What holds each of our values in another model, if neither has more than the other."""

@@ -187,10 +187,13 @@ def resume(rank: int, size: int, folder: Path) -> dict[str, Any]:
         program.export(folder / f"exported {name}", torch.float32)
         values = program.state_dict()
         evaluated = program.evaluate(second[max(0, rank)])
+        other = build("plain", 6)
+        program.sync_to(other)
         program.load_state_dict({n: v + 1 + rank for n, v in plain_values(rank).items()})
         return {
             "loss": out.loss,
             "values": values,
+            "synced": other.state_dict(),
             "evaluated": evaluated,
             "loaded": program.state_dict(),
             "calls": program.train_step(first).losses,
@@ -210,6 +213,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     exported = saved(folder / "exported ranks"), saved(folder / "exported one")
     assert exported[0].keys() == exported[1].keys()
     assert all(torch.equal(exported[0][n], exported[1][n]) for n in exported[1])
+    assert all(torch.equal(rank["synced"][n], v) for rank in ranks for n, v in one["values"].items())
     assert [sorted(rank["values"]) for rank in ranks] == [sorted(one["values"]), [], []]
     assert all(torch.equal(ranks[0]["values"][n], v) for n, v in one["values"].items())
     assert all(torch.equal(ranks[0]["loaded"][n], v + 1) for n, v in plain_values(0).items())

@@ -25,7 +25,15 @@ RANKS = 2
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 
 
-def of(rank: int, folder: Path, **given: Any) -> Any:
+class Halved(Trainer):  # type: ignore[misc]
+    """Whose loss is its own code."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        return (found[0] / 2, *found[1:]) if isinstance(found, tuple) else found / 2
+
+
+def of(rank: int, folder: Path, kind: Any = Trainer, **given: Any) -> Any:
     """The trainer of one rank; of one process, for which ``rank`` is -1, with as many micro-batches as there
     are ranks."""
     if rank >= 0:
@@ -37,7 +45,8 @@ def of(rank: int, folder: Path, **given: Any) -> Any:
         "max_grad_norm": 1e9,
         "per_device_eval_batch_size": 2 * micro,
     }
-    one = test_trainer.trainer(Trainer, folder, **settings | given)
+    given.setdefault("of_trainer", {"hbm_budget": "20MB"})
+    one = test_trainer.trainer(kind, folder, **settings | given)
     one.train_dataset = test_trainer.rows(24, 1)
     return one
 
@@ -111,7 +120,7 @@ def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path
         torch.testing.assert_close(value, one["values"][name], rtol=1e-4, atol=1e-6)
 
 
-def unlike(rank: int, folder: Path) -> dict[str, Any]:
+def unlike(rank: int, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Rows of unlike lengths, padded on the right to the longest of a batch, and metrics of them."""
     data = [{n: v[: 3 + 5 * i % 9] for n, v in row.items()} for i, row in enumerate(test_trainer.rows(24, 1))]
     one = of(
@@ -121,6 +130,7 @@ def unlike(rank: int, folder: Path) -> dict[str, Any]:
         eval_steps=6,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=test_trainer.most_likely,
+        **given,
     )
     one.train_dataset, one.eval_dataset, one.data_collator = data, data[:8], padded
     one.train()
@@ -146,9 +156,13 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def test_ranks_whose_batches_are_of_unlike_lengths_train_as_one_process(tmp_path: Path) -> None:
-    first, second = whole(run_ranks(RANKS, unlike, tmp_path / "ranks"))
-    one = unlike(-1, tmp_path / "one")
+@pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}, {"kind": Halved}])
+def test_ranks_whose_batches_are_of_unlike_lengths_train_as_one_process(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the model's own loss, one that is compiled with it, and one that is computed outside."""
+    first, second = whole(run_ranks(RANKS, unlike, tmp_path / "ranks", given))
+    one = unlike(-1, tmp_path / "one", given)
     assert first["logs"] == second["logs"] and first["programs"] == second["programs"]
     assert first["logs"] == [pytest.approx(entry, rel=1e-6) for entry in one["logs"]]
     assert same(first["values"], one["values"])
@@ -176,8 +190,10 @@ def stopped(rank: int, folder: Path) -> dict[str, Any]:
     )
     one.train()
     steps = one.state.global_step
-    one.program.close()
-    return {"stopped": steps} | resumed(rank, folder, save_strategy="no", eval_strategy="no", max_steps=5)
+    released = one.release().state_dict()
+    return {"stopped": steps, "released": released} | resumed(
+        rank, folder, save_strategy="no", eval_strategy="no", max_steps=5
+    )
 
 
 def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
@@ -186,6 +202,7 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
     first, second = whole(run_ranks(RANKS, stopped, tmp_path / "ranks"))
     one = trained(-1, tmp_path / "one", max_steps=5, eval_strategy="no")
     assert first["stopped"] == second["stopped"] == 3
+    assert same(first["released"], second["released"])
     assert Path(last_checkpoint(str(tmp_path / "ranks"))).name == "checkpoint-3"
     assert same(first["values"], one["values"])
 
