@@ -94,7 +94,8 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[Any, Any] = {}
-    for index, (name, value) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
+    names = [(i, name) for i, name in enumerate(launch.kernel.arg_names) if name not in constants]
+    for (index, name), value in zip(names, launch.args, strict=True):
         if isinstance(value, torch.Tensor):
             signature[name] = POINTER[value.dtype]
         elif isinstance(value, float):
@@ -135,22 +136,26 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_job(job: Job) -> tuple[Resources, Ceiling]:
-    """Compile one kernel for one chip."""
+    """Compile one kernel of ours for one chip."""
+    launch = _record(job.registry, job.case, job.arch)[job.launch]
+    module = AOT_CASES[job.registry].__module__.rpartition(".")[2]
+    return compile_launch(launch, job.arch, (module, job.name, launch.kernel.__name__, job.variant))
+
+
+def compile_launch(launch: Launch, arch: int, head: tuple[str, str, str, int]) -> tuple[Resources, Ceiling]:
+    """The rows of a kernel for one chip, called ``head``."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    launch = _record(job.registry, job.case, job.arch)[job.launch]
     source = ASTSource(launch.kernel, *_specialise(launch))
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     cubin = built.asm["cubin"]
     registers, local = _usage(cubin)
     loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")
-    module = AOT_CASES[job.registry].__module__.rpartition(".")[2]
-    head = module, job.name, launch.kernel.__name__, job.variant
     row = Resources(
         *head,
-        arch=job.arch,
+        arch=arch,
         registers=registers,
         local=local,
         shared=built.metadata.shared,
@@ -158,7 +163,7 @@ def compile_job(job: Job) -> tuple[Resources, Ceiling]:
         narrow_loads=sum(width < 16 for width in loads),
         store=max(stores, default=0),
     )
-    return row, ceilings.ceiling(launch, cubin, job.arch, (registers, row.shared), head)
+    return row, ceilings.ceiling(launch, cubin, arch, (registers, row.shared), head)
 
 
 def measure(archs: Sequence[int] = tuple(SHARED_LIMIT)) -> tuple[list[Resources], list[Ceiling]]:

@@ -67,10 +67,11 @@ class Tile:
 
 Tiles = Mapping[str, tuple[Tile | None, ...]]
 
-# Per kernel, for heads up to 64, 128, 192 and 256 wide. None spills: see resources.csv. "kv" makes dk and dv
-# at once, "k" and "v" one each: on 9.0 two warpgroups share no row of the scores from 128 keys on, and dk and
-# dv of so many keys do not fit its registers. HOPPER and BLACKWELL (10.0) have more than 160 KiB of shared
-# memory per block and products that read it directly.
+# Per kernel, for heads up to 64, 128, 192 and 256 wide. None spills in its hot loop:
+# see ceilings.csv. "kv" makes dk and dv at once, "k" and "v" one each: on 9.0 two warpgroups share no row of
+# the scores from 128 keys on, and dk and dv of so many keys do not fit its registers. HOPPER and BLACKWELL
+# (10.0) have more than 160 KiB of shared memory per block and products that read it directly. GEFORCE (12.0)
+# gives the same work to twice the warps where four spill.
 _SMALL, _NARROW = Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)
 _WIDE = (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))
 TILES: Tiles = {
@@ -90,13 +91,15 @@ BLACKWELL: Tiles = {
     "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
     "kv": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 2), _NARROW, _NARROW),
 }
+GEFORCE: Tiles = {**TILES, "kv": (Tile(64, 32, 8, 2), *TILES["kv"][1:])}
+_OF_CHIP = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL, 120: GEFORCE, 121: GEFORCE}
 WIDTHS = 64, 128, 192, 256
 
 
 def tiles_for(kernels: tuple[str, ...], q: Tensor, v: Tensor) -> dict[str, Tile]:
     """The tiles of those of ``kernels`` that these head widths, this type and this chip take."""
     place = bisect_left(WIDTHS, max(q.shape[-1], v.shape[-1]))
-    table = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(arch_of(q), TILES)
+    table = _OF_CHIP.get(arch_of(q), TILES)
     found = {name: table[name][place] for name in kernels if place < len(table.get(name, ()))}
     return {name: tile for name, tile in found.items() if tile is not None}
 

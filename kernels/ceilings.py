@@ -105,5 +105,6 @@ def ceiling(
         *head, arch, "/".join(sorted({p.kind for p in products})) or "-",
         round(executed / needed, 2) if needed else 0.0,
         cycles["issue"], cycles["alu"], cycles["fma"], cycles["special"], cycles["tensor"], cycles["shared"],
+        spills=sum(x.opcode in sass.LOCAL for x in code),
         bytes=moved, ctas=ctas, in_flight=flying, rate=round(rate), binds=binds,
     )  # fmt: skip

@@ -50,8 +50,9 @@ class Ceiling:
     """One row of the table; cycles are per CTA and iteration of the hot loop, bytes too.
 
     ``executed``: flops of MMA instructions / flops that the formula needs (0 without products).
-    ``in_flight``: bytes that a multiprocessor can wait for at a time. ``rate``: TFLOP/s with products, GB/s
-    without. ``binds``: a column, "memory" (its bandwidth) or "latency" (too few bytes in flight).
+    ``spills``: loads and stores of local memory. ``in_flight``: bytes that a multiprocessor can wait for at a
+    time. ``rate``: TFLOP/s with products, GB/s without. ``binds``: a column, "memory" (its bandwidth) or
+    "latency" (too few bytes in flight).
     """
 
     module: str
@@ -67,6 +68,7 @@ class Ceiling:
     special: int
     tensor: int
     shared: int
+    spills: int
     bytes: int
     ctas: int
     in_flight: int

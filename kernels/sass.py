@@ -31,6 +31,7 @@ ALU = (
     "PRMT", "VIADD", "VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "F2FP", "PLOP3", "IABS", "MOV", "I2FP",
     "SGXT", "BMSK", "LOP", "HSETP2", "HMNMX2", "P2R", "R2P",
 )  # fmt: skip
+LOCAL = ("LDL", "STL")
 SHARED = ("LDS", "STS", "LDSM", "STSM", "LDGSTS")
 MMA = ("HMMA", "HGMMA", "UTCHMMA")
 

@@ -87,7 +87,9 @@ def test_every_tile_is_compiled(arch: int) -> None:
         (x.kernel.__name__, x.constants.get("BLOCK_M"), x.constants.get("BLOCK_N"), x.num_warps, x.num_stages)
         for x in recorded(arch)
     }
-    tiles = {90: attention.HOPPER, 100: attention.BLACKWELL}.get(arch, attention.TILES)
+    tiles = {90: attention.HOPPER, 100: attention.BLACKWELL, 120: attention.GEFORCE}.get(
+        arch, attention.TILES
+    )
     name = {"forward": "forward", "q": "backward_q"}
     wanted = {
         (f"attention_{name.get(k, 'backward_kv')}_kernel", t.block_m, t.block_n, t.num_warps, t.num_stages)

@@ -121,6 +121,20 @@ def test_duplicated_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "executes 2.0" in worse([replace(row, executed=1.0)], [row])[0]
 
 
+def test_a_spill_in_the_hot_loop_is_a_fault_and_one_before_it_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exponential = "MUFU.EX2 R24, R24 ;"
+    for spilled, count in (
+        (LOOP.replace(exponential, "LDL.64 R24, [R1] ;"), 1),
+        (LOOP.replace("LDG.E.128", "STL"), 0),
+    ):
+        monkeypatch.setattr(sass, "disassemble", lambda _, text=spilled: text)
+        row = ceilings.ceiling(launch(BLOCK_M=128, BLOCK_N=16), b"", 90, (128, 64 << 10), ("m", "c", "k", 0))
+        assert row.spills == count
+        assert ["spills in its hot loop" in fault for fault in slow([row])] == [True] * count
+
+
 def test_a_lower_ceiling_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     row = measured(monkeypatch, launch(BLOCK_M=128, BLOCK_N=16))
     assert not worse([row], [row]) and not worse([], [row])

@@ -123,3 +123,9 @@ def test_what_a_kernel_is_worth_by_hand() -> None:
 def test_the_table_travels_with_the_package() -> None:
     patterns = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert f'"megacompile.kernels" = ["*{CEILINGS.suffix}"]' in patterns
+
+
+def test_updates_keep_every_chips_memory_busy() -> None:
+    """So they are priced by its bandwidth, whatever their kernel."""
+    rows = [row for row in read_ceilings() if row.module == "adamw"]
+    assert {row.arch for row in rows} == set(CHIPS) and {row.binds for row in rows} == {"memory"}
