@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 import megacompile
 from megacompile.differentiate import policies
 from megacompile.differentiate.functions import BlockFunction
+from megacompile.frontend import Frontend
 from megacompile.kernels import _triton
 from tests.simulated.numbers import runtime
 from tests.simulated.test_budgets import batch, llama
@@ -31,6 +32,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
         return block_function(name, graph, *rest)
 
     monkeypatch.setattr(policies, "block_function", noted)
+    monkeypatch.setattr("megacompile.api.Frontend", Frontend)  # no function of an earlier test is taken
     monkeypatch.setattr(_triton, "HAS_TRITON", True)  # as where it is installed
     monkeypatch.setattr(_triton, "_gave_up", False)
     runtime.set(poison=0, lag_us=0)
