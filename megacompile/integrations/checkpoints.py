@@ -22,7 +22,8 @@ from megacompile.storage.durable import sync
 STATE = "program"
 _UNFINISHED = "unfinished"
 _LAST = "trainer_state.json"
-_SCHEDULER, _RANDOM = "scheduler.pt", "rng_state*.pth"  # of each rank its own
+_SCHEDULER, _RANDOM = "scheduler.pt", "rng_state.pth"
+_RANDOM_OF_RANKS = "rng_state*.pth"  # of several ranks rng_state_0.pth, and so on
 
 
 def begin(folder: Path) -> None:
@@ -45,7 +46,7 @@ def check_checkpoint(folder: Path) -> Path:
 
     Reads everything but tensors, and nothing that could run code.
     """
-    pickled = [folder / _SCHEDULER, *sorted(folder.glob(_RANDOM))]
+    pickled = [folder / _SCHEDULER, *sorted(folder.glob(_RANDOM_OF_RANKS))]
     lacks = next((name for name in (STATE, _LAST, _SCHEDULER) if not (folder / name).exists()), None)
     if lacks is None and len(pickled) == 1:
         lacks = _RANDOM
