@@ -61,7 +61,9 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
                 load_machine(options.machine)
 
 
-@pytest.mark.parametrize("path", PAGES[-4:], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [*PAGES[-4:-1], pytest.param(PAGES[-1], marks=pytest.mark.nightly)], ids=lambda p: p.stem
+)
 def test_the_figures_of_a_guide_are_those_of_its_commands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -217,26 +219,30 @@ def test_the_example_for_preferences_is_understood(folder: Path, capsys: pytest.
     assert "data: nothing.jsonl cannot be read" in capsys.readouterr().err
 
 
-def on_ranks(rank: int, folder: Path, given: list[str]) -> int:
-    """The command on one of two ranks, as torchrun starts it."""
+def on_ranks(rank: int, folder: Path, given: list[str]) -> tuple[int, str]:
+    """The command on one of two ranks, as torchrun starts it: its exit code, and what it prints."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in told.items()})
     os.chdir(folder)
-    return main(["train", "config.yaml", *given])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(["train", "config.yaml", *given])
+    return code, printed.getvalue()
 
 
-def test_two_ranks_train_what_one_process_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_train_what_one_process_does(folder: Path) -> None:
     """Losses and weights bitwise, from batches of unlike lengths; the first rank alone tells and writes."""
     given = [*SMALL, "--max_grad_norm=1e9", "--bf16=false", "--logging_steps=1"]
-    assert whole(run_ranks(2, on_ranks, folder, [*given, "--output_dir=ranks", GRADIENTS + "1"])) == [0, 0]
-    said = capfd.readouterr().out
+    (one, said), other = whole(
+        run_ranks(2, on_ranks, folder, [*given, "--output_dir=ranks", GRADIENTS + "1"])
+    )
+    assert one == 0 and other == (0, "")
     assert said.count("megacompile: the model is in ranks/model") == said.count("What can you do? →") == 1
     assert main(["train", "config.yaml", *given, "--output_dir=one", GRADIENTS + "2"]) == 0
     logs = [list(csv.DictReader((folder / name / "log.csv").open())) for name in ("ranks", "one")]
-    ranks, one = (
+    ranks, alone = (
         [(row["step"], row["loss"], row["learning_rate"]) for row in log if row["loss"]] for log in logs
     )
-    assert ranks == one and len(one) == 4
+    assert ranks == alone and len(alone) == 4
     models = [load_file(folder / name / "model" / "model.safetensors") for name in ("ranks", "one")]
     assert models[0].keys() == models[1].keys()
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
