@@ -27,7 +27,7 @@ class Intake:
     def __init__(self, model: nn.Module, compiler: Compiler, max_seq_len: int | None) -> None:
         self._model, self._max_seq_len = model, max_seq_len
         self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
-        self._padder = Padder(model, compiler, max_seq_len)
+        self.padder = Padder(model, compiler, max_seq_len)
 
     def read(self, given: Any, *, evaluate: bool, outputs: OutputsFn | None = None) -> list[Batch]:
         """The micro-batches of one step."""
@@ -57,13 +57,9 @@ class Intake:
         if all(
             b.outputs is None or (b.outputs is all_outputs and (unlike or not b.evaluates)) for b in micro
         ):
-            return self._padder.padded(micro, first=first, ranks=ranks)
+            return self.padder.padded(micro, first=first, ranks=ranks)
         masks = ranks is not None and unlike and len(set(ranks.lengths)) == 1
-        return self._padder.masked(micro, ranks) if ranks is not None and masks else micro
-
-    def lengths(self, micro: list[Batch]) -> list[int]:
-        """The lengths of micro-batches that may be padded; none, where some may not."""
-        return self._padder.lengths(micro)
+        return self.padder.masked(micro, ranks) if ranks is not None and masks else micro
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

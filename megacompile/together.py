@@ -95,7 +95,7 @@ def agreed_batches(
 def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
     """What padding depends on."""
     kinds = {_digest(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
-    lengths = session.intake.lengths(micro)
+    lengths = session.intake.padder.lengths(micro)
     masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]
     return {
         "kind": min(kinds),

@@ -52,7 +52,8 @@ class TrainConfig:
 def run_train(options: argparse.Namespace) -> int:
     """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    find_ranks()  # before transformers makes their group, which torchrun's restarts could not make again
+    # before transformers makes the group of the ranks, which torchrun could not make again at a restart
+    first = find_ranks().rank == 0  # which writes, and tells
     try:
         import trl
 
@@ -62,7 +63,6 @@ def run_train(options: argparse.Namespace) -> int:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
     ours, _, arguments, model_config, _ = keys
-    first = find_ranks().rank == 0  # which writes, and tells
     if ours.dry_run:
         return _dry_run(ours, arguments, model_config) if first else 0
     folder = Path(arguments.output_dir)

@@ -55,17 +55,15 @@ class Updates(_Upstream):
 
     def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        weight = 1.0 if self._is_scaled(count) else 1.0 / steps
         ranks: int = self.args.world_size
         if self._outside is None:  # a count is that of all ranks
-            return MicroBatch(
-                self._batch(inputs, count), weight if self._is_scaled(count) else weight / ranks
-            )
+            weight = 1.0 if self._is_scaled(count) else 1.0 / (steps * ranks)
+            return MicroBatch(self._batch(inputs, count), weight)
+        # the gradients of ranks are averaged there
+        weight = 1.0 / ranks if self._is_scaled(count) else 1.0 / (steps * ranks)
         compute = functools.partial(self.compute_loss, inputs=inputs, num_items_in_batch=count)
         outside = self._outside(self, compute)
-        return MicroBatch(
-            outside.begin(), weight / ranks, outside
-        )  # as gradients of ranks are averaged there
+        return MicroBatch(outside.begin(), weight, outside)
 
     def _loss_outside(self, waiting: list[MicroBatch]) -> dict[str, Any]:
         """How a program is told that the trainer computes the loss, where it does."""

@@ -52,16 +52,13 @@ _KERNELS = {  # operator: module and kernel, as the table names them
 _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 
-def kernel_delays(call: Call | Op, machine: Machine) -> tuple[float, float]:
-    """Seconds that a function's kernels of ours take beyond nominal ones: those that move bytes beyond the
-    memory's bandwidth, attention beyond attention's rates."""
+def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
+    """Seconds that a function's kernels of ours take beyond nominal ones: those that attend beyond the rates
+    of attention, or the others, which move bytes, beyond the memory's bandwidth."""
     if machine.chip not in CHIPS:
-        return 0.0, 0.0
-    delays = [0.0, 0.0]
-    for kernel in call.kernels:
-        delay = kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine)
-        delays[kernel.op in _ATTENTION] += delay
-    return delays[0], delays[1]
+        return 0.0
+    kernels = (kernel for kernel in call.kernels if (kernel.op in _ATTENTION) == attends)
+    return sum(kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine) for kernel in kernels)
 
 
 def kernel_seconds(kernel: KernelWork, machine: Machine) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megacompile.assemble.workload import Call
-from megacompile.machine.ceilings import kernel_delays
+from megacompile.machine.ceilings import kernel_delay
 from megacompile.machine.contention import shared_times
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Event, Op, Step
@@ -96,12 +96,12 @@ def attention_delay(call: Call | Op, machine: Machine) -> float:
     rates = machine.attention_forward, machine.attention_backward
     found = zip(call.attention_flops, rates, strict=True)
     delay = sum(flops / rate - flops / machine.flops for flops, rate in found if rate is not None)
-    return delay + kernel_delays(call, machine)[1]
+    return delay + kernel_delay(call, machine, attends=True)
 
 
 def traffic_seconds(call: Call | Op, machine: Machine) -> float:
     """Seconds of a block function's memory traffic."""
-    return call.moved_bytes / machine.memory_bandwidth + kernel_delays(call, machine)[0]
+    return call.moved_bytes / machine.memory_bandwidth + kernel_delay(call, machine, attends=False)
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:
