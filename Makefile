@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow simulated docs check format clean
+.PHONY: demo test test-all test-slow simulated simulated-newest test-newest docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,10 +29,12 @@ test-slow: $(READY)
 
 # A CUDA build of torch without NVIDIA's libraries: tests/simulated stands in for these. It takes 2 GB.
 CUDA := .venv-cuda
+TORCH := 2.11.0
+TRITON := 3.6.0
 $(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simulated/runtime/*)
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==2.11.0 triton==3.6.0 \
-		accelerate==1.15.0
+	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==$(TORCH) \
+		triton==$(TRITON) accelerate==1.15.0
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools \
 		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest hypothesis transformers psutil
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -46,6 +48,18 @@ SIMULATED := LD_LIBRARY_PATH=$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/pytho
 simulated: $(CUDA)/.ready
 	$(SIMULATED) tests/simulated --ignore tests/simulated/test_pages.py
 	$(SIMULATED) tests/simulated/test_pages.py
+
+# The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:
+NEWEST := .venv-newest
+simulated-newest:
+	$(MAKE) simulated CUDA=$(NEWEST) TORCH=2.15.0 TRITON=3.9.0
+
+test-newest: $(READY)
+	$(MAKE) $(NEWEST)/.ready CUDA=$(NEWEST) TORCH=2.15.0 TRITON=3.9.0
+	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude triton > $(NEWEST)/packages.txt
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(NEWEST)/packages.txt
+	CUDASIM_DEVICES=0 LD_LIBRARY_PATH=$(NEWEST)/cudasim $(NEWEST)/bin/python -m pytest \
+		--numprocesses 2 --dist worksteal --ignore tests/simulated -m 'not slow and not nightly'
 
 # The documentation as a site, in build/site: an environment of its own, as nothing else needs a site's tools.
 docs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,14 +33,28 @@ GAUSSIAN = (
 
 
 def refused(reason: str) -> Callable[..., Any]:
-    """A function that takes no call but those of torch itself, where it traces scan."""
+    """A function that takes no call but those of torch itself, where it traces scan: by a compilation of its
+    own within the export's (:func:`forward_runs`)."""
 
     def refuse(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-        if CompileContext.current_compile_id() is not None:
+        if CompileContext.current_compile_id() != _exports.get():
             return theirs(*args, **kwargs)
         raise CaptureError(reason)
 
     return refuse
+
+
+_exports: ContextVar[Any] = ContextVar("exports", default=None)
+
+
+@contextlib.contextmanager
+def forward_runs() -> Iterator[None]:
+    """Within the context a forward is exported: what it calls, it calls in this compilation, or in none."""
+    token = _exports.set(CompileContext.current_compile_id())
+    try:
+        yield
+    finally:
+        _exports.reset(token)
 
 
 def unchecked(

@@ -25,7 +25,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.calls import fake_kernels_named
+from megacompile.capture.calls import fake_kernels_named, forward_runs
 from megacompile.capture.captured import Captured, given_gradients, strip
 from megacompile.capture.clean import clean
 from megacompile.capture.draws import replace_draws
@@ -78,7 +78,7 @@ class _Forward(nn.Module):
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("position_ids") is not None
-        with replaced(REFUSED), fake_kernels_named(), self.effects.noted(self.model):
+        with replaced(REFUSED), forward_runs(), fake_kernels_named(), self.effects.noted(self.model):
             taken, named, rest = (args, kwargs, ())
             if divides(kwargs, self._loss_fn, self._outputs):
                 function = self._outputs or self._loss_fn

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -166,6 +167,8 @@ def _replace(patch: Patch, undo: contextlib.ExitStack) -> None:
     before = own.get(name, _ABSENT)
     if isinstance(before, classmethod):
         ours = classmethod(_in_this_thread(ours, before.__func__))
+    elif isinstance(before, types.ClassMethodDescriptorType):  # a class method in C
+        ours = classmethod(_in_this_thread(ours, functools.partial(_called_on, before)))
     elif callable(ours):  # without an original there is nothing else for other threads
         ours = functools.partial(ours, None) if theirs is None else _in_this_thread(ours, theirs)
     put(name, ours)
@@ -186,6 +189,10 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
         return theirs(*args, **kwargs)
 
     return call
+
+
+def _called_on(method: types.ClassMethodDescriptorType, kind: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, kind)(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class TorchCuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.cuda.set_device(device)
-        _expand_segments()
+        set_allocator()
         _warm_up(device, self.stream("compute"))
         self._anchor()
         self._refused = False
@@ -272,8 +272,11 @@ def _stream(device: torch.device, name: str) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _expand_segments() -> None:
-    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more."""
+def set_allocator() -> None:
+    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more. And let
+    cuBLAS keep its workspaces; from torch 2.15 on (PR 194311) each product would take and give back its own,
+    unless the process has made one before."""
+    os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     pages = f"large_segment_size_mb:{PAGE_BYTES >> 20}"
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:True,{pages}")
 

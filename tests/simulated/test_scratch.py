@@ -15,7 +15,7 @@ from megacompile.differentiate.meter import StorageMeter
 from megacompile.differentiate.scratch import scratch
 from megacompile.kernels import _triton
 from megacompile.kernels.linear_cross_entropy import add_product_
-from megacompile.runtime.cuda_memory import _expand_segments
+from megacompile.runtime.cuda_memory import set_allocator
 
 aten, ours = torch.ops.aten, torch.ops.megacompile
 ROUNDING = 16 * 512  # bytes: the allocator rounds each tensor up to 512, and some hold a few bytes
@@ -29,7 +29,7 @@ SHAPES = [(1, 8, 8, 2048, 64), (2, 12, 12, 1024, 64), (1, 8, 2, 2048, 64), (1, 3
 @pytest.fixture
 def expanding() -> None:
     """Segments expand as in programs, so blocks are no larger than what was asked for."""
-    _expand_segments()
+    set_allocator()
 
 
 def asked_for(run: Callable[[], Any]) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def test_sorts_take_no_more_than_is_planned(
         assert peak - results <= formula <= 2 * (peak - results) + (96 << 10)
 
 
-def test_a_head_adds_to_its_float32_sum_without_memory() -> None:
+def test_a_head_adds_to_its_float32_sum_without_memory(expanding: None) -> None:
     """Within cuBLAS's product: a product of its own would be as large as the sum."""
     total = torch.empty(512, 256, device="cuda")
     a, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((512, 1024), (1024, 256)))

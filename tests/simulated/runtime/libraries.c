@@ -148,4 +148,5 @@ API int cudnnSetStream(void *h, void *s) { return 0; }
 API int cudnnGetStream(void *h, void **s) { return *s = 0, 0; }
 API int nvmlInit_v2(void) { return 0; }
 API int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **d) { return *d = (void *)1, 0; }
+API int nvmlDeviceGetGpuFabricInfoV(void *d, void *info) { return 0; } /* no fabric */
 API int nvmlDeviceGetComputeRunningProcesses(void *d, unsigned *count, void *processes) { return *count = 0, 0; }

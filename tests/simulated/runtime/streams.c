@@ -158,6 +158,10 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStat
   *status = cudaStreamCaptureStatusNone;
   return 0;
 }
+API CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return 0;
+}
 #undef cudaStreamGetCaptureInfo
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                          cudaGraph_t *graph, const cudaGraphNode_t **nodes,

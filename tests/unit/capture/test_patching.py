@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.patching import REFUSED, replaced
+from megacompile.capture.patching import REFUSED, Patch, replaced
 from megacompile.errors import CaptureError
 from megacompile.pretrained import parameters_on_meta
 
@@ -47,6 +47,24 @@ def test_gradients_of_ones_own_are_refused_to_the_thread_that_captures() -> None
             gradient()
         assert elsewhere(gradient).tolist() == [6, 6]
     assert gradient().tolist() == [6, 6]
+
+
+class Named(dict[str, int]):
+    fromkeys = dict.__dict__["fromkeys"]  # a class method in C, as Function.apply is from torch 2.15 on
+
+
+def test_a_class_method_in_c_is_given_the_class_that_is_called() -> None:
+    def counted(theirs: Any, kind: Any, names: str) -> Any:
+        return theirs(kind, names, len(names))
+
+    class Other(Named):
+        pass
+
+    with replaced([Patch(Named, "fromkeys", counted, "to see it called")]):
+        found = Other.fromkeys("ab")
+        assert found == {"a": 2, "b": 2} and type(found) is Other
+        assert elsewhere(lambda: Other.fromkeys("ab")) == {"a": None, "b": None}
+    assert Other.fromkeys("ab") == {"a": None, "b": None}
 
 
 def test_modules_that_another_thread_builds_have_values() -> None:
