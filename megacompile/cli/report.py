@@ -67,6 +67,18 @@ def _head(answer: Answer) -> str:
     )
 
 
+def largest_line(big: Largest, question: Question) -> str:
+    """What would fit; of what does not fit at all, nothing is told but that."""
+    about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
+    capped = " (the model's own limit)" if big.seq_limit and big.seq + big.seq_step > big.seq_limit else ""
+    batch = f"{about}batch {big.batch}" if big.batch else "no batch"
+    seq = f"{about}{big.seq:,} tokens{capped}" if big.seq else "none"
+    return (
+        f"  largest that fits the device: {batch} at {question.seq:,} tokens, {seq} at batch "
+        f"{question.batch}{sure}"
+    )
+
+
 def _cards(question: Question) -> str:
     """``4 machines of 8 × ``; nothing for a single card."""
     cards = f"{question.gpus} × " if question.ranks > 1 else ""
@@ -104,15 +116,7 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         f"{format_bytes(answer.least_host(False))} without",
     ]
     if extras.largest is not None:
-        big = extras.largest
-        capped = (
-            " (the model's own limit)" if big.seq_limit and big.seq + big.seq_step > big.seq_limit else ""
-        )
-        about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
-        lines.append(
-            f"  largest that fits the device: {about}batch {big.batch} at {q.seq:,} tokens, "
-            f"{about}{big.seq:,} tokens at batch {q.batch}{capped}{sure}"
-        )
+        lines.append(largest_line(extras.largest, q))
     if not answer.fits_device():
         lines.append(
             textwrap.fill(

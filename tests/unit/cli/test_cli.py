@@ -14,13 +14,14 @@ import torch
 
 from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
+from megacompile.cli import report
 from megacompile.cli import run as cli_run
 from megacompile.cli.main import main
 from megacompile.estimate import models
 from megacompile.estimate.answer import Question
 from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
 from megacompile.estimate.flops import complete_flops
-from megacompile.estimate.largest import _most, estimate_largest, largest
+from megacompile.estimate.largest import Largest, _most, estimate_largest, largest
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
@@ -223,6 +224,11 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
     assert "DOES NOT FIT" in out and "Ways out" in out
     assert "--batch 1 --micro-batches 2" in out and "--seq 64" in out and "--hbm-budget" in out
     assert re.search(r"enough, [\d,]+ tokens/s", out)
+
+
+def test_where_nothing_fits_no_zero_is_printed() -> None:
+    line = report.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
+    assert "no batch at " in line and ", none at batch " in line
 
 
 def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
