@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
@@ -29,6 +30,13 @@ CTC = (
 GAUSSIAN = (
     "The forward calls gaussian_nll_loss, which looks at the values of var: write it out, as "
     "0.5 * (var.log() + (input - target).square() / var).mean()."
+)
+
+
+CHECKPOINT = next(  # what surrounds the function of a checkpoint; its name from torch 2.15 on, and before
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch.utils.checkpoint, name)
 )
 
 

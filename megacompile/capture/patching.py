@@ -65,7 +65,7 @@ REFUSED: tuple[Patch, ...] = (
     Patch(Distribution, "_validate_sample", calls.nothing, _BY_VALUES),
     Patch(
         torch.utils.checkpoint,
-        "_checkpoint_without_reentrant_generator",
+        calls.CHECKPOINT,
         calls.once,
         "the plan decides what is recomputed; export takes how nested ones save inputs for no_grad's end",
     ),
