@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,12 @@ Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys, tokens, c
 SHAPES = [(1, 8, 8, 2048, 64), (2, 12, 12, 1024, 64), (1, 8, 2, 2048, 64), (1, 32, 8, 4096, 128),
           (1, 4, 4, 300, 64), (1, 4, 4, 256, 40), (1, 1, 1, 4096, 128), (1, 2, 2, 100, 160),
           (1, 16, 16, 512, 256)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_over() -> None:
+    """What earlier programs held in cycles is freed now, not while something is measured."""
+    gc.collect()
 
 
 @pytest.fixture
