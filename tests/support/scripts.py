@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, each a fork of one that has imported everything.
+"""Scripts in processes of their own, each a fork of one that has imported everything and compiled a program.
 
 In: a script's text and its arguments. Out: its process, and what that prints. It ends as one that Python
 started for the script: its threads are awaited, its interpreter is finalised, its exit code is told.
@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama",
-     "transformers.models.gpt2.modeling_gpt2", "megacompile", "tests.support.models"]
+     "transformers.models.gpt2.modeling_gpt2", "megacompile", "tests.support.models", "tests.support.warm"]
 )  # fmt: skip
 
 

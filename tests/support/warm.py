@@ -1,0 +1,33 @@
+"""What the first compilation of a process imports and sets up: done in the fork server, its forks have it.
+
+torch imports a third of itself when it first exports a model. Importing this module starts no thread, draws no
+number of the default generator, and says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import torch
+import tqdm
+from torch import nn
+
+import megacompile
+from megacompile import api
+
+
+def compile_once() -> None:
+    """Compile a small model, and forget it."""
+    with contextlib.redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        program = megacompile.compile(
+            model, "1MB", optimizer=torch.optim.AdamW(model.parameters()), max_grad_norm=1.0,
+            loss_fn=lambda out, batch: out.sum(), example_batch=torch.zeros(2, 4, dtype=torch.bfloat16),
+        )  # fmt: skip
+        program.close()
+    api._announce.cache_clear()  # each process says it once
+
+
+tqdm.tqdm.monitor_interval = 0  # torch makes a progress bar for each graph that it runs; no thread for it
+compile_once()
