@@ -36,10 +36,12 @@ ANEW = (
     "tests/unit/cli/",
     "tests/unit/differentiate/",
     "tests/e2e/test_bad_input.py",
+    "tests/e2e/test_between_steps.py",
     "tests/e2e/test_calls.py",
     "tests/e2e/test_faults.py::test_models_are_captured_in_two_threads_at_once",
     "tests/e2e/test_plain_modules.py",
     "tests/e2e/test_program.py::test_dump_is_complete_and_deterministic",
+    "tests/e2e/test_values.py",
 )
 """Tests of capture itself, of how often it is the same, or of where it is called from."""
 

@@ -1,8 +1,9 @@
 """Captures of equal models, remembered: most of a small test's time is tracing what another one traced.
 
 In: what a :class:`~megacompile.frontend.Frontend` asks of its stages. Out: what they gave before for an
-equal model, loss and batch. Only modules and functions of torch, transformers, peft, ``tests.support`` and
-our own are told equal, and only while nothing but plain data is attached to them; any other is captured anew.
+equal model, loss and batch. Only modules and functions of torch, transformers, peft, of tests where they are
+no function's own, and of ours are told equal, and only while nothing but plain data is attached to them; any
+other is captured anew.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _model(model: nn.Module) -> tuple[Any, ...]:
 def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
     kind, values = type(module), vars(module)
     hooks = [hook for name in _HOOKS for hook in (values.get(name) or {}).values()]
-    if not f"{kind.__module__}.".startswith(_KNOWN) or any(type(hook) is not Refuser for hook in hooks):
+    if not _is_known(kind) or any(type(hook) is not Refuser for hook in hooks):
         raise _UnknownError
     tensors = [
         (name, seen.setdefault(id(t), len(seen)), None if t is None else (*_tensor(t), t.requires_grad))
@@ -115,6 +116,12 @@ def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
     ]
     own = [(name, _plain(values[name])) for name in sorted(values.keys() - _TORCHS)]
     return kind, kind.forward, module.training, seen.setdefault(id(module), len(seen)), *tensors, *own
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a class or a function is told from others by what it is: a test's own, if no call makes it anew."""
+    place = f"{value.__module__}."
+    return place.startswith(_KNOWN) or (place.startswith("tests.") and "<" not in value.__qualname__)
 
 
 def _tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -136,7 +143,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return _plain(value.__func__), type(value.__self__)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        if f"{value.__module__}.".startswith(_KNOWN):
+        if _is_known(value):
             return value
     elif f"{type(value).__module__}.".startswith(_OF_PLAIN_DATA):
         return type(value), _plain({k: v for k, v in vars(value).items() if k != "_name_or_path"})

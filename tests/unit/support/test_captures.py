@@ -88,11 +88,15 @@ def test_what_capture_is_given_besides_counts(monkeypatch: pytest.MonkeyPatch) -
     assert counted.made == 8
 
 
-def test_classes_of_a_test_are_never_told_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+class Own(Plain):
+    """A class that is the same in all tests of this module."""
+
+
+def test_classes_of_a_test_are_told_equal_unless_it_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(Plain):
         pass
 
     counted = Counted(monkeypatch)
-    for _ in range(2):
-        counted.of(Mine(), batch_for("plain"))
-    assert counted.made == 2
+    for kind in (Own, Own, Mine, Mine):
+        counted.of(kind(), batch_for("plain"))
+    assert counted.made == 3
