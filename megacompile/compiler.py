@@ -255,16 +255,15 @@ class Compiler:
         if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
 
-            def first(chunk: int) -> tuple[Compiled, Planned]:
+            def first(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
-                return plan_program(tilings, mode, terms, gathers=gathers)
+                return plan_program(tilings, mode, terms, gathers=gathers, thorough=thorough)
 
             return first_that_fits(chunks, first)
 
-        def further(chunk: int) -> tuple[Compiled, Planned]:
-            return plan_program(
-                [self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)], mode, terms
-            )
+        def further(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
+            compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            return plan_program([compiled], mode, terms, thorough=thorough)
 
         try:
             return first_that_fits(chunks, further)

@@ -8,6 +8,7 @@ fit, an answer holds the least budgets instead of predictions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -68,22 +69,33 @@ class Study:
     def tilings(self, question: Question, chunk: int = 0) -> Iterator[Compiled]:
         return (compiled for compiled, _ in self._rungs(question.kind, chunk))
 
+    def _told(self, question: Question, chunk: int) -> Iterator[Compiled]:
+        """The same, and says when pieces get smaller."""
+        for compiled in self.tilings(question, chunk):
+            yield compiled
+            self.progress("cutting large weights into smaller pieces")
+
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
-        best: tuple[int, Compiled] | None = None
-        for chunk in self._repeat(question.kind).chunks():
+
+        def plan(chunk: int, thorough: bool) -> Compiled:
             if chunk:
                 self.progress(f"running sequences in chunks of {chunk:,} tokens")
-            for tiling, need in tried(
-                self.tilings(question, chunk), question.mode(True), question.hbm_budget
-            ):
+            mode, budget = question.mode(True), question.hbm_budget
+            most = sys.maxsize if thorough else budget
+            best: tuple[int, Compiled] | None = None
+            for tiling, need in tried(self._told(question, chunk), mode, budget, most=most):
                 if best is None or need < best[0]:
                     best = need, tiling
-                if need <= question.hbm_budget:
-                    return least_budgets(tiling, question), tiling
-                self.progress("cutting large weights into smaller pieces")
-        assert best is not None
-        return least_budgets(best[1], question), best[1]
+                if need <= budget:
+                    return tiling
+            assert best is not None
+            if thorough:
+                return best[1]
+            raise BudgetError("no cuts fit", least_bytes=best[0])
+
+        compiled = first_that_fits(self._repeat(question.kind).chunks(), plan)
+        return least_budgets(compiled, question), compiled
 
     def answer(
         self, question: Question, *, both: bool = True, clip: bool = True, known: Answer | None = None
@@ -105,9 +117,11 @@ class Study:
         mode = question.mode(clip)
         repeated = self._repeat(question.kind)
 
-        def plan(chunk: int) -> tuple[Compiled, Planned]:
-            tilings, terms = self.tilings(question, chunk), question.terms
-            return plan_program(tilings, mode, terms, gathers=repeated.gathers, known=self._known)
+        def plan(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
+            tilings, gathers, known = self.tilings(question, chunk), repeated.gathers, self._known
+            return plan_program(
+                tilings, mode, question.terms, gathers=gathers, known=known, thorough=thorough
+            )
 
         try:
             compiled, planned = first_that_fits(repeated.chunks(), plan)
@@ -121,7 +135,7 @@ def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
     """What the step needs at least: everything streamed, little kept, no activation on the host, and all
     state on NVMe where it may go there."""
     work = compiled.assembly.work
-    nbytes, plan, step = least(work, question.mode(True))
+    nbytes, plan = least(work, question.mode(True))
     blocks = tuple(replace(block, saved_on="device") for block in plan.blocks)
     held = replace(plan, blocks=blocks)
     if question.nvme_budget is not None:
@@ -133,4 +147,4 @@ def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
         ).of_ranks(question.gpus)
         for clip in (True, False)
     }
-    return LeastBudgets(step, nbytes, hosts)
+    return LeastBudgets(lower_memory(work, plan, question.mode(True)), nbytes, hosts)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
-from megacompile.plan.arrange import Shape, policies_of, shapes, uniform
+from megacompile.plan.arrange import policies_of, shapes, uniform
+from megacompile.plan.lowest import lowest_bytes
 from megacompile.step.operations import Step, memory_curve, peak_bytes
 from megacompile.step.spec import Token
 from megacompile.units import format_bytes
@@ -18,18 +21,20 @@ _LEAN_POLICIES = ("none", "some", "least", "attention")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 _SHALLOW = 24  # blocks up to which all prefixes are tried
 _PREFIXES = 4  # tried per family of deeper models
+_KEPT = 64  # workloads whose least is remembered
 
 
 class Least(NamedTuple):
-    """Device bytes of a plan's step, the plan, and the step before its waits."""
+    """Device bytes of a plan's step, and the plan."""
 
     nbytes: int
     plan: Plan
-    step: Step
 
 
 def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
     """The plan of least device bytes among those of small peak; the first that needs at most ``enough``."""
+    if lowest_bytes(work, mode) > enough:
+        return _least(work, mode)
     best: Least | None = None
     for found in small_plans(work, mode):
         if best is None or found.nbytes < best.nbytes:
@@ -40,51 +45,68 @@ def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
     return best
 
 
+@lru_cache(maxsize=_KEPT)
+def _least(work: Workload, mode: Mode) -> Least:
+    return min(small_plans(work, mode), key=lambda found: found.nbytes)
+
+
 def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
-    """Plans of small peak: all blocks alike; then mixtures of what is kept.
+    """Plans of small peak: all blocks alike; then mixtures of what is kept. One that is sure to need no less
+    than one before has a lower bound of its bytes.
 
     Blocks that differ may need less when they are treated differently.
     """
-    found: list[tuple[Least, Shape, str]] = []
+    best: Least | None = None
     for plan in _alike(work, mode):
-        found.append(plan)
-        yield plan[0]
-    _, shape, saved_on = min(found, key=lambda f: f[0].nbytes)
-    count = len(work.blocks)
-    stride = 1 if count <= _SHALLOW else -(-count // _PREFIXES)
-    for first, rest in _FAMILIES:
-        for n in sorted({*range(1, count, stride), count - 1} - {0}):
-            names = (first,) * n + (rest,) * (count - n)
-            yield _lowered(work, uniform(work, shape, "", saved_on, "stream", checkpoints=names), mode)
+        found = _lowered(work, plan, mode, best)
+        best = found if best is None or found.nbytes < best.nbytes else best
+        yield found
+    assert best is not None
+    alike = best.plan
+    for names in _mixed(len(work.blocks)):
+        blocks = (replace(block, checkpoint=name) for block, name in zip(alike.blocks, names, strict=True))
+        found = _lowered(work, replace(alike, blocks=tuple(blocks)), mode, best)
+        best = min(best, found, key=lambda f: f.nbytes)
+        yield found
 
 
 def least_alike(work: Workload, mode: Mode) -> int:
     """The least device bytes of plans that treat all blocks alike: nearly the least, at less cost."""
-    return min(small.nbytes for small, _, _ in _alike(work, mode))
+    return min(peak_bytes(lower_memory(work, plan, mode)) for plan in _alike(work, mode))
 
 
-def _alike(work: Workload, mode: Mode) -> Iterator[tuple[Least, Shape, str]]:
-    """Everything streamed just in time, little kept, with the shape and the place of what is kept."""
+def _alike(work: Workload, mode: Mode) -> Iterator[Plan]:
+    """Everything streamed just in time, little kept."""
     offered = policies_of(work)
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
     for shape in shapes(mode):
         for checkpoint in lean if shape.prefetch_depth == 0 else ():
             for saved_on in ("device", "host") if shape.reload else ("host",):
-                small = _lowered(work, uniform(work, shape, checkpoint, saved_on, "stream"), mode)
-                yield small, shape, saved_on
+                yield uniform(work, shape, checkpoint, saved_on, "stream")
 
 
-def _lowered(work: Workload, plan: Plan, mode: Mode) -> Least:
-    step = lower_memory(work, plan, mode)
-    return Least(peak_bytes(step), plan, step)
+def _mixed(count: int) -> Iterator[tuple[str, ...]]:
+    """Checkpoint policies of blocks that differ: one for the first, another for the rest."""
+    stride = 1 if count <= _SHALLOW else -(-count // _PREFIXES)
+    for first, rest in _FAMILIES:
+        for n in sorted({*range(1, count, stride), count - 1} - {0}):
+            yield (first,) * n + (rest,) * (count - n)
+
+
+def _lowered(work: Workload, plan: Plan, mode: Mode, best: Least | None) -> Least:
+    bound = lowest_bytes(work, mode, [block.checkpoint for block in plan.blocks])
+    if best is not None and bound >= best.nbytes:
+        return Least(bound, plan)
+    return Least(peak_bytes(lower_memory(work, plan, mode)), plan)
 
 
 def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
     """The error that names the least budget, and what is alive where the step needs it."""
-    peak, _, step = least(work, mode)
+    peak, plan = least(work, mode)
+    why = describe_peak(lower_memory(work, plan, mode), work)
     return BudgetError(
         f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
-        f"model and batch is {peak} bytes ({format_bytes(peak)}); {describe_peak(step, work)}. "
+        f"model and batch is {peak} bytes ({format_bytes(peak)}); {why}. "
         "Raise the budget, or make the batch or the sequences smaller.",
         least_bytes=peak,
     )

@@ -71,16 +71,23 @@ class Terms:
 
 
 def plan_program(
-    tilings: Iterable[Tiling], mode: Mode, terms: Terms, *, gathers: bool = False, known: Known | None = None
+    tilings: Iterable[Tiling],
+    mode: Mode,
+    terms: Terms,
+    *,
+    gathers: bool = False,
+    known: Known | None = None,
+    thorough: bool = True,
 ) -> tuple[Tiling, Planned]:
     """The tiling taken and the fastest plan found for it.
 
     ``gathers`` says that the second tiling gathers rows of tables. Raises
-    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits.
+    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits; if not
+    ``thorough``, of the tilings up to one whose activations alone take more.
     """
     tiling, planned = choose(
         tilings, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
-        gathers=gathers, resides=terms.places_state(mode),
+        gathers=gathers, resides=terms.places_state(mode), thorough=thorough,
     )  # fmt: skip
     if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
         return tiling, planned
@@ -88,24 +95,26 @@ def plan_program(
     return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
 
 
-def first_that_fits(chunks: Iterable[int], plan: Callable[[int], T]) -> T:
+def first_that_fits(chunks: Iterable[int], plan: Callable[[int, bool], T]) -> T:
     """What ``plan`` gives for the first number of positions in a chunk that fits.
 
-    Raises what it does for the one of the least budget; where a plan that was given goes with none, that.
+    It is told whether to be thorough: last, with the chunk of the least budget, where nothing fits. Raises
+    what it does then; where a plan that was given goes with none, that.
     """
-    least: BudgetError | None = None
+    least: tuple[int, int] | None = None
     other: MegacompileError | None = None
     for chunk in chunks:
         try:
-            return plan(chunk)
+            return plan(chunk, False)
         except BudgetError as error:
-            if least is None or (error.least_bytes or 0) < (least.least_bytes or 0):
-                least = error
+            if least is None or (error.least_bytes or 0) < least[0]:
+                least = error.least_bytes or 0, chunk
         except MegacompileError as error:
             other = other or error
-    failed = other or least
-    assert failed is not None
-    raise failed
+    if other is not None:
+        raise other
+    assert least is not None
+    return plan(least[1], True)
 
 
 def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:

@@ -24,6 +24,7 @@ from megacompile.plan import cache
 from megacompile.plan.arrange import CHECKPOINT_POLICIES, with_state_at
 from megacompile.plan.candidates import Candidates, Planned
 from megacompile.plan.least import describe_peak, infeasible, small_plans
+from megacompile.plan.lowest import lowest_bytes
 from megacompile.plan.neighbours import Move, moves
 from megacompile.plan.starts import all_resident, few_blocks, fixed, mixtures
 from megacompile.plan.tiers import Drive
@@ -64,6 +65,8 @@ def search(
     with suppress(MegacompileError):
         if (known := cache.read(kept)) is not None:
             return follow(known, work, mode, machine, budget_bytes)
+    if lowest_bytes(work, mode) > budget_bytes:
+        raise infeasible(work, mode, budget_bytes)
     for limit, spills in _host_limits(host_budget, drive):
         found = Candidates(work, mode, machine, budget_bytes, limit, drive, spills, residents, resident)
         try:

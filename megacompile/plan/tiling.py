@@ -6,6 +6,7 @@ The cuts that are tried depend on the model alone, so that a larger budget never
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from megacompile.assemble.assembly import Assembly
 from megacompile.assemble.plan import Mode
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
+from megacompile.plan.lowest import activations_bytes, lowest_bytes
 from megacompile.tile.cuts import LEAST_PIECE, Family, choose_cuts
 from megacompile.tile.rewrite import Cuts
 
@@ -49,16 +51,23 @@ def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> It
         last = cuts
 
 
-def tried(tilings: Iterable[Tiling], mode: Mode, enough: int = 0) -> Iterator[tuple[Tiling, int]]:
-    """Each tiling with the least device bytes of its step, or with some that are no more than ``enough``,
-    until two in a row need no less than one before.
+def tried(
+    tilings: Iterable[Tiling], mode: Mode, enough: int = 0, *, most: int = sys.maxsize
+) -> Iterator[tuple[Tiling, int]]:
+    """Each tiling with the least device bytes of its step, or with some that are no more than ``enough`` or
+    no less than what one before needs, until two in a row need no less than one before.
 
-    Finer pieces need less for weights, but more for what waits between the blocks that they make.
+    Finer pieces need less for weights, but more for what waits between the blocks that they make. None are
+    tried where activations alone take more than ``most`` bytes.
     """
     tightest, worse = -1, 0
     for tiling in tilings:
-        need = least(tiling.assembly.work, mode, enough).nbytes
+        need = lowest_bytes(tiling.assembly.work, mode)
+        if not 0 <= tightest <= need:
+            need = least(tiling.assembly.work, mode, enough).nbytes
         yield tiling, need
+        if activations_bytes(tiling.assembly.work, mode) > most:
+            return
         worse = worse + 1 if 0 <= tightest <= need else 0
         tightest = min(tightest, need) if tightest >= 0 else need
         if worse == _WORSE:
@@ -73,6 +82,7 @@ def choose(
     *,
     gathers: bool = False,
     resides: bool = False,
+    thorough: bool = True,
 ) -> tuple[Tiling, Planned]:
     """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
 
@@ -80,12 +90,14 @@ def choose(
     room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
     room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables.
     It moves fewer bytes, so it is the first, unless all state has room on the device, where tables are best.
-    Raises what ``plan`` does for the tiling of the least budget where none fits.
+    Raises what ``plan`` does for the tiling of the least budget where none fits; if not ``thorough``, of the
+    tilings up to one whose activations alone take more.
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
     coarser = 0
-    for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2)):
+    most = sys.maxsize if thorough else budget_bytes
+    for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2, most=most)):
         if tightest is None or need < tightest[0]:
             tightest = need, tiling
         if gathers and not number:

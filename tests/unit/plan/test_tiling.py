@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megacompile.assemble.plan import Mode
+from megacompile.errors import BudgetError
 from megacompile.plan import tiling
+from megacompile.plan.least import least
+from megacompile.plan.lowest import activations_bytes, lowest_bytes
+from megacompile.plan.plan_program import first_that_fits
+from tests.support.problems import chain
 
 MODE = Mode("train")
 
@@ -34,6 +40,27 @@ def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
     state: str, resides: bool, halves: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tilings = [tiling_of("whole", 10, 1.0, state), tiling_of("halves", 8, halves, "device")]
-    monkeypatch.setattr(tiling, "tried", lambda tilings, mode, enough: ((r, r.need) for r in tilings))
+    monkeypatch.setattr(tiling, "tried", lambda tilings, mode, enough, most: ((r, r.need) for r in tilings))
     found, planned = tiling.choose(tilings, MODE, 100, lambda r: r.planned, resides=resides)
     assert found.name == chosen and planned is found.planned
+
+
+def test_no_smaller_pieces_where_activations_alone_are_too_much() -> None:
+    """But with the fewest positions in a chunk, so that the error names the least budget."""
+    work = chain(4)
+    work = replace(work, groups=tuple(replace(group, nbytes=10) for group in work.groups))
+    tilings = [SimpleNamespace(assembly=SimpleNamespace(work=work)) for _ in range(2)]
+    alone = activations_bytes(work, MODE)
+    assert 0 < alone < lowest_bytes(work, MODE) <= least(work, MODE).nbytes
+    assert len(list(tiling.tried(tilings, MODE, most=alone))) == 2
+    assert len(list(tiling.tried(tilings, MODE, most=alone - 1))) == 1
+    asked = []
+
+    def plan(chunk: int, thorough: bool) -> str:
+        asked.append((chunk, thorough))
+        if thorough:
+            return "least"
+        raise BudgetError("too small", least_bytes={0: 9, 32: 5, 8: 6}[chunk])
+
+    assert first_that_fits((0, 32, 8), plan) == "least"
+    assert asked == [(0, False), (32, False), (8, False), (32, True)]
