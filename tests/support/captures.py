@@ -119,7 +119,7 @@ def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a class or a function is told from others by what it is: a test's own, if no call makes it anew."""
+    """Whether a class or a function is told from others by what it is: a test's, if no call makes it anew."""
     place = f"{value.__module__}."
     return place.startswith(_KNOWN) or (place.startswith("tests.") and "<" not in value.__qualname__)
 

@@ -1,7 +1,7 @@
 """What the first compilation of a process imports and sets up: done in the fork server, its forks have it.
 
-torch imports a third of itself when it first exports a model. Importing this module starts no thread, draws no
-number of the default generator, and says nothing.
+torch imports a third of itself when it first exports a model. Importing this module starts no thread, draws
+no number of the default generator, and says nothing.
 """
 
 from __future__ import annotations
