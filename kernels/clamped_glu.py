@@ -5,9 +5,9 @@
     y = (u + 1) * g * sigmoid(alpha * g)
 
 both: [..., 2N], any float type, any strides: gate in its even columns and up in its odd ones where
-``interleaved``, otherwise gate in its first half. y: [..., N]. A clamped element has no gradient. Saves
-its input alone. Both halves in one tensor: their gradients land in one, where slices of it would be
-padded and added.
+``interleaved``, otherwise gate in its first half. y: [..., N]. A clamped element has no gradient; one at
+the limit itself has it where torch's clamp gives it (before 2.15). Saves its input alone. Both halves in
+one tensor: their gradients land in one, where slices of it would be padded and added.
 
 Kernels compute in float32 (float64 for float64), one program per 1024 pairs of a row (all pairs as
 one row where they interleave and tensors are contiguous). Traffic per pair: 3 elements forward, 5
@@ -35,6 +35,15 @@ from megacompile.kernels._triton import (
 )
 
 BLOCK = 1024
+
+
+def _passes_at_limit() -> bool:
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
+
+
+AT_LIMIT = _passes_at_limit()  # whether this torch's clamp has a gradient where a value is the limit itself
 
 
 @triton.jit
@@ -78,14 +87,17 @@ def clamped_glu_forward_kernel(
 @triton.jit
 def clamped_glu_backward_kernel(
     grad_ptr, both_ptr, dboth_ptr, grad_stride, both_stride, columns, limit, alpha,
-    INTERLEAVED: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, AT_LIMIT: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dgate = grad * (u + 1) * (g * sigmoid(alpha * g))', dup = grad * g * sigmoid(alpha * g)."""
     row, start = tile_at(columns, BLOCK)
     col = start + tl.arange(0, BLOCK)
     grad = tl.load(grad_ptr + row * grad_stride + col, mask=col < columns, other=0.0).to(ACC)
     gate, up = load_pair(both_ptr + row * both_stride, start, columns, INTERLEAVED, ACC, BLOCK)
-    free_gate, free_up = gate <= limit, (up <= limit) & (up >= -limit)
+    if AT_LIMIT:
+        free_gate, free_up = gate <= limit, (up <= limit) & (up >= -limit)
+    else:
+        free_gate, free_up = gate < limit, (up < limit) & (up > -limit)
     gate, up = clamped(gate, up, limit)
     share = 1.0 / (1.0 + tl.exp(-alpha * gate))
     value = gate * share
@@ -130,6 +142,7 @@ def backward_triton(
         *(clamped_glu_backward_kernel, rows.shape[0], columns, BLOCK, both.dtype),
         *(grads, rows, dboth, grads.stride(0), rows.stride(0), columns, limit, alpha),
         INTERLEAVED=interleaved,
+        AT_LIMIT=AT_LIMIT,
     )
 
 
@@ -167,7 +180,8 @@ def clamped_glu_backward_reference(
     def rows(grad: Tensor, both: Tensor) -> tuple[Tensor]:
         d = both.to(wide(both.dtype), copy=True)
         gate, up = parts(d, interleaved)
-        free_gate, free_up = gate <= limit, up.abs() <= limit
+        within = torch.le if AT_LIMIT else torch.lt
+        free_gate, free_up = within(gate, limit), within(up.abs(), limit)
         g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
         share = torch.sigmoid(alpha * g)
         slope = share + alpha * g * share * (1.0 - share)
