@@ -14,6 +14,7 @@ from megacompile.kernels.attention import (
 )
 from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.dropout import dropout_mask
+from megacompile.kernels.gated_delta_rule import gated_delta_rule
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
@@ -28,6 +29,7 @@ __all__ = [
     "dropout_mask",
     "flash_attention_backward",
     "flash_attention_forward",
+    "gated_delta_rule",
     "glu",
     "layer_norm",
     "linear_cross_entropy",

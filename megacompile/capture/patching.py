@@ -42,6 +42,7 @@ class Patch(NamedTuple):
     why: str
 
 
+_DELTA_RULE = "torch_chunk_gated_delta_rule"
 _NO_GRADIENTS = "a graph holds a forward alone"
 _BY_VALUES = "depends on values, which tracing does not know"
 _NEVER = "would never run"
@@ -119,6 +120,10 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
             yield Patch(
                 file, "is_torchdynamo_compiling", calls.nothing, "they make a mask of ones, but not then"
             )
+    for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
+        if name.startswith("transformers.") and hasattr(sys.modules.get(name), _DELTA_RULE):
+            loops = "loops over rows and chunks, unrolled"
+            yield Patch(sys.modules[name], _DELTA_RULE, substitute.gated_delta_rule, loops)
     for kind in {type(module) for module in model.modules() if rotary.depends_on_length(module)}:
         forward = functools.partial(rotary.forward, positions_given)
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")

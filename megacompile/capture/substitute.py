@@ -20,6 +20,7 @@ from megacompile.capture.attention import attention as attention_operator
 from megacompile.capture.dropout import dropout as dropout_operator
 from megacompile.capture.masks import Masks, as_additive
 from megacompile.errors import CaptureError
+from megacompile.kernels.gated_delta_rule import gated_delta_rule as delta_rule
 
 _WITHOUT_EFFECT = {  # handed through; the last four say what a mask says, to flash attention alone
     *("position_ids", "cache_position", "labels"),
@@ -218,3 +219,30 @@ def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple
             "does not take: report the model."
         ) from None
     return own
+
+
+def gated_delta_rule(
+    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' gated delta rule, from a state of zeros. Its chunks are a matter of rounding.
+
+    States that are given or wanted, for samples, stay its own loops, as does its refusal of packed sequences.
+    """
+    packed = any(rest.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+    if packed or initial_state is not None or output_final_state:
+        rest |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        return theirs(
+            query, key, value, g, beta, chunk_size=chunk_size,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **rest,
+        )  # fmt: skip
+    return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None

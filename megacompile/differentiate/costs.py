@@ -14,6 +14,8 @@ from megacompile.capture.attention import attention, attention_backward
 from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
+from megacompile.kernels._triton import ceil_div
+from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
 
 aten = torch.ops.aten
@@ -30,6 +32,10 @@ _LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_b
 _HEADS = {  # the hidden states' place among the arguments, launches, and launches for each tile of logits
     torch.ops.megacompile.linear_cross_entropy.default: (0, 16, 2),
     torch.ops.megacompile.linear_cross_entropy_backward.default: (1, 2, 4),
+}
+_DELTA_RULES = {  # launches for each span of tokens, and for each chunk
+    torch.ops.megacompile.gated_delta_rule.default: (45, 11),
+    torch.ops.megacompile.gated_delta_rule_backward.default: (125, 17),
 }
 _BY_ROWS = tuple(
     getattr(torch.ops.megacompile, name + suffix).default
@@ -118,6 +124,9 @@ def launches(node: fx.Node) -> int:
         return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
     if target in _HEADS:
         return _head_launches(node)
+    if target in _DELTA_RULES:
+        spans, chunks = (ceil_div(arguments(node)["q"].meta["val"].shape[1], n) for n in (SPAN, CHUNK))
+        return sum(map(operator.mul, _DELTA_RULES[target], (spans, chunks)))
     if target is _BACKWARD:
         return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0

@@ -1,8 +1,7 @@
 """What a model gives in plain PyTorch: the references that :mod:`tests.support.judge` holds programs against.
 
-The reference is eager PyTorch with our attention and dropout operators and the same Adam; that these
-operators stand for what the model itself computes is checked apart, with dropout off, against the
-model as transformers runs it.
+The reference is eager PyTorch with our operators and the same Adam; that these operators stand for what the
+model itself computes is checked apart, with dropout off, against the model as transformers runs it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,14 @@ def test_attention_with_more_than_queries_keys_and_values(model_type: str) -> No
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {}), ("doge", {"keep_window_size": 8}), ("deepseek_v32", {}), ("gemma2", {}), ("falcon", {})],
+    [
+        ("llama", {}),
+        ("doge", {"keep_window_size": 8}),
+        ("deepseek_v32", {}),
+        ("gemma2", {}),
+        ("falcon", {}),
+        ("qwen3_next", {}),
+    ],
 )
 def test_padding_on_the_left_sees_what_it_sees_in_the_attention_that_a_model_comes_with(
     model_type: str, changes: dict[str, Any]

@@ -56,6 +56,9 @@ OPERATORS = {
     "clamped_glu halves": case("clamped_glu", (3, 10), rest=(1.0, 1.702, False)),
     "rope": case("rope", (1, 2, 3, 6), rest=_rope(6, False)),
     "rope partial interleaved": case("rope", (1, 2, 3, 6), rest=_rope(4, True)),
+    "gated_delta_rule": case(
+        "gated_delta_rule", (1, 3, 1, 2), (1, 3, 1, 2), (1, 3, 2, 3), (1, 3, 2), (1, 3, 2), rest=(True,)
+    ),
     "linear_cross_entropy": case(
         "linear_cross_entropy", (3, 2), (300, 2), (300,), rest=(LABELS, -100, 0.1, 5.0, 1)
     ),

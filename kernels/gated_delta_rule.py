@@ -1,0 +1,108 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next's linear attention computes it.
+
+Each value head has a state S [Dk, Dv], zero at first, and for each token t
+
+    S = exp(g_t) S        S = S + beta_t k_t (v_t - S^T k_t)^T        out_t = S^T q_t / sqrt(Dk)
+
+with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk].
+v: [B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
+(float64 for float64 q). Saves the inputs and the states before every 256th token.
+
+Tokens are taken in chunks of 64. With c the sum of g from a chunk's start, z its last, D_ij = exp(c_i - c_j),
+W what the chunk writes, and S the state before it:
+
+    W = (1 + tril(beta K K^T * D, -1))^-1 (beta (V - exp(c) K S))
+    out = exp(c) Q S + tril(Q K^T * D) W        S' = exp(z) S + (exp(z - c) K)^T W
+
+so that all but S is a product of matrices.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megacompile.kernels._triton import ceil_div, wide
+from megacompile.kernels.gated_delta_reference import (
+    CHUNK,
+    Inputs,
+    backward_reference,
+    forward_reference,
+    spans_of,
+)
+
+
+@torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
+def gated_delta_rule_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(out, states that the backward starts from); see the module's docstring."""
+    return forward_reference(Inputs(q, k, v, g, beta, normalised))
+
+
+@torch.library.custom_op("megacompile::gated_delta_rule_backward", mutates_args=())
+def gated_delta_rule_backward_op(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, normalised: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, g, beta."""
+    dq, dk, dv, dg, dbeta = backward_reference(grad, Inputs(q, k, v, g, beta, normalised), states)
+    return dq, dk, dv, dg, dbeta
+
+
+@gated_delta_rule_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool = True
+) -> tuple[Tensor, Tensor]:
+    shape = Inputs(q, k, v, g, beta, normalised).state_shape
+    states = q.new_empty((spans_of(q.shape[1]), *shape), dtype=wide(q.dtype))
+    return q.new_empty(v.shape), states
+
+
+@gated_delta_rule_backward_op.register_fake
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.normalised = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*gated_delta_rule_backward_op(grad, *ctx.saved_tensors, ctx.normalised), None)
+
+
+gated_delta_rule_op.register_autograd(_backward, setup_context=_setup)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool = True
+) -> Tensor:
+    """out, differentiable in q, k, v, g, beta."""
+    out: Tensor = gated_delta_rule_op(q, k, v, g, beta, normalised)[0]
+    return out
+
+
+@register_flop_formula(torch.ops.megacompile.gated_delta_rule)
+def gated_delta_rule_flops(
+    q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, products: Any = (2, 2, 3), **__: Any
+) -> int:
+    """Those of the products: so many, for each token, of its chunk's tokens with Dk of each key head, with
+    Dv of each value head, and of Dk with Dv; and the inverse."""
+    batch, tokens, groups, width = q
+    heads, inner = v[2:]
+    of_keys, of_values, of_states = products
+    each = of_keys * CHUNK * width * groups
+    each += heads * (of_values * CHUNK * inner + of_states * width * inner + CHUNK * CHUNK // 2)
+    return int(2 * batch * ceil_div(tokens, CHUNK) * CHUNK * each)
+
+
+@register_flop_formula(torch.ops.megacompile.gated_delta_rule_backward)
+def gated_delta_rule_backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """The same, of the forward's states once more and of the gradients."""
+    return gated_delta_rule_flops(q, k, v, products=(5, 5, 8))

@@ -1,0 +1,109 @@
+"""The gated delta rule beside its definition, token by token, and beside what transformers computes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacompile.kernels import gated_delta_rule
+
+HOMES = sorted(
+    path.stem.removeprefix("modeling_")
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    if "def torch_chunk_gated_delta_rule" in path.read_text()
+)
+
+
+def inputs(tokens: int, dtype: torch.dtype, *, value_heads: int = 4) -> list[Tensor]:
+    """q, k, v, g, beta: two rows, two heads of keys, some of which forget slowly and some at once."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 2, tokens, 2, 16, generator=draw)
+    v = torch.randn(2, tokens, value_heads, 8, generator=draw)
+    rates = torch.logspace(-3, 1, value_heads)
+    g = -rates * F.softplus(torch.randn(2, tokens, value_heads, generator=draw))
+    beta = torch.rand(2, tokens, value_heads, generator=draw)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
+
+
+def by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
+    """The definition in the operator's docstring."""
+    if normalised:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+    found = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        missing = v[:, t] - (state * k[:, t, :, :, None]).sum(-2)
+        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * missing)[..., None, :]
+        found.append((state * q[:, t, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize(("tokens", "normalised"), [(330, True), (64, False), (1, True)])
+def test_out_and_gradients_are_those_of_the_definition(tokens: int, normalised: bool) -> None:
+    given = inputs(tokens, torch.float64)
+    if not normalised:  # keys longer than one make the state grow without end
+        given[1] = (given[1].detach() / 16).requires_grad_()
+    ours, theirs = gated_delta_rule(*given, normalised), by_token(*given, normalised)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    grad = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_every_model_of_transformers_means_the_same_rule(
+    home: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """In parts of each tensor's scale; in bfloat16 both compute in float32 and round once."""
+    theirs = importlib.import_module(
+        f"transformers.models.{home}.modeling_{home}"
+    ).torch_chunk_gated_delta_rule
+    given = inputs(150, dtype)
+    grad = torch.randn(given[2].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = [gated_delta_rule(*given, True), theirs(*given, use_qk_l2norm_in_kernel=True)[0]]
+    found = [[x, *torch.autograd.grad(x, given, grad)] for x in results]
+    for mine, other in zip(*found, strict=True):
+        assert mine.dtype == other.dtype
+        distance = (mine.double() - other.double()).abs().max() / other.double().abs().max()
+        assert distance <= tolerance
+
+
+def test_equal_keys_do_not_overflow() -> None:
+    """Powers of what is inverted would grow beyond all digits where all keys are alike."""
+    given = inputs(128, torch.float32)
+    given[1] = torch.ones_like(given[1])
+    given[3], given[4] = torch.zeros_like(given[3]), torch.ones_like(given[4])
+    wide = [x.double() for x in given]
+    torch.testing.assert_close(
+        gated_delta_rule(*given), gated_delta_rule(*wide).float(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_flops_are_those_of_the_products_that_run() -> None:
+    """The operator's own rule, beside what torch counts inside; a triangular inverse is no product to it."""
+    from megacompile.kernels.gated_delta_reference import Inputs, backward_reference, forward_reference
+
+    given = Inputs(*(x.detach() for x in inputs(256, torch.float32)), True)
+    inverses = 2 * 2 * 4 * 256 * 64 * 64 // 2
+    with FlopCounterMode(display=False) as inside:
+        out, states = forward_reference(given)
+    forward = inside.get_total_flops()
+    with FlopCounterMode(display=False) as inside:
+        backward_reference(out, given, states)
+    backward = inside.get_total_flops()
+    with FlopCounterMode(display=False) as outside:
+        leaves = inputs(256, torch.float32)
+        gated_delta_rule(*leaves).backward(out)
+    assert outside.get_total_flops() == forward + backward + 2 * inverses
