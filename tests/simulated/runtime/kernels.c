@@ -3,10 +3,11 @@
 #include <dlfcn.h>
 #include <stdarg.h>
 
-struct Settings settings = {.total = 8l << 30, .context = 512l << 20, .lock_limit = INT64_MAX, .poison = 1, .cc = 90};
+struct Settings settings = {.total = 8l << 30, .context = 512l << 20, .lock_limit = INT64_MAX, .poison = 1, .cc = 90,
+                            .devices = 1, .nccl = 64l << 20};
 _Atomic int sticky;
-atomic_long launches, copies, stubs;
-int context_exists;
+atomic_long launches, copies, stubs, contexts;
+__thread int device;
 static __thread cudaError_t last_error;
 
 // ---- settings ----
@@ -14,7 +15,7 @@ static struct { const char *name; long *value; } names[] = {
     {"total", &settings.total},     {"context", &settings.context}, {"lock_limit", &settings.lock_limit},
     {"lag_us", &settings.lag_us},   {"copy_us", &settings.copy_us}, {"poison", &settings.poison},
     {"trace", &settings.trace},     {"cc", &settings.cc},           {"seed", &settings.seed},
-    {"fail_after", &settings.fail_after},
+    {"fail_after", &settings.fail_after}, {"devices", &settings.devices}, {"nccl", &settings.nccl},
 };
 API void cudasim_set(const char *name, long value) {
   if (!strcmp(name, "sticky")) sticky = value;
@@ -55,6 +56,7 @@ API uint64_t cudasim_shift(void) { return SHIFT; }
 API long cudasim_used(void) { return (long)device_bytes_used(); }
 API long cudasim_copies(void) { return copies; }
 API long cudasim_launches(void) { return launches; }
+API long cudasim_contexts(void) { return contexts; }
 API long cudasim_stub(const char *name, long code) {
   stubs++;
   if (strstr(name, "gemm") || !strcmp(name, "cublasGemmEx") || !strcmp(name, "cublasGemmStridedBatchedEx") ||

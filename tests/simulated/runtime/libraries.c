@@ -3,11 +3,12 @@
 
 static const char device_name[] = "NVIDIA H100 80GB HBM3 (simulated)";
 
-API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
-  if (device) return ret(cudaErrorInvalidDevice);
+API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
+  if (d < 0 || d >= settings.devices) return ret(cudaErrorInvalidDevice);
   memset(p, 0, sizeof *p);
   strcpy(p->name, device_name);
-  memcpy(p->uuid.bytes, "simulated-device", 16);
+  memcpy(p->uuid.bytes, "simulated-devic", 15);
+  p->uuid.bytes[15] = 'a' + d;
   p->totalGlobalMem = settings.total;
   p->major = settings.cc / 10;
   p->minor = settings.cc % 10;
@@ -31,7 +32,8 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   p->memoryBusWidth = 5120;
   p->asyncEngineCount = 3;
   p->unifiedAddressing = p->managedMemory = p->concurrentKernels = p->canMapHostMemory = 1;
-  p->cooperativeLaunch = p->hostRegisterSupported = p->pciBusID = 1;
+  p->cooperativeLaunch = p->hostRegisterSupported = 1;
+  p->pciBusID = 1 + d;
   return 0;
 }
 API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
@@ -70,17 +72,19 @@ API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute
   }
   return 0;
 }
-API cudaError_t cudaGetDeviceCount(int *n) { return *n = 1, 0; }
-API cudaError_t cudaGetDevice(int *device) { return *device = 0, 0; }
-API cudaError_t cudaSetDevice(int device) {
+API cudaError_t cudaGetDeviceCount(int *n) { return *n = settings.devices, 0; }
+API cudaError_t cudaGetDevice(int *d) { return *d = device, 0; }
+API cudaError_t cudaSetDevice(int d) {
+  if (d < 0 || d >= settings.devices) return ret(cudaErrorInvalidDevice);
+  device = d;
   ENTER;
-  return ret(device ? cudaErrorInvalidDevice : 0);
+  return 0;
 }
 API cudaError_t cudaDriverGetVersion(int *v) { return *v = 13000, 0; }
 API cudaError_t cudaRuntimeGetVersion(int *v) { return *v = 13000, 0; }
 API cudaError_t cudaDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = 0, 0; }
 API cudaError_t cudaDeviceEnablePeerAccess(int device, unsigned flags) { return ret(cudaErrorInvalidDevice); }
-API cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int device) { return snprintf(s, n, "0000:01:00.0"), 0; }
+API cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", 1 + d), 0; }
 API cudaError_t cudaProfilerStart(void) { return 0; }
 API cudaError_t cudaProfilerStop(void) { return 0; }
 
@@ -90,18 +94,18 @@ API cudaError_t cudaProfilerStop(void) { return 0; }
 #undef cuDeviceTotalMem
 API CUresult cuInit(unsigned flags) { return 0; }
 API CUresult cuDriverGetVersion(int *v) { return *v = 13000, 0; }
-API CUresult cuDeviceGetCount(int *n) { return *n = 1, 0; }
-API CUresult cuDeviceGet(CUdevice *d, int i) { return *d = 0, 0; }
+API CUresult cuDeviceGetCount(int *n) { return *n = settings.devices, 0; }
+API CUresult cuDeviceGet(CUdevice *d, int i) { return *d = i, 0; }
 API CUresult cuDeviceGetName(char *s, int n, CUdevice d) { return snprintf(s, n, "%s", device_name), 0; }
 API CUresult cuDeviceTotalMem(size_t *n, CUdevice d) { return *n = settings.total, 0; }
 API CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute a, CUdevice d) { return (CUresult)cudaDeviceGetAttribute(v, (enum cudaDeviceAttr)a, d); }
-API CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *flags, int *active) { return *flags = 0, *active = context_exists, 0; }
-API CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return context_exists = 1, *c = (CUcontext)1, 0; }
-API CUresult cuCtxGetCurrent(CUcontext *c) { return *c = (CUcontext)(intptr_t)context_exists, 0; }
+API CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *flags, int *active) { return *flags = 0, *active = contexts >> d & 1, 0; }
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return contexts |= 1l << d, *c = (CUcontext)(intptr_t)(1 + d), 0; }
+API CUresult cuCtxGetCurrent(CUcontext *c) { return *c = (CUcontext)(intptr_t)(contexts >> device & 1 ? 1 + device : 0), 0; }
 API CUresult cuCtxSetCurrent(CUcontext c) { return 0; }
 API CUresult cuCtxPushCurrent(CUcontext c) { return 0; }
 API CUresult cuCtxPopCurrent(CUcontext *c) { return c ? (*c = (CUcontext)1, 0) : 0; }
-API CUresult cuCtxGetDevice(CUdevice *d) { return *d = 0, 0; }
+API CUresult cuCtxGetDevice(CUdevice *d) { return *d = device, 0; }
 API CUresult cuCtxSetLimit(CUlimit l, size_t v) { return 0; }
 API CUresult cuCtxGetLimit(size_t *v, CUlimit l) { return *v = 1 << 20, 0; }
 

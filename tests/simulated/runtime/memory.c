@@ -26,12 +26,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Range *ranges;
 static Lock *locks;
 static size_t used, locked;
-static int file;  // the device's bytes
+static int file = -1;  // the device's bytes; a fork before their first use has its own
 static uint64_t next_address = BASE + (1ull << 30), next_offset;
 
 __attribute__((constructor)) static void reserve(void) {
-  file = memfd_create("cudasim", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, 1ll << 42)) perror("cudasim: memfd");
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
   if (mmap((void *)BASE, 2 * SPAN, PROT_NONE, flags, -1, 0) == MAP_FAILED) perror("cudasim: reserve");
 }
@@ -65,6 +63,10 @@ int reachable(void *p, size_t bytes, const char *what) {
 
 // ---- bytes behind addresses ----
 static int back(uint64_t address, size_t bytes, uint64_t offset) {
+  if (file < 0) {
+    file = memfd_create("cudasim", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, 1ll << 42)) perror("cudasim: memfd");
+  }
   void *there = mmap((void *)(address + SHIFT), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
   if (there == MAP_FAILED) return 0;
   if (settings.poison) memset(there, 0xFF, bytes);
@@ -275,6 +277,7 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attribute
   memset(attributes, 0, sizeof *attributes);
   int pinned = !is_device(p) && page_locked(p, 1) == 1;
   attributes->type = is_device(p) ? cudaMemoryTypeDevice : pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  attributes->device = device;
   if (is_device(p) || pinned) attributes->devicePointer = (void *)p;
   else attributes->device = -2;
   if (!is_device(p)) attributes->hostPointer = (void *)p;

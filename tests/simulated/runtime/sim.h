@@ -1,4 +1,5 @@
-// A simulated CUDA runtime and driver: one device in host memory, streams as threads that may lag.
+// A simulated CUDA runtime and driver: a device in host memory, streams as threads that may lag. It may be one of
+// several, of which a process uses one.
 //
 // Device addresses are reserved without access, so that host code which touches one faults, as on hardware.
 // The bytes lie SHIFT further up. See ../README.md for what is simulated and what is assumed.
@@ -34,6 +35,8 @@ struct Settings {
   long cc;           // compute capability, 90 for 9.0
   long seed;         // of lags
   long fail_after;   // the device is lost after so many more operations; 0: never
+  long devices;      // how many the machine has
+  long nccl;         // bytes of the device that a communicator takes
 };
 extern struct Settings settings;
 extern _Atomic int sticky;  // an error of the device: every later call says it
@@ -44,10 +47,11 @@ cudaError_t ret(cudaError_t error);            // remember as this thread's last
 void violation(const char *format, ...);       // something that a real device forbids or leaves undefined
 #define ENTER                                  \
   do {                                         \
-    context_exists = 1;                        \
+    contexts |= 1l << device;                  \
     if (sticky) return ret((cudaError_t)sticky); \
   } while (0)
-extern int context_exists;
+extern __thread int device;   // of the calling thread
+extern atomic_long contexts;  // a bit for each device that this process has a context on
 
 // ---- streams ----
 typedef struct Record Record;
