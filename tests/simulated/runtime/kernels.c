@@ -14,6 +14,7 @@ static __thread cudaError_t last_error;
 static struct { const char *name; long *value; } names[] = {
     {"total", &settings.total},     {"context", &settings.context}, {"lock_limit", &settings.lock_limit},
     {"lag_us", &settings.lag_us},   {"copy_us", &settings.copy_us}, {"poison", &settings.poison},
+    {"exchange_us", &settings.exchange_us},
     {"trace", &settings.trace},     {"cc", &settings.cc},           {"seed", &settings.seed},
     {"fail_after", &settings.fail_after}, {"devices", &settings.devices}, {"nccl", &settings.nccl},
 };

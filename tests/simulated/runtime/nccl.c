@@ -185,7 +185,7 @@ API int ncclGroupEnd(void) {
   part_count = 0;
   Op *op = new_op(run_exchange);
   op->staging = e;
-  op->is_copy = 1;
+  op->is_exchange = 1;
   launches++;
   enqueue(stream_of(collected_on), op);
   return SUCCESS;

@@ -30,6 +30,7 @@ struct Settings {
   long lock_limit;   // bytes of host memory that may be page-locked
   long lag_us;       // at most so long, at random, before each operation of a stream
   long copy_us;      // before each copy
+  long exchange_us;  // before each collective
   long poison;       // fill fresh memory with NaNs
   long trace;        // say on stderr what was not understood
   long cc;           // compute capability, 90 for 9.0
@@ -60,7 +61,7 @@ typedef struct Op {
   struct Op *next;
   void *target, *source, *staging;
   size_t bytes, rows, target_pitch, source_pitch;
-  int value, is_copy;
+  int value, is_copy, is_exchange;
   Record *record;
   void (*function)(void *);
 } Op;

@@ -42,6 +42,7 @@ Op *new_op(void (*run)(Op *)) {
 }
 static void lag(Stream *s, Op *op) {
   if (settings.copy_us && op->is_copy) usleep(settings.copy_us);
+  if (settings.exchange_us && op->is_exchange) usleep(settings.exchange_us);
   if (!settings.lag_us) return;
   unsigned k = rand_r(&s->seed) % 4;
   if (k > 1) usleep(k == 2 ? settings.lag_us / 5 : settings.lag_us);
