@@ -24,7 +24,7 @@ from megacompile.host.state import Weights
 from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
-from megacompile.runtime.backends import Backend, open_backend
+from megacompile.runtime.backends import Backend, Lacking, open_backend
 from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
 from megacompile.settings import Settings
@@ -102,8 +102,9 @@ def compile(
         or edited.
 
     Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
-    each holds its share of the state, and brings its own batches. ``hbm_budget`` is each device's,
-    ``host_budget`` each machine's. All ranks take the values that the model has on rank 0.
+    each holds its share of the state, and brings its own batches. With device="cuda" each has the GPU of its
+    number on its machine. ``hbm_budget`` is each device's, ``host_budget`` each machine's. All ranks take the
+    values that the model has on rank 0.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
@@ -111,41 +112,45 @@ def compile(
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     check_model(model, weights)
     world = World(find_ranks())
-    backend, launches = _open(device, compute_dtype, kernels, inductor)
+    with world.together():
+        backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
     if world.size > 1:
-        check_several(backend.device, offload_dir, optimizer_state)
-    budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
-    optimizer = adopt(optimizer, model)
-    if world.rank == 0:
-        _announce(compute_dtype)
-    settings = Settings(
-        open_device=lambda: backend.open(budget, comm=True) if world.size > 1 else backend.open(budget),
-        host_budget_bytes=host,
-        max_grad_norm=max_grad_norm,
-        on_nonfinite=on_nonfinite,
-        seed=seed,
-        max_seq_len=max_seq_len,
-        optimizer_state=check_format(optimizer_state),
-        offload_dirs=directories(offload_dir),
-        world=world,
-    )
-    frontend = Frontend(
-        model,
-        compute_dtype,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        kernels=launches if kernels is None else kernels,
-        form=settings.optimizer_state,
-        gathers=not settings.offload_dirs and world.size == 1,
-        inductor=backend.device if inductor else None,
-        processors=backend.machine.processors if backend.machine else None,
-        ranks=world.size,
-    )
-    compiler = _compiler(frontend, optimizer, backend, settings, budget, dump, chosen_planner(planner, plan))
-    program = Program(Session(model, optimizer, compiler, settings, weights))
-    if example_batch is not None:
-        program.prepare(example_batch)
-    return program
+        check_several(offload_dir, optimizer_state)
+    with world.connected(backend.device):
+        budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
+        optimizer = adopt(optimizer, model)
+        if world.rank == 0:
+            _announce(compute_dtype)
+        settings = Settings(
+            open_device=lambda: backend.open(budget, world),
+            host_budget_bytes=host,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            max_seq_len=max_seq_len,
+            optimizer_state=check_format(optimizer_state),
+            offload_dirs=directories(offload_dir),
+            world=world,
+        )
+        frontend = Frontend(
+            model,
+            compute_dtype,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            kernels=launches if kernels is None else kernels,
+            form=settings.optimizer_state,
+            gathers=not settings.offload_dirs and world.size == 1,
+            inductor=backend.device if inductor else None,
+            processors=backend.machine.processors if backend.machine else None,
+            ranks=world.size,
+        )
+        compiler = _compiler(
+            frontend, optimizer, backend, settings, budget, dump, chosen_planner(planner, plan)
+        )
+        program = Program(Session(model, optimizer, compiler, settings, weights))
+        if example_batch is not None:
+            program.prepare(example_batch)
+        return program
 
 
 def _open(
@@ -173,14 +178,14 @@ def _compiler(
 ) -> Compiler:
     """What compiles programs for a device that gives ``budget`` bytes."""
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
-    plannable = backend.plan_bytes(budget)
     form, world, stores = settings.optimizer_state, settings.world, bool(settings.offload_dirs)
+    plannable, lacking = _plannable(backend, budget, world)
     on_device = world.size == 1 and form == "fp32"
     return Compiler(
         frontend,
         plannable,
         reserved_bytes=budget - plannable,
-        lacking_bytes=backend.lacking_bytes,
+        lacking_bytes=lacking,
         machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
@@ -188,6 +193,23 @@ def _compiler(
         device_state=on_device and (backend.machine is None or updates_like_adamw(optimizer)),
         world=world,
     )
+
+
+def _plannable(backend: Backend, budget: int, world: World) -> tuple[int, Lacking | None]:
+    """What of a budget a plan may use, and what the device's allocator lacks; of several ranks where least is
+    left."""
+    own, lacking = 0, backend.lacking_bytes
+
+    def say() -> bytes:
+        nonlocal own
+        own = backend.plan_bytes(budget)
+        return str(own).encode()
+
+    with world.together():
+        least = min(map(int, world.exchange(say)))
+    if lacking is None or own == least:
+        return least, lacking
+    return least, lambda nbytes, *asked: lacking(nbytes - (own - least), *asked)
 
 
 def _budgets(

@@ -38,12 +38,8 @@ def check_settings(
         raise MegacompileError(f"loss_fn={loss_fn!r} must be a function of outputs and batch, or None.")
 
 
-def check_several(device: torch.device, offload_dir: Any, optimizer_state: str) -> None:
+def check_several(offload_dir: Any, optimizer_state: str) -> None:
     """Refuse what several ranks cannot do yet."""
-    if device.type == "cuda":
-        raise MegacompileError(
-            "Several devices are there for the CPU backend only yet: give device='cpu', or start one process."
-        )
     if offload_dir is not None:
         raise MegacompileError("offload_dir is not there for several devices yet: leave it out.")
     if optimizer_state != "fp32":

@@ -141,9 +141,11 @@ class Program(Persistence):
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
         session = self._session
-        session.synchronize()
+        if not self.world.ended:  # then the step was left that said so
+            session.synchronize()
         if session.runtime is not None:
             session.runtime.close()
+        self.world.disconnect()
         self._closed = True
         session.inconsistent = (
             session.inconsistent or "The program was closed: compile the model again to train on."

@@ -165,14 +165,13 @@ class Session:
             scheduled = self._within_less(error, scheduled, micro[0], mode)
         return self._run(scheduled, micro, mode, weights, loss)
 
-    def _within_less(
-        self, error: DeviceFullError, scheduled: Scheduled, batch: Batch, mode: Mode
-    ) -> Scheduled:
+    def _within_less(self, error: Exception, scheduled: Scheduled, batch: Batch, mode: Mode) -> Scheduled:
         """The program with more room for the device's allocator."""
         assert self.runtime is not None
-        if self.runtime.inconsistent or (self.runtime.lost_gradients and mode.kind != "train"):
+        trains = mode.kind == "train"
+        if self.world.ended or self.runtime.inconsistent or (self.runtime.lost_gradients and not trains):
             raise error
-        if mode.kind == "train":
+        if trains:
             self.runtime.drop_gradients()  # of the step that is repeated
         self._bindings.drop(scheduled)
         more = self.compiler.leave_room(scheduled)

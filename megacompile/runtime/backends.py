@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from megacompile.machine.rates import Machine
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.device import Device
 from megacompile.step.operations import Step
+from megacompile.world.control import World
 
 Lacking = Callable[[int, Step, Sequence[Request]], int]
 
@@ -25,16 +27,16 @@ Lacking = Callable[[int, Step, Sequence[Request]], int]
 class Backend:
     """``device_bytes`` is the device's own memory and ``machine`` what it is planned as; None on a CPU.
 
-    ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget; on a CPU,
-    with a stream for collectives where ``comm`` says so. ``lacking_bytes`` tells by how much a budget is too
-    small for a step and what it asks the device's allocator for; None where that takes what it is asked for.
+    ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget, for a rank
+    of a world. ``lacking_bytes`` tells by how much a budget is too small for a step and what it asks the
+    device's allocator for; None where that takes what it is asked for.
     """
 
     device: torch.device
     device_bytes: int | None
     machine: Machine | None
     plan_bytes: Callable[[int], int]
-    open: Callable[..., Device]
+    open: Callable[[int, World], Device]
     lacking_bytes: Lacking | None = None
 
 
@@ -53,7 +55,22 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
     if not torch.cuda.is_available():
         raise MegacompileError("device='cuda' was asked for, and torch finds no GPU: check the driver.")
     _say_untried()
-    return _cuda(torch.device("cuda", target.index or 0), compute_dtype)
+    index = _own_gpu() if target.index is None else target.index
+    return _cuda(torch.device("cuda", index), compute_dtype)
+
+
+def _own_gpu() -> int:
+    """This process's GPU where none is named: by its number among those that ``torchrun`` started on this
+    machine, each of which may be shown its own GPU alone; else torch's current one."""
+    local, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if local is None or count == 1:
+        return torch.cuda.current_device()
+    if int(local) >= count:
+        raise MegacompileError(
+            f"Process {local} of this machine has no GPU of its own, as torch finds {count}: start no more "
+            "processes than there are GPUs."
+        )
+    return int(local)
 
 
 @functools.cache
@@ -62,7 +79,7 @@ def _say_untried() -> None:
     warnings.warn(
         "megacompile's CUDA backend has not run on a GPU yet: compare its first losses with plain PyTorch's, "
         "or give device='cpu', which emulates a GPU.",
-        stacklevel=4,
+        stacklevel=9,  # who called compile
     )
 
 
@@ -77,7 +94,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
         torch.cuda.get_device_properties(device).total_memory,
         _machine(device, dtype),
         lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,
-        lambda budget: CudaDevice(api, budget),
+        lambda budget, world: CudaDevice(api, budget, world),
         lambda budget, step, requests: lacking_bytes(allowed_bytes(api, budget), step, requests),
     )
 

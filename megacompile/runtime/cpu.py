@@ -21,6 +21,7 @@ from megacompile.host.state import HostState
 from megacompile.runtime.device import Device
 from megacompile.runtime.workers import Streams, Trace
 from megacompile.step.operations import Step
+from megacompile.world.control import World
 
 
 class CpuDevice(Device):
@@ -28,13 +29,13 @@ class CpuDevice(Device):
 
     immediate = True
 
-    def __init__(self, budget_bytes: int, comm: bool = False) -> None:
+    def __init__(self, budget_bytes: int, world: World | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.budget_bytes = budget_bytes
         cores = torch.get_num_threads()
         # one thread each for copies; norms take as many as eager does, to round as eager does
         threads = {"h2d": 1, "d2h": 1, "host": cores, "nvme_read": 1, "nvme_write": 1}
-        self.streams = Streams(threads | ({"comm": 1} if comm else {}))
+        self.streams = Streams(threads | ({"comm": 1} if world is not None and world.size > 1 else {}))
         super().__init__(self.streams)
         self.adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self._slab = torch.empty(0, dtype=torch.uint8)

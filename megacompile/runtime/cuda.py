@@ -28,13 +28,15 @@ from megacompile.host.bucket import add_gradients, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
 from megacompile.machine.pages import PAGE_BYTES
-from megacompile.runtime.cuda_memory import CudaMemory, exact_convolutions
+from megacompile.runtime.convolutions import exact_convolutions
+from megacompile.runtime.cuda_memory import CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
 from megacompile.units import usable_cores
+from megacompile.world.control import World
 
 _BOUNCE_BUFFERS = 2
 _UNSETTLED = 2  # steps before which the driver's share of the budget may have grown
@@ -49,17 +51,23 @@ class CudaDevice(Device):
 
     immediate = False
 
-    def __init__(self, api: CudaMemory, budget_bytes: int) -> None:
+    def __init__(self, api: CudaMemory, budget_bytes: int, world: World | None = None) -> None:
         self.api = api
         self.torch_device = api.device
         self._budget = budget_bytes
         self._limit()
         self._unsettled = _UNSETTLED
-        cores, threads = usable_cores(), torch.get_num_threads()
+        world = world or World()
+        cores, threads = usable_cores() // world.local, torch.get_num_threads()
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
-        share = {"h2d": 1, "d2h": 1, "host": self.adam_threads, "land": max(1, cores // 4), "nvme_read": 1,
-                 "nvme_write": 1}  # fmt: skip
-        self.streams = CudaStreams(api, lambda name: torch.set_num_threads(share[name]))
+        share = {"h2d": 1, "d2h": 1, "comm": 1, "host": self.adam_threads, "land": max(1, cores // 4),
+                 "nvme_read": 1, "nvme_write": 1}  # fmt: skip
+
+        def begin(worker: str) -> None:
+            api.enter()
+            torch.set_num_threads(share[worker])
+
+        self.streams = CudaStreams(api, begin, comm=world.size > 1)
         self.streams.synchronize()  # by now every worker has set its own count
         torch.set_num_threads(threads)  # also what threads that start later will take
         super().__init__(self.streams)

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,9 @@ class CudaMemory(CudaApi, Protocol):
     """Streams and events, memory and copies of one device."""
 
     device: torch.device
+
+    def enter(self) -> None:
+        """Make the device the calling thread's, which CUDA would give the first one, and memory of it."""
 
     def current(self) -> Any:
         """The calling thread's stream."""
@@ -113,7 +116,7 @@ class TorchCuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        torch.cuda.set_device(device)
+        self.enter()
         set_allocator()
         _warm_up(device, self.stream("compute"))
         self._anchor()
@@ -131,6 +134,9 @@ class TorchCuda:
 
     def use(self, stream: Any) -> None:
         torch.cuda.set_stream(stream)
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -227,26 +233,6 @@ class TorchCuda:
         os.close(handle)
         torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
         return path
-
-
-@contextlib.contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """Within, cuDNN convolves without TF32, which it takes unless told, and deterministically.
-
-    Recurrent layers are set with them, as torch takes unlike settings of the two for a mistake.
-    """
-    cudnn: Any = torch.backends.cudnn
-    kinds = cudnn.conv, cudnn.rnn
-    before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark
-    try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
-        cudnn.deterministic, cudnn.benchmark = True, False
-        yield
-    finally:
-        for kind, precision in zip(kinds, before[0], strict=True):
-            kind.fp32_precision = precision
-        _, cudnn.deterministic, cudnn.benchmark = before
 
 
 def page_lock(tensor: Tensor) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """CUDA streams with the order of the light step: who issues, who waits, and for what.
 
-The calling thread issues the compute stream. ``h2d`` and ``d2h`` have a thread each that issues their
-copies, ``host`` and those of NVMe one that works itself, and ``land`` finishes on the host what a copy
-to the host began (its completion callback). An operation leaves a :class:`Mark`, and a wait for it has up to
-three parts:
+The calling thread issues the compute stream. ``h2d``, ``d2h`` and ``comm`` have a thread each that issues
+their copies or collectives, ``host`` and those of NVMe one that works itself, and ``land`` finishes on the
+host what a copy to the host began (its completion callback). An operation leaves a :class:`Mark`, and a wait
+for it has up to three parts:
 
 - until it is *issued*, on the host: a CUDA stream that waits for an event which is not yet recorded
   waits for nothing. For work on the host, issued means over.
@@ -71,9 +71,10 @@ Task = tuple[int, Run, tuple[Mark, ...], Mark | None, Mark, Event, Trace]
 
 
 class CudaStreams(Workers):
-    """The four streams of a step on one device. ``threads`` prepares a worker, by the stream's name."""
+    """The streams of a step on one device; one is for collectives where ``comm`` says so. ``threads``
+    prepares a worker, by the stream's name."""
 
-    def __init__(self, api: CudaApi, threads: Callable[[str], None]) -> None:
+    def __init__(self, api: CudaApi, threads: Callable[[str], None], *, comm: bool = False) -> None:
         self.api = api
         self.compute = api.stream("compute")
         self._prepare_worker = threads
@@ -81,9 +82,10 @@ class CudaStreams(Workers):
         self._pushed: Mark | None = None  # the last operation submitted that may have a callback
         self._waited: frozenset[Event] = frozenset()
         self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
-        self._copies = {name: api.stream(name) for name in ("h2d", "d2h")}
-        works = {"h2d": self._issue, "d2h": self._issue, "host": self._work, "nvme_read": self._work,
-                 "nvme_write": self._work, "land": self._land}  # fmt: skip
+        self._copies = {name: api.stream(name) for name in ("h2d", "d2h", *(("comm",) if comm else ()))}
+        works = dict.fromkeys(self._copies, self._issue) | {
+            "host": self._work, "nvme_read": self._work, "nvme_write": self._work, "land": self._land
+        }  # fmt: skip
         super().__init__(works)  # callbacks come last
 
     # ---- the calling thread ----------------------------------------------------------------------
@@ -162,7 +164,7 @@ class CudaStreams(Workers):
     # ---- workers ---------------------------------------------------------------------------------
 
     def _issue(self, name: str) -> None:
-        """Issue the copies of one stream."""
+        """Issue the copies or the collectives of one stream."""
         stream, queue = self._copies[name], self._queues[name]
         latest: threading.Event | None = None  # callback of this stream; it implies those before
         self._prepare_worker(name)

@@ -45,6 +45,8 @@ class StepStreams(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def fail(self, error: BaseException) -> None: ...
+
     def raise_failure(self) -> None: ...
 
     def close(self) -> None: ...
@@ -96,6 +98,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return when everything that was submitted is over; raises what went wrong, if anything did."""
         self._streams.synchronize()
+
+    def fail(self, error: BaseException) -> None:
+        """Let no operation begin any more until ``error`` was raised in the caller; from any thread."""
+        self._streams.fail(error)
 
     def raise_failure(self) -> None:
         """Raise the first exception of an operation, once; later operations run again."""

@@ -46,6 +46,7 @@ class Runtime:
         self.lost_gradients = False
         fabric = Fabric(state.world, device)
         self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident), fabric)
+        state.world.fail = device.fail
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False
 
@@ -64,6 +65,7 @@ class Runtime:
                 with self.device.start(trace):
                     held.progress.begin(self.device.step, program.updates)
                     program.function(run)
+                    self._await_collectives(program.step)
                     self._check_losses(inputs, run.results)
             except BaseException as error:
                 self._abandon(error, pushed=run.pushed)
@@ -93,7 +95,7 @@ class Runtime:
     def close(self) -> None:
         """End the backend's threads."""
         self._end.detach()
-        self.device.close()
+        _close(self._held)
 
     def forget_faults(self) -> None:
         """The state was set anew: what earlier steps left undone no longer matters."""
@@ -120,6 +122,12 @@ class Runtime:
         self.lost_gradients = False
         self._held.landed.clear()
         self.resident.landed.clear()
+
+    def _await_collectives(self, step: Step) -> None:
+        """Another program of this process may run next: on no rank may its collectives come before these."""
+        last = next((op.event for op in reversed(step.ops) if op.stream == "comm"), None)
+        if last is not None and not self.device.immediate:
+            self.device.wait([last])  # until it is issued
 
     def _check_losses(self, inputs: StepInputs, results: StepResults) -> None:
         """Of several ranks: stop where the losses kept all of them from updating."""
@@ -187,4 +195,9 @@ def _end(held: Held) -> None:
     One of the threads that shall end may have dropped it: another one waits for them, the process for that.
     """
     if not sys.is_finalizing():  # then nothing runs any more
-        threading.Thread(target=lambda: held.device.close()).start()
+        threading.Thread(target=_close, args=(held,)).start()
+
+
+def _close(held: Held) -> None:
+    held.device.close()
+    held.world.disconnect()

@@ -65,6 +65,10 @@ class Workers:
             self._failure = self._failure or (step, error)
         return None
 
+    def fail(self, error: BaseException) -> None:
+        """Keep all operations that have not begun from doing anything, for a reason from outside."""
+        self._failure = self._failure or (0, error)
+
     def raise_failure(self) -> None:
         """Raise the first exception of an operation, once; the steps after those begun so far run again."""
         failure = self._failure

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SENTENCES = {  # in the order in which they are looked at
+    "device": "Rank {rank} trains on {theirs}, and rank 0 on {first}: give all ranks one kind of device.",
     "version": "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions.",
     "settings": "Rank {rank} was compiled with {theirs}, and rank 0 with {first}: give all ranks the same.",
     "layout": "The weight groups of rank {rank} are not those of rank 0: make the same model on every rank.",
@@ -44,4 +45,16 @@ def difference(said: Sequence[Mapping[str, Any]]) -> str:
         for rank, theirs in enumerate(values):
             if theirs != values[0]:
                 return sentence.format(rank=rank, theirs=theirs, first=values[0])
+    return ""
+
+
+def shared_gpu(gpus: Sequence[str]) -> str:
+    """Which ranks were given one GPU, by the GPUs' identifiers, in a sentence; "" where each has its own."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if gpu and first < rank:
+            return (
+                f"Ranks {first} and {rank} have one GPU: start no more processes than there are GPUs, and "
+                "give device='cuda' without a number."
+            )
     return ""

@@ -1,18 +1,19 @@
 """World: what the ranks of one program say and send to each other, and what they do when one of them fails.
 
 In:  :class:`~megacompile.world.ranks.Ranks`. Out: exchanges of bytes between callers, collectives of tensors.
-Three process groups over gloo, as three threads use them: the caller's, the host stream's, and the stream of
-collectives'. Within each all ranks do the same in the same order.
+Three process groups, as three threads use them: the caller's and the host stream's over gloo, and that of the
+stream of collectives. Within each all ranks do the same in the same order.
 
 Invariant: what keeps one rank from going on ends the others' waiting too, with an error that names it.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,38 +23,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megacompile import errors
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.world.agreement import difference
+from megacompile.world import faults
+from megacompile.world.agreement import difference, shared_gpu
+from megacompile.world.collectives import Collectives, GpuCollectives
+from megacompile.world.faults import LastWords, LostError, is_of_a_collective, told, within
 from megacompile.world.ranks import TIMEOUT, Ranks
 
 T = TypeVar("T")
 _BLOCK = 512  # bytes that an exchange sends at once; longer texts take another
-_LAST_WORDS = 3.0  # seconds in which the reason for a failure is looked for
 _worlds = itertools.count()
-
-
-class LostError(RuntimeError):
-    """A collective failed, as another rank is gone or has stopped."""
+_connected: weakref.WeakSet[World] = weakref.WeakSet()
 
 
 class World:
     """The ranks of one program; one alone exchanges with nobody.
 
-    ``ended`` says, once a rank has failed, which and why: nothing can be exchanged any more.
+    ``ended`` says, once a rank has failed, which and why: nothing can be exchanged any more. ``fail`` is told
+    so too where no call that is under way would find out.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         ranks = ranks or Ranks()
         self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
         self.ended = ""
+        self.fail: Callable[[BaseException], None] = lambda error: None
         self._known: BaseException | None = None  # raised on all ranks
+        self._losing = threading.RLock()
+        self._comm: Collectives | None = None
         if self.size > 1:
-            self._calls, self._host, self._comm = (
-                dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(3)
-            )
+            self._calls, self._host = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
             store = distributed_c10d._get_default_store()
-            self._store: Any = distributed_c10d.PrefixStore(f"megacompile/{next(_worlds)}", store)
+            store = distributed_c10d.PrefixStore(f"megacompile/{next(_worlds)}", store)
+            self._words = LastWords(store, self.rank, self.size)
 
     # ---- callers ---------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class World:
         heard = self._gather_bytes(said)
         for rank, text in enumerate(heard):
             if text[:1] == b"-":
-                raise self.agreed(error or _told(rank, text[1:].decode()))
+                raise self.agreed(error or told(rank, text[1:].decode()))
         return [text[1:] for text in heard]
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -112,10 +114,11 @@ class World:
         """Rank 0's value of a tensor that is alike on all ranks, contiguous."""
         if self.size == 1:
             return value
-        value = value.contiguous() if self.rank == 0 else torch.empty_like(value).contiguous()
-        if value.numel():
-            self._collective(lambda: dist.broadcast(_bytes(value), 0, group=self._calls))
-        return value
+        host = value.cpu() if self.rank == 0 else torch.empty_like(value, device="cpu")
+        host = host.contiguous()
+        if host.numel():
+            self._collective(lambda: dist.broadcast(_bytes(host), 0, group=self._calls))
+        return host.to(value.device)
 
     def gather(self, shard: Tensor) -> Tensor | None:
         """All ranks' shards (flat, of one length), one after another; on rank 0."""
@@ -152,18 +155,50 @@ class World:
 
     # ---- streams ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def connected(self, device: torch.device) -> Iterator[None]:
+        """Make what the ranks' devices exchange tensors by, and keep it unless an error ends the block: what
+        that takes of a device's memory, it has from the start."""
+        try:
+            if self.size > 1:
+                with self.together():
+                    self._connect(device)
+            yield
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def _connect(self, device: torch.device) -> None:
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        said = self.compare(lambda: {"device": device.type, "gpu": gpu})
+        if shared := shared_gpu([rank["gpu"] for rank in said]):
+            raise self.agreed(MegacompileError(shared))
+        if gpu:
+            self._comm = GpuCollectives(self.rank, self.size, device, self._lose)
+        else:
+            self._comm = Collectives(self.rank, self.size)
+        _connected.add(self)
+        self._comm.begin()
+
+    def disconnect(self, *, failed: bool = False) -> None:
+        """Undo :meth:`connected`; the other ranks do so too, soon."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            within(faults.LAST_WORDS, lambda: comm.end(failed=failed))
+
     def all_gather(self, whole: Tensor) -> None:
-        """Fill a flat tensor in place; this rank's shard is in its place already."""
-        mine = whole.chunk(self.size)[self.rank]
-        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._collective(lambda: gather(whole, mine, group=self._comm))
+        """Fill a flat tensor on the device in place; this rank's shard is in its place already."""
+        self._collective(lambda: self._tensors.all_gather(whole))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """The r-th of ``size`` equal parts of ``sent`` to rank r, as its part of this rank's number.
+        """The r-th of ``size`` equal parts of ``sent`` to rank r, as its part of this rank's number."""
+        self._collective(lambda: self._tensors.all_to_all(received, sent))
 
-        Two buffers: within one, gloo gives wrong numbers from three ranks on.
-        """
-        self._collective(lambda: dist.all_to_all_single(received, sent, group=self._comm))
+    @property
+    def _tensors(self) -> Collectives:
+        if self._comm is None:
+            raise LostError(self.ended or "The ranks' devices are not connected.")
+        return self._comm
 
     def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank, in FP64; for the host stream."""
@@ -178,6 +213,8 @@ class World:
             raise LostError(self.ended)
         try:
             run()
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # of this rank's own device
         except RuntimeError as error:
             raise LostError(str(error)) from error
 
@@ -194,79 +231,40 @@ class World:
         try:
             yield
         except BaseException as error:
-            if _is_of_a_collective(error) and not self.ended:
-                self._end(self._cause())
+            if is_of_a_collective(error):
+                self._lose()
                 raise ProgramError(self.ended) from error
-            if error is not self._known and not self.ended:
-                self._say_why(f"{type(error).__name__}: {error}")
-                self._end(f"Rank {self.rank} stopped ({type(error).__name__}).")
+            if error is not self._known:
+                self._stop(error)
             raise
 
-    def _say_why(self, reason: str) -> None:
-        """Leave last words for whoever waits; the store may be gone with its rank."""
-        _within(_LAST_WORDS, lambda: self._store.set(f"words/{self.rank}", reason[:1000]))
+    def _stop(self, error: BaseException) -> None:
+        """This rank fails by itself."""
+        with self._losing:
+            if not self.ended:
+                self._words.leave(f"{type(error).__name__}: {error}")
+                self._end(f"Rank {self.rank} stopped ({type(error).__name__}).")
+
+    def _lose(self, why: str = "") -> None:
+        """Another rank fails; of the threads that find out the first says which."""
+        with self._losing:
+            if not self.ended:
+                self._end(self._words.cause(why))
 
     def _end(self, reason: str) -> None:
-        """Wake all who wait for this rank."""
+        """Wake all who wait for this rank, and this rank's threads that wait for others."""
         self.ended = reason
-        for group in (self._comm, self._host, self._calls):
-            _within(_LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
-
-    def _cause(self) -> str:
-        """Which rank is the reason that a collective failed."""
-        gone = "Rank 0 is gone." if self.rank else "The other ranks are gone."
-        return _within(_LAST_WORDS + 1, self._look) or gone
-
-    def _look(self) -> str:
-        others = [r for r in range(self.size) if r != self.rank]
-        self._store.set(f"here/{self.rank}", "1")
-        until = time.monotonic() + _LAST_WORDS
-        while True:
-            for rank in others:
-                if self._store.check([f"words/{rank}"]):
-                    return f"Rank {rank} stopped: {self._store.get(f'words/{rank}').decode()}"
-            silent = [r for r in others if not self._store.check([f"here/{r}"])]
-            if not silent:
-                return "The connection between the ranks was lost."
-            if time.monotonic() > until:
-                return f"Rank {', '.join(map(str, silent))} is gone, or does not answer."
-            time.sleep(0.02)
+        self.fail(LostError(reason))
+        self.disconnect(failed=True)
+        for group in (self._host, self._calls):
+            within(faults.LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
 
 
-def _is_of_a_collective(error: BaseException) -> bool:
-    """Whether it says that a collective failed: one of ours, or a library's in a group of its own."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return isinstance(error, LostError) or (
-        isinstance(error, RuntimeError) and where.startswith("torch.distributed.")
-    )
-
-
-def _told(rank: int, text: str) -> Exception:
-    """An error of another rank, of its kind where that is one of ours."""
-    name, _, message = text.partition("\n")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        return kind(f"Rank {rank}: {message}")
-    return ProgramError(f"Rank {rank} stopped: {name}: {message}")
-
-
-def _within(seconds: float, run: Callable[[], T]) -> T | None:
-    """What ``run`` returns, None where it takes longer or fails: whom it asks may be gone."""
-    found: list[T] = []
-
-    def attempt() -> None:
-        try:
-            found.append(run())
-        except RuntimeError:
-            return
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+@atexit.register
+def _disconnect_all() -> None:
+    """Leave no rank to wait for one that is going."""
+    for world in list(_connected):
+        world.disconnect()
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -108,6 +108,9 @@ class FakeCuda:
     def use(self, stream: Any) -> None:
         self._mine.stream = stream
 
+    def enter(self) -> None:
+        pass
+
     def current(self) -> Any:
         return getattr(self._mine, "stream", self._default)
 

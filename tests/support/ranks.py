@@ -93,14 +93,14 @@ def _run(
     import torch
     import torch.distributed as dist
 
-    from megacompile.world import control, ranks
+    from megacompile.world import collectives, control, faults, ranks
 
     torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve
     limit = timedelta(seconds=timeout)
-    ranks.TIMEOUT = control.TIMEOUT = limit
-    control._LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
+    ranks.TIMEOUT = control.TIMEOUT = collectives.TIMEOUT = limit
+    faults.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         answer = work(rank, *arguments)

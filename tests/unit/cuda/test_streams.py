@@ -19,6 +19,7 @@ from megacompile.step.spec import Token
 from tests.support.oracle import _pairs, takes_memory, touches
 from tests.support.problems import chain, scheduled, uniform
 from tests.support.recorded_cuda import RecordedApi, RecordedFlag, Recording, Uses, spread
+from tests.unit.step.test_collectives import shared
 
 REPEATS = 2
 Problem = tuple[Workload, Plan, Mode, Step]
@@ -31,7 +32,8 @@ def record(step: Step, seed: int) -> Recording:
     before, streams_cuda.Flag = streams_cuda.Flag, RecordedFlag  # type: ignore[misc]
     try:
         api = RecordedApi(log)
-        streams = CudaStreams(api, lambda name: None)
+        comm = any(op.stream == "comm" for op in step.ops)
+        streams = CudaStreams(api, lambda name: None, comm=comm)
         api.use(streams.compute)
         chance = random.Random(seed)
         waited = frozenset(e for op in step.ops for e in op.waits)
@@ -96,6 +98,13 @@ def unordered(step: Step, log: Recording) -> list[tuple[int, int]]:
 def test_streams_waits_and_records_imply_every_edge_of_the_step(problem: Problem, seed: int) -> None:
     step = problem[3]
     assert unordered(step, record(step, seed)) == []
+
+
+def test_collectives_follow_and_are_followed_as_the_step_says() -> None:
+    work = shared(chain(4), 2)
+    for mode in (Mode("train"), Mode("train", deferred=True)):
+        step = lower(work, uniform(work), mode)
+        assert unordered(step, record(step, 0)) == []
 
 
 def offloaded() -> Step:

@@ -1,0 +1,42 @@
+"""The simulated device as tests use it: with numbers, lags, and an eye on what a real one forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megacompile.kernels import _triton
+from megacompile.runtime.cuda import CudaDevice
+from megacompile.runtime.fabric import Fabric
+from tests.simulated.numbers import Numbers, failures, runtime
+
+
+@contextmanager
+def simulated(monkeypatch: pytest.MonkeyPatch, **settings: int) -> Iterator[None]:
+    """Within, operators have numbers and operations lag; at its end nothing forbidden may have happened."""
+    computing, reduce = CudaDevice.computing, Fabric.reduce
+
+    @contextmanager
+    def with_numbers(self: CudaDevice) -> Iterator[None]:
+        with computing(self), Numbers():
+            yield
+
+    def reduce_numbers(self: Fabric, *arguments: object) -> None:
+        with Numbers():  # it computes on a thread of its own
+            reduce(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaDevice, "computing", with_numbers)
+    monkeypatch.setattr(Fabric, "reduce", reduce_numbers)
+    monkeypatch.setattr(_triton, "HAS_TRITON", False)  # its launches have no numbers
+    monkeypatch.setattr(_triton, "_gave_up", True)
+    runtime.forget()
+    failures.clear()
+    runtime.set(
+        **{"lag_us": 100, "copy_us": 0, "total": 8 << 30, "lock_limit": 1 << 60, "fail_after": 0} | settings
+    )
+    yield
+    runtime.set(lag_us=0, copy_us=0, exchange_us=0)
+    assert not failures, failures[0]
+    assert not runtime.violations()

@@ -1,0 +1,290 @@
+"""Ranks on simulated GPUs, which exchange by a simulated NCCL: the bits of ranks on CPUs, budgets, faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megacompile import MegacompileError, ProgramError
+from megacompile.runtime.blocks import Blocks
+from megacompile.runtime.cuda_streams import CudaStreams
+from megacompile.runtime.step_io import NonFiniteError
+from megacompile.world.control import World
+from tests.simulated.device import simulated
+from tests.simulated.numbers import runtime
+from tests.simulated.test_faults import DELAY, Wide, batch
+from tests.support.cuda_programs import program
+from tests.support.models import batch_for, build, llama
+from tests.support.ranks import raising, run_ranks, whole
+
+BUDGET = 10**9
+CONTEXT, NCCL = 512 << 20, 64 << 20  # what the simulated driver and a communicator take of a device
+STEPS = 3
+BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+
+
+class Lora(nn.Module):
+    """A frozen projection beside a narrow one that trains."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, 4, bias=False)
+        self.up = nn.Linear(4, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def tied() -> nn.Module:
+    model = llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def adapted() -> nn.Module:
+    model = llama().requires_grad_(False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "llama": (llama, {}),
+    "in bf16": (llama, BF16),
+    "tied": (tied, {}),
+    "lora": (adapted, {}),
+    "clipped": (llama, {"max_grad_norm": 0.5}),
+}
+AS_ONE = ("llama", "in bf16", "lora")  # the others add in another order than one process
+
+
+def on_gpu(rank: int, size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``work(rank, size, *arguments)`` returns in a process that has the GPU of its number."""
+    with pytest.MonkeyPatch.context() as patch, simulated(patch, devices=size):
+        answer = work(rank, size, *arguments)
+        assert runtime.count("contexts") == 1 << rank  # on no other rank's GPU
+        return answer
+
+
+def train(rank: int, size: int, device: str, folder: Path, names: list[str]) -> dict[str, Any]:
+    """Two steps, a checkpoint, and one step more by another program; of one process, which is given all
+    ranks' micro-batches, ``rank`` is -1."""
+    numbers, found = range(size) if rank < 0 else [rank], {}
+
+    def step(trained: Any, number: int) -> list[Tensor]:
+        micro = [batch_for("llama", 10 * number + n, size=4, length=64) for n in numbers]
+        return list(trained.train_step(micro).losses)
+
+    for name in names:
+        build_case, options = CASES[name]
+        torch.manual_seed(max(0, rank))  # rank 0's values count
+        with program(build_case(), device, "1GB", **options) as trained:
+            losses = [step(trained, 0), step(trained, 1)]
+            trained.save(folder / name)
+        with program(build_case(), device, "1GB", **options) as trained:
+            trained.prepare(batch_for("llama", 0, size=4, length=64))
+            trained.load(folder / name)
+            losses.append(step(trained, 2))
+            trained.save(folder / name)
+            if device == "cuda":
+                assert CONTEXT + NCCL + torch.cuda.max_memory_reserved() <= BUDGET
+                taken = runtime.count("used") - torch.cuda.memory_reserved()
+                assert taken == NCCL  # of one program: the one before has given its own back
+        found[name] = [float(loss) for step in losses for loss in step]
+    return found
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    ours, theirs = saved(one), saved(other)
+    assert ours.keys() == theirs.keys() and ours
+    return [n for n, v in theirs.items() if not torch.equal(ours[n], v)]
+
+
+def test_gpus_train_as_cpus_and_as_one_process(tmp_path: Path) -> None:
+    names = list(CASES)
+    gpus = whole(run_ranks(2, on_gpu, 2, train, "cuda", tmp_path / "gpus", names))
+    cpus = whole(run_ranks(2, train, 2, "cpu", tmp_path / "cpus", names))
+    one = train(-1, 2, "cpu", tmp_path / "one", list(AS_ONE))
+    assert gpus == cpus
+    for name in names:
+        assert differing(tmp_path / "gpus" / name, tmp_path / "cpus" / name) == [], name
+    for name in AS_ONE:
+        assert gpus[1][name] == one[name]
+        assert differing(tmp_path / "gpus" / name, tmp_path / "one" / name) == [], name
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+# Who waits, for what kind of operation, and what is late. What compute waits for before it frees a gradient
+# is implied by its later waits: collectives are in one order.
+WAITS = [
+    ("comm", "prefetch", "copy_us"),
+    ("comm", "backward", "lag_us"),
+    ("comm", "push_shard", "copy_us"),
+    ("compute", "all_gather", "exchange_us"),
+    ("d2h", "reduce", "exchange_us"),
+]
+
+
+def without(patch: pytest.MonkeyPatch, waiter: str, kind: str) -> None:
+    """Leave out what a stream waits for of a kind."""
+    submit, wait = CudaStreams.submit, CudaStreams.wait
+
+    def left(after: Iterable[Any], stream: str) -> list[Any]:
+        return [event for event in after if stream != waiter or event[0] != kind]
+
+    def fewer(self: CudaStreams, stream: str, event: Any, after: Iterable[Any], run: Any) -> None:
+        submit(self, stream, event, left(after, stream), run)
+
+    patch.setattr(CudaStreams, "submit", fewer)
+    patch.setattr(CudaStreams, "wait", lambda self, after: wait(self, left(after, "compute")))
+
+
+def sums(device: str, rank: int) -> list[float]:
+    """Losses and the sum of the weights; of ranks on GPUs the last one is each rank's own."""
+    torch.manual_seed(0)
+    trained = program(Wide(), device, "1GB", planner="double-buffer")
+    found: list[float] = []
+    try:
+        for step in range(2):
+            found += [float(loss) for loss in trained.train_step((batch(2 * step + rank),)).losses]
+        found += [float(w.double().sum()) for w in trained.state_dict().values()]
+    except NonFiniteError:
+        found.append(math.nan)
+    finally:
+        trained.close()
+    return found
+
+
+def leaving_out(rank: int, size: int) -> list[list[float]]:
+    """The sums as they should be, and without each wait in turn."""
+    found = [sums("cuda", rank)]
+    for waiter, kind, late in WAITS:
+        with pytest.MonkeyPatch.context() as patch:
+            without(patch, waiter, kind)
+            runtime.set(**{late: DELAY})
+            found.append(sums("cuda", rank))
+            runtime.set(lag_us=100, copy_us=0, exchange_us=0)
+    return found
+
+
+def test_without_a_wait_of_the_collectives_numbers_are_wrong() -> None:
+    right, *wrong = whole(run_ranks(2, on_gpu, 2, leaving_out))[0]
+    cpus = whole(run_ranks(2, on_cpu))
+    assert right == cpus[0]
+    assert [wait for wait, found in zip(WAITS, wrong, strict=True) if found == right] == []
+
+
+def on_cpu(rank: int) -> list[float]:
+    return sums("cpu", rank)
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+STALL = 20.0  # seconds that ranks wait for each other
+
+
+def failing(rank: int, size: int, how: str, where: str, count: int) -> tuple[str, float]:
+    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what ranks say then, and how soon."""
+    trained = program(Wide(), "cuda", "1GB", planner="double-buffer")
+    trained.train_step((batch(rank),))
+    trained.synchronize()
+    owner: Any = Blocks if where == "call" else World
+    real, seen = getattr(owner, where), []
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        seen.append(where)
+        if len(seen) == count and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(seen) == count and how == "raises":
+            raise ValueError("the card fell out")
+        if len(seen) == count:
+            time.sleep(STALL + 15)  # beyond what the others wait for last words
+        return real(*arguments, **named)
+
+    start = time.monotonic()
+    with mock.patch.object(owner, where, fail if rank == 1 else real):
+        try:
+            for step in range(3):
+                trained.train_step((batch(step),))
+            trained.synchronize()
+        except (ProgramError, ValueError) as error:
+            seconds = time.monotonic() - start
+            with raising(ProgramError, "Start all ranks again"):
+                trained.train_step((batch(rank),))
+            return str(error), seconds
+        finally:
+            trained.close()
+    return "trained on", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "count", "words"),
+    [
+        ("killed", "all_gather", 5, "Rank 1 is gone"),
+        ("killed", "all_to_all", 3, "Rank 1 is gone"),
+        ("raises", "all_to_all", 3, "Rank 1 stopped: ValueError: the card fell out"),
+        ("raises", "call", 5, "Rank 1 stopped: ValueError: the card fell out"),
+        ("stalls", "all_gather", 5, "Rank 1 does not answer"),
+    ],
+)
+def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
+    """None of them computes on: a collective that waits for the rank is ended."""
+    timeout = STALL if how == "stalls" else 600.0
+    first, failed, third = run_ranks(3, on_gpu, 3, failing, how, where, count, timeout=timeout)
+    assert words in first[0] and words in third[0], (first, third)
+    if how == "killed":
+        assert failed is None
+    if how == "raises":
+        assert failed[0] == "the card fell out"
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def refused(rank: int, size: int) -> None:
+    with raising(MegacompileError, "Ranks 0 and 1 have one GPU"):
+        program(build("plain"), "cuda:0", "1GB")
+
+
+def unlike(rank: int, size: int) -> None:
+    with raising(MegacompileError, "Rank 1 trains on cpu, and rank 0 on cuda"):
+        program(build("plain"), "cpu" if rank else "cuda", "1GB")
+
+
+def too_many(rank: int, size: int) -> None:
+    with raising(MegacompileError, "Process 2 of this machine has no GPU of its own, as torch finds 2"):
+        program(build("plain"), "cuda", "1GB")
+
+
+def all_refused(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, simulated(patch, devices=2):
+        too_many(rank, size)
+
+
+def two_refused(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, simulated(patch, devices=2):
+        unlike(rank, size)
+        refused(rank, size)
+
+
+def test_each_rank_needs_a_gpu_of_its_own() -> None:
+    whole(run_ranks(2, two_refused, 2))
+    whole(run_ranks(3, all_refused, 3))
