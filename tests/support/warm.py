@@ -30,4 +30,5 @@ def compile_once() -> None:
 
 
 tqdm.tqdm.monitor_interval = 0  # torch makes a progress bar for each graph that it runs; no thread for it
-compile_once()
+if torch.version.cuda is None:  # whose forks cannot use CUDA once a compilation has asked for devices
+    compile_once()
