@@ -255,18 +255,18 @@ class Compiler:
         if (cuts := self.cuts) is None:
             gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
 
-            def first(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
+            def first(chunk: int, most: int) -> tuple[Compiled, Planned]:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
-                return plan_program(tilings, mode, terms, gathers=gathers, thorough=thorough)
+                return plan_program(tilings, mode, terms, gathers=gathers, most=most)
 
-            return first_that_fits(chunks, first)
+            return first_that_fits(chunks, budget, first)
 
-        def further(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
+        def further(chunk: int, most: int) -> tuple[Compiled, Planned]:
             compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
-            return plan_program([compiled], mode, terms, thorough=thorough)
+            return plan_program([compiled], mode, terms, most=most)
 
         try:
-            return first_that_fits(chunks, further)
+            return first_that_fits(chunks, budget, further)
         except BudgetError as error:
             ways = " ".join(self._ways_out(batch, evaluate))
             raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error

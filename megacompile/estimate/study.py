@@ -8,7 +8,6 @@ fit, an answer holds the least budgets instead of predictions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -78,23 +77,27 @@ class Study:
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
 
-        def plan(chunk: int, thorough: bool) -> Compiled:
+        mode, budget = question.mode(True), question.hbm_budget
+        best: tuple[int, Compiled] | None = None
+
+        def plan(chunk: int, most: int) -> Compiled:
+            nonlocal best
             if chunk:
                 self.progress(f"running sequences in chunks of {chunk:,} tokens")
-            mode, budget = question.mode(True), question.hbm_budget
-            most = sys.maxsize if thorough else budget
-            best: tuple[int, Compiled] | None = None
-            for tiling, need in tried(self._told(question, chunk), mode, budget, most=most):
+            needs = tried(self._told(question, chunk), mode, budget, enough=budget, most=most)
+            for tiling, need in needs:
                 if best is None or need < best[0]:
                     best = need, tiling
                 if need <= budget:
                     return tiling
             assert best is not None
-            if thorough:
-                return best[1]
             raise BudgetError("no cuts fit", least_bytes=best[0])
 
-        compiled = first_that_fits(self._repeat(question.kind).chunks(), plan)
+        try:
+            compiled = first_that_fits(self._repeat(question.kind).chunks(), budget, plan)
+        except BudgetError:
+            assert best is not None
+            compiled = best[1]
         return least_budgets(compiled, question), compiled
 
     def answer(
@@ -117,14 +120,12 @@ class Study:
         mode = question.mode(clip)
         repeated = self._repeat(question.kind)
 
-        def plan(chunk: int, thorough: bool) -> tuple[Compiled, Planned]:
+        def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
             tilings, gathers, known = self.tilings(question, chunk), repeated.gathers, self._known
-            return plan_program(
-                tilings, mode, question.terms, gathers=gathers, known=known, thorough=thorough
-            )
+            return plan_program(tilings, mode, question.terms, gathers=gathers, known=known, most=most)
 
         try:
-            compiled, planned = first_that_fits(repeated.chunks(), plan)
+            compiled, planned = first_that_fits(repeated.chunks(), question.hbm_budget, plan)
         except BudgetError:
             return {}
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)

@@ -7,6 +7,7 @@ its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so th
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,17 +78,17 @@ def plan_program(
     *,
     gathers: bool = False,
     known: Known | None = None,
-    thorough: bool = True,
+    most: int = sys.maxsize,
 ) -> tuple[Tiling, Planned]:
     """The tiling taken and the fastest plan found for it.
 
     ``gathers`` says that the second tiling gathers rows of tables. Raises
-    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits; if not
-    ``thorough``, of the tilings up to one whose activations alone take more.
+    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits, of the
+    tilings up to one whose activations alone take more than ``most`` bytes.
     """
     tiling, planned = choose(
         tilings, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
-        gathers=gathers, resides=terms.places_state(mode), thorough=thorough,
+        gathers=gathers, resides=terms.places_state(mode), most=most,
     )  # fmt: skip
     if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
         return tiling, planned
@@ -95,26 +96,38 @@ def plan_program(
     return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
 
 
-def first_that_fits(chunks: Iterable[int], plan: Callable[[int, bool], T]) -> T:
+def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T]) -> T:
     """What ``plan`` gives for the first number of positions in a chunk that fits.
 
-    It is told whether to be thorough: last, with the chunk of the least budget, where nothing fits. Raises
-    what it does then; where a plan that was given goes with none, that.
+    It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
+    fits, once more, the least that any chunk needed so far. Raises what it does for the chunk of the least
+    budget; where a plan that was given goes with none, that.
     """
-    least: tuple[int, int] | None = None
+    least: BudgetError | None = None
     other: MegacompileError | None = None
+    tried: list[int] = []
     for chunk in chunks:
+        tried.append(chunk)
         try:
-            return plan(chunk, False)
+            return plan(chunk, budget_bytes)
         except BudgetError as error:
-            if least is None or (error.least_bytes or 0) < least[0]:
-                least = error.least_bytes or 0, chunk
+            least = _lesser(least, error)
         except MegacompileError as error:
             other = other or error
     if other is not None:
         raise other
+    for chunk in tried:
+        assert least is not None
+        try:
+            return plan(chunk, least.least_bytes or 0)
+        except BudgetError as error:
+            least = _lesser(least, error)
     assert least is not None
-    return plan(least[1], True)
+    raise least
+
+
+def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
+    return other if one is None or (other.least_bytes or 0) < (one.least_bytes or 0) else one
 
 
 def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:

@@ -52,10 +52,10 @@ def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> It
 
 
 def tried(
-    tilings: Iterable[Tiling], mode: Mode, enough: int = 0, *, most: int = sys.maxsize
+    tilings: Iterable[Tiling], mode: Mode, budget_bytes: int, *, enough: int, most: int = sys.maxsize
 ) -> Iterator[tuple[Tiling, int]]:
-    """Each tiling with the least device bytes of its step, or with some that are no more than ``enough`` or
-    no less than what one before needs, until two in a row need no less than one before.
+    """Each tiling with the least device bytes of its step, or with some that are no more than ``enough``, or
+    are over the budget and no less than what one before needs, until two in a row need no less than that.
 
     Finer pieces need less for weights, but more for what waits between the blocks that they make. None are
     tried where activations alone take more than ``most`` bytes.
@@ -63,7 +63,7 @@ def tried(
     tightest, worse = -1, 0
     for tiling in tilings:
         need = lowest_bytes(tiling.assembly.work, mode)
-        if not 0 <= tightest <= need:
+        if need <= budget_bytes or not 0 <= tightest <= need:
             need = least(tiling.assembly.work, mode, enough).nbytes
         yield tiling, need
         if activations_bytes(tiling.assembly.work, mode) > most:
@@ -82,7 +82,7 @@ def choose(
     *,
     gathers: bool = False,
     resides: bool = False,
-    thorough: bool = True,
+    most: int = sys.maxsize,
 ) -> tuple[Tiling, Planned]:
     """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
 
@@ -90,14 +90,14 @@ def choose(
     room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
     room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables.
     It moves fewer bytes, so it is the first, unless all state has room on the device, where tables are best.
-    Raises what ``plan`` does for the tiling of the least budget where none fits; if not ``thorough``, of the
-    tilings up to one whose activations alone take more.
+    Raises what ``plan`` does for the tiling of the least budget where none fits, of the
+    tilings up to one whose activations alone take more than ``most`` bytes.
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
     coarser = 0
-    most = sys.maxsize if thorough else budget_bytes
-    for number, (tiling, need) in enumerate(tried(tilings, mode, budget_bytes // 2, most=most)):
+    needs = tried(tilings, mode, budget_bytes, enough=budget_bytes // 2, most=most)
+    for number, (tiling, need) in enumerate(needs):
         if tightest is None or need < tightest[0]:
             tightest = need, tiling
         if gathers and not number:

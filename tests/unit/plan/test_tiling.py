@@ -40,27 +40,31 @@ def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
     state: str, resides: bool, halves: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tilings = [tiling_of("whole", 10, 1.0, state), tiling_of("halves", 8, halves, "device")]
-    monkeypatch.setattr(tiling, "tried", lambda tilings, mode, enough, most: ((r, r.need) for r in tilings))
+    monkeypatch.setattr(tiling, "tried", lambda tilings, *_, **__: ((r, r.need) for r in tilings))
     found, planned = tiling.choose(tilings, MODE, 100, lambda r: r.planned, resides=resides)
     assert found.name == chosen and planned is found.planned
 
 
 def test_no_smaller_pieces_where_activations_alone_are_too_much() -> None:
-    """But with the fewest positions in a chunk, so that the error names the least budget."""
     work = chain(4)
     work = replace(work, groups=tuple(replace(group, nbytes=10) for group in work.groups))
     tilings = [SimpleNamespace(assembly=SimpleNamespace(work=work)) for _ in range(2)]
     alone = activations_bytes(work, MODE)
     assert 0 < alone < lowest_bytes(work, MODE) <= least(work, MODE).nbytes
-    assert len(list(tiling.tried(tilings, MODE, most=alone))) == 2
-    assert len(list(tiling.tried(tilings, MODE, most=alone - 1))) == 1
+    for most, count in ((alone, 2), (alone - 1, 1)):
+        assert len(list(tiling.tried(tilings, MODE, most, enough=0, most=most))) == count
+
+
+def test_where_no_chunk_fits_the_least_of_all_is_named() -> None:
     asked = []
 
-    def plan(chunk: int, thorough: bool) -> str:
-        asked.append((chunk, thorough))
-        if thorough:
-            return "least"
-        raise BudgetError("too small", least_bytes={0: 9, 32: 5, 8: 6}[chunk])
+    def plan(chunk: int, most: int) -> str:
+        """Finer cuts help the chunks whose activations leave room for that, and are tried there alone."""
+        asked.append((chunk, most))
+        first, activations, finest = {0: (9, 7, 7), 32: (5, 4, 3), 8: (6, 2, 4)}[chunk]
+        raise BudgetError("too small", least_bytes=first if activations > most else finest)
 
-    assert first_that_fits((0, 32, 8), plan) == "least"
-    assert asked == [(0, False), (32, False), (8, False), (32, True)]
+    with pytest.raises(BudgetError) as raised:
+        first_that_fits((0, 32, 8), 1, plan)
+    assert raised.value.least_bytes == 3
+    assert asked == [(0, 1), (32, 1), (8, 1), (0, 5), (32, 5), (8, 3)]
