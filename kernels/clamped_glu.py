@@ -37,13 +37,9 @@ from megacompile.kernels._triton import (
 BLOCK = 1024
 
 
-def _passes_at_limit() -> bool:
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device="cpu", requires_grad=True)
-        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
-
-
-AT_LIMIT = _passes_at_limit()  # whether this torch's clamp has a gradient where a value is the limit itself
+# Whether this torch's clamp has a gradient where a value is the limit itself. Not asked of autograd: that
+# starts threads and counts GPUs in every process that imports this, and its forks could do neither.
+AT_LIMIT = torch.__version__ < (2, 15)
 
 
 @triton.jit
