@@ -39,7 +39,7 @@ BLOCK = 1024
 
 # Whether this torch's clamp has a gradient where a value is the limit itself. Not asked of autograd: that
 # starts threads and counts GPUs in every process that imports this, and its forks could do neither.
-AT_LIMIT = torch.__version__ < (2, 15)
+AT_LIMIT = torch.__version__ < "2.15"
 
 
 @triton.jit
