@@ -6,7 +6,7 @@
 
 both: [..., 2N], any float type, any strides: gate in its even columns and up in its odd ones where
 ``interleaved``, otherwise gate in its first half. y: [..., N]. A clamped element has no gradient; one at
-the limit itself has it where torch's clamp gives it (before 2.15). Saves its input alone. Both halves in
+the limit itself has it where torch's clamp gives it (before 2.14). Saves its input alone. Both halves in
 one tensor: their gradients land in one, where slices of it would be padded and added.
 
 Kernels compute in float32 (float64 for float64), one program per 1024 pairs of a row (all pairs as
@@ -39,7 +39,7 @@ BLOCK = 1024
 
 # Whether this torch's clamp has a gradient where a value is the limit itself. Not asked of autograd: that
 # starts threads and counts GPUs in every process that imports this, and its forks could do neither.
-AT_LIMIT = torch.__version__ < "2.15"
+AT_LIMIT = torch.__version__ < "2.14"
 
 
 @triton.jit
