@@ -502,6 +502,7 @@ def test_evaluate_takes_one_batch() -> None:
 
 def test_taking_a_gpu_says_once_that_none_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backends, "_cuda", lambda device, dtype: device)
     backends._say_untried.cache_clear()
     with pytest.warns(UserWarning, match="has not run on a GPU yet"):
