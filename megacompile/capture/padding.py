@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Collection, Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,31 +14,12 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.batch import Batch, is_transformers
 from megacompile.capture.captured import Captured, module_stack, results_of
 from megacompile.capture.loss import LossFn, divide
+from megacompile.capture.mixing import masked, mixes
 
 IGNORED = -100  # the label of what no loss counts
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
 _LIBRARIES = {"torch", "transformers", "peft"}
-_MIXING = ("_fft_", "conv", "im2col", "pool", "flip", "roll", "einsum")  # positions, whatever a mask says
-_PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}  # over the left one's last dimension
-_WHOLE = {"sum", "mean", "max", "min", "prod", "std", "var", "norm", "linalg_vector_norm"}  # of all elements
-_MOVING = {
-    "cat",
-    "stack",
-    "squeeze",
-    "unsqueeze",
-    "permute",
-    "gather",
-    "index_select",
-    "scatter",
-    "index_add",
-}
-_LAYING = {"add", "sub", "masked_fill", "where"}  # a mask over scores
-_SOFTMAX = {"softmax", "_softmax"}
-_KEEPING = {
-    *("_to_copy", "to", "type_as", "view", "reshape", "_unsafe_view"),
-    *("expand", "clone", "alias", "dropout", "mul", "div"),
-}
 
 
 def reach(model: nn.Module) -> int | None:
@@ -170,9 +151,9 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself; of a
     graph with a loss function of the user's, whether what the forward returns is, at its positions.
 
-    The graph must read the mask, or be blind to padding, and nothing but attention may mix positions: no
-    recurrence, no convolution, no product, sum or softmax over a dimension as long as the sequence. Nothing
-    else may be of that length.
+    The graph must read the mask, or be blind to padding, and nothing but attention may mix positions, unless
+    it is causal: no recurrence in loops, no product, sum or softmax over a dimension as long as the sequence.
+    Nothing else may be of that length.
     """
     mask, length = batch.kwargs["attention_mask"], batch.kwargs["input_ids"].shape[1]
     judged = set(captured.graph.nodes) if captured.returned is None else _of_model(captured.graph)
@@ -180,11 +161,9 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     masks = {n for n, index in captured.inputs.items() if batch.leaves[index] is mask and n in read}
     if not (masks or captured.blind) or any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return False
-    masked = _masked(
-        captured.graph, _below(captured, masks) - _below(captured, captured.inputs.keys() - masks)
-    )
+    of_masks = _below(captured, masks) - _below(captured, captured.inputs.keys() - masks)
     of_batch = _below(captured, captured.inputs.keys())
-    return not any(_mixes(node, length) for node in judged & of_batch - masked)
+    return not any(mixes(node, length) for node in judged & of_batch - masked(captured.graph, of_masks))
 
 
 def gives_positions(captured: Captured, batch: Batch) -> bool:
@@ -212,61 +191,3 @@ def _below(captured: Captured, names: Collection[str]) -> set[fx.Node]:
         if node.name in names or any(a in found for a in node.all_input_nodes):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
-
-
-def _masked(graph: fx.Graph, masks: set[fx.Node]) -> set[fx.Node]:
-    """A model's own attention: softmaxes over what a mask was laid over, and products with their results."""
-    laid: set[fx.Node] = set()
-    shares: set[fx.Node] = set()
-    products: set[fx.Node] = set()
-    for node in graph.nodes:
-        first, name = next(iter(node.all_input_nodes), None), _name(node)
-        if name in _LAYING and any(a in masks for a in node.all_input_nodes):
-            laid.add(node)
-        if (name in _SOFTMAX and first in laid) or (name in _KEEPING and first in shares):
-            shares.add(node)
-        elif name in _KEEPING and first in laid:
-            laid.add(node)
-        elif name in _PRODUCTS and first in shares:
-            products.add(node)
-    return shares | products
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def _mixes(node: fx.Node, length: int) -> bool:
-    """Whether a node mixes positions of a sequence of this length by other means than attention."""
-    target, name = node.target, _name(node)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return isinstance(target, torch._ops.HigherOrderOperator)
-    given = [v for v in (a.meta.get("val") for a in node.all_input_nodes) if _is_float(v)]
-    if any(part in name for part in _MIXING):
-        made = node.meta.get("val")
-        return any(length in v.shape for v in (*given[:1], made) if _is_float(v))
-    if name in _PRODUCTS:
-        left = node.args[1 if "add" in name else 0]
-        return isinstance(left, fx.Node) and left.meta["val"].shape[-1] == length
-    if not given or length not in given[0].shape or name in _MOVING:
-        return False
-    return any(given[0].shape[d] == length for d in _dimensions(node, target, given[0].dim()))
-
-
-def _dimensions(node: fx.Node, target: torch._ops.OpOverload, rank: int) -> list[int]:
-    """The dimensions over which an operator works; where it only takes the start of one, none."""
-    names = [a.name for a in target._schema.arguments]
-    arguments: dict[str, Any] = {a.name: a.default_value for a in target._schema.arguments}
-    arguments |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if arguments.get("start", 1) in (0, None) or arguments.get("index", 1) == 0:
-        return []
-    if "dim" not in arguments and "dims" not in arguments:
-        return list(range(rank)) if _name(node) in _WHOLE else []
-    dims = arguments.get("dim", arguments.get("dims"))
-    dims = range(rank) if dims is None or dims == [] else dims
-    return [dims] if isinstance(dims, int) else list(dims)
-
-
-def _is_float(found: Any) -> TypeGuard[Tensor]:
-    return isinstance(found, Tensor) and (found.is_floating_point() or found.is_complex())

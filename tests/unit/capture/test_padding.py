@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,15 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**_SMALL, num_attention_heads=2)).train()
 
 
-@pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2)])
+def lfm2() -> nn.Module:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = Lfm2Config(**_SMALL | layers, num_attention_heads=2, num_key_value_heads=1)
+    return Lfm2ForCausalLM(config).train()
+
+
+@pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2), (lfm2, 2)])
 def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) -> None:
     torch.manual_seed(0)
     model = make().train()
@@ -230,12 +239,30 @@ def attends(cell: Any, h: Tensor) -> Tensor:
     return torch.softmax(cell(h) @ h.transpose(1, 2), -1) @ h
 
 
+def by_fours(cell: Any, h: Tensor) -> Tensor:
+    missing = -h.shape[1] % 4
+    fours = nn.functional.pad(cell(h), (0, 0, 0, missing)).unflatten(1, (-1, 4))
+    return fours.mean(2, keepdim=True).expand_as(fours).flatten(1, 2)[:, : h.shape[1]]
+
+
+def convolves(cell: Any, h: Tensor, padding: int = 2, first: int = 0) -> Tensor:
+    """Along positions, each over itself and the two before, where ``first`` + 2 is the ``padding``."""
+    weight = cell.weight[:, :3, None].transpose(1, 2)
+    return nn.functional.conv1d(h.transpose(1, 2), weight, padding=padding, groups=24)[
+        ..., first : first + h.shape[1]
+    ].transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("mix", "padded"),
     [
         (backwards, False),
         (steps, False),
         (attends, False),
+        (by_fours, False),
+        (functools.partial(convolves, padding=1), False),
+        (functools.partial(convolves, first=1), False),
+        (convolves, True),
         (lambda cell, h: cell(h).mean(1, keepdim=True), False),
         (lambda cell, h: cell(h).mean(), False),
         (lambda cell, h: cell(h) + h[:, -1:], False),
