@@ -96,7 +96,7 @@ class Persistence(Forward):
         optimizer's settings, the place in the sequence of seeds. A checkpoint in the same folder stays until
         this one is whole on disk; deleting folders and a scheduler's ``state_dict()`` are the caller's.
 
-        ``wait=False``: a thread writes it while training goes on, slowly, with 2 % of the machine's processor
+        ``wait=False``: a thread writes it while training goes on, slowly, with 1 % of the machine's processor
         time, or as fast as it can while somebody waits. Updates copy what is not written yet, if
         ``host_budget`` has room, or wait. :meth:`finish_saving`, :meth:`synchronize`, :meth:`close` and the
         next ``save`` return when it is whole; an error is raised there or by the next step. With state on

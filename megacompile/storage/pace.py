@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-SHARE = 0.02  # of the processor time of all cores: one of 50 cores, a 25th of one where there are two
+SHARE = 0.01  # of the processor time of all cores: one of 100 cores, a 50th of one where there are two
 
 
 class Pace:

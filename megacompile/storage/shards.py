@@ -2,9 +2,9 @@
 
 In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of each tensor.
 
-A byte is copied once, into a buffer that stays in the processor's cache, and its checksum is taken on the
-way. From there the drive fetches it. Filling pages of the system's cache, and writing them back, costs what
-computes meanwhile several times as much. No call holds the interpreter's lock over a block.
+A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive fetches
+it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile several times as
+much. No call holds the interpreter's lock over a block.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError
+from megacompile.host.arena import HostArena
 from megacompile.host.checked import copy_checked
 from megacompile.storage.pace import rest
 
@@ -82,7 +83,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         }
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % 64)  # tensors begin at lines of the cache
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
 
 
@@ -92,7 +93,7 @@ class _Blocks:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._direct = _set_direct(self._file, True)
-        self._buffer = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)  # at a page's start
+        self._buffer = HostArena(BLOCK_BYTES).tensor  # of few pages, each of which a write pins
         self._filled = self._written = 0
 
     def __enter__(self) -> _Blocks:

@@ -19,7 +19,7 @@ class Clock:
         self.rests: list[float] = []
         times = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.used)
         monkeypatch.setattr(pace, "time", times)
-        monkeypatch.setattr(pace, "_cores", lambda: 5)  # a tenth of one
+        monkeypatch.setattr(pace, "_cores", lambda: 10)  # a tenth of one
 
     def event(self) -> threading.Event:
         event = threading.Event()
