@@ -95,7 +95,8 @@ def compile(
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
     weights: gives the value of a parameter that is on the meta device, by its name.
     offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
-        room for. Scratch files there belong to this program alone and go with it.
+        room for. Scratch files there belong to this program alone and go with it. Each of several ranks makes
+        a folder of its own there.
     planner: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
         or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
     plan: a :class:`~megacompile.assemble.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
@@ -115,7 +116,7 @@ def compile(
     with world.together():
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
     if world.size > 1:
-        check_several(offload_dir, optimizer_state)
+        check_several(optimizer_state)
     with world.connected(backend.device):
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
         optimizer = adopt(optimizer, model)
@@ -129,7 +130,7 @@ def compile(
             seed=seed,
             max_seq_len=max_seq_len,
             optimizer_state=check_format(optimizer_state),
-            offload_dirs=directories(offload_dir),
+            offload_dirs=world.agree(lambda: directories(offload_dir)),
             world=world,
         )
         frontend = Frontend(
@@ -186,7 +187,7 @@ def _compiler(
         plannable,
         reserved_bytes=budget - plannable,
         lacking_bytes=lacking,
-        machine=backend.machine,
+        machine=backend.machine and backend.machine.shared_by(world.local, world.size // world.local),
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
         planner=planner,

@@ -38,10 +38,8 @@ def check_settings(
         raise MegacompileError(f"loss_fn={loss_fn!r} must be a function of outputs and batch, or None.")
 
 
-def check_several(offload_dir: Any, optimizer_state: str) -> None:
+def check_several(optimizer_state: str) -> None:
     """Refuse what several ranks cannot do yet."""
-    if offload_dir is not None:
-        raise MegacompileError("offload_dir is not there for several devices yet: leave it out.")
     if optimizer_state != "fp32":
         raise MegacompileError(
             f"optimizer_state={optimizer_state!r} is not there for several devices yet: leave it out."

@@ -112,13 +112,11 @@ def _check_counts(plan: Plan) -> None:
 
 
 def check_shared(plan: Plan) -> None:
-    """Refuse a plan that keeps anything where several ranks cannot."""
-    saved = {block.saved_on for block in plan.blocks} & {"nvme"}
-    places = {group.state for group in plan.groups} - {"host"} | saved
-    if places:
+    """Refuse a plan that keeps state on the device, of which several ranks have shards alone."""
+    if any(group.state == "device" for group in plan.groups):
         raise MegacompileError(
-            f"The plan keeps something on {min(places)!r}, which is not there for several devices yet: keep "
-            "all state in host memory."
+            "The plan keeps state on the device, which is not there for several devices yet: keep it in host "
+            "memory or on NVMe."
         )
 
 

@@ -131,7 +131,7 @@ def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
     budget = answer.question.nvme_budget
     if shown is None or not shown.host.nvme or budget is None:
         return []
-    traffic = describe_traffic(shown.planned.step, shown.seconds)
+    traffic = describe_traffic(shown.planned.step, shown.seconds, answer.question.gpus)
     line = f"  NVMe    uses {format_bytes(shown.host.nvme)} of {format_bytes(budget)}"
     return [line, textwrap.fill(traffic, 98, initial_indent="    ", subsequent_indent="    ")]
 

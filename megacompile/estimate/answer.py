@@ -32,8 +32,8 @@ Kind = tuple[int, int, bool, int | None, int]
 @dataclass(frozen=True)
 class Question:
     """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
-    ``gpus`` cards in each of ``nodes`` machines. Host bytes are a machine's. Several cards need links between
-    them in ``profile``, and no ``nvme_budget``."""
+    ``gpus`` cards in each of ``nodes`` machines. Host bytes and those of drives are a machine's. Several
+    cards need links between them in ``profile``."""
 
     profile: MachineProfile
     batch: int
@@ -47,8 +47,6 @@ class Question:
     nodes: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks > 1 and self.nvme_budget is not None:
-            raise MegacompileError("--nvme-budget is for one card: several keep their state in RAM.")
         if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
             raise MegacompileError(
                 f"{self.profile.name} has no fast links between cards: "
@@ -76,11 +74,11 @@ class Question:
         """What a plan has to keep to; that of one card, with its share of the host."""
         machine, tiers = self.profile.rates(self.dtype), None
         if self.host_budget is not None:
-            limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget
+            limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
             tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
         if self.ranks == 1:
             return Terms(machine, self.hbm_budget, tiers)
-        machine = replace(machine, host_bandwidth=machine.host_bandwidth / self.gpus, nodes=self.nodes)
+        machine = machine.shared_by(self.gpus, self.nodes)
         return Terms(machine, self.hbm_budget, tiers, residents=())  # several keep no state on devices
 
     def mode(self, clip: bool) -> Mode:

@@ -103,7 +103,7 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
     saved = host.total - answer.host(False).total
     if clip and q.micro_batches == 1 and saved > 0:
         yield way("--no-clip", saved, "gradients are not kept", answer.prediction(False))
-    if here is not None and q.ranks == 1:
+    if here is not None:
         yield from _to_drive(here)
     groups = answer.compiled.assembly.groups
     for form in CODINGS if q.ranks == 1 else ():
@@ -118,7 +118,7 @@ def _to_drive(here: Prediction) -> Iterator[WayOut]:
     q = replace(here.question, nvme_budget=_ANY)
     compiled, found = plan_program([here.compiled], here.mode, q.terms)
     if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
-        host = host_bytes(compiled.assembly, "fp32", found.plan, found.step)
+        host = host_bytes(compiled.assembly, "fp32", found.plan, found.step).of_ranks(q.gpus)
         enough = host.total <= (q.host_budget or 0)
         yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, enough,
                      "state on a drive", q.tokens / found.seconds)  # fmt: skip

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.units import format_bytes
+from megacompile.world.control import World
 
 try:
     import xxhash
@@ -201,12 +202,29 @@ def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Pat
     return folders
 
 
+def folders_of(world: World, directories: Sequence[str]) -> tuple[str, ...]:
+    """The directories themselves; of several ranks a folder of this one's own in each."""
+    if world.size == 1:
+        return tuple(directories)
+    own = [Path(directory) / f"rank-{world.rank}" for directory in directories]
+    for folder in own:
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+    return tuple(str(folder) for folder in own)
+
+
+def _unusable(folder: Path, error: OSError) -> MegacompileError:
+    return MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.")
+
+
 def _lock(folder: Path) -> int:
     """Take the folder, or say who has it; files that a dead process left there are removed."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.") from error
+        raise _unusable(folder, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -230,9 +248,7 @@ def _create(path: Path, nbytes: int) -> int:
         file = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise MegacompileError(
-                f"offload_dir={str(folder)!r} cannot be used: {error.strerror}."
-            ) from error
+            raise _unusable(folder, error) from error
         path.unlink(missing_ok=True)
         file = os.open(path, flags, 0o600)
         warnings.warn(

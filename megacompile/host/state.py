@@ -235,10 +235,11 @@ class HostState:
         rank 0 has them, and all go through the groups together.
         """
         for index, group in enumerate(self.groups):
+            arrays = self.open(index, change=change)
             if self.world.size == 1:
-                yield parts_of(group, self.open(index, change=change), self.form)
+                yield parts_of(group, arrays, self.form)
                 continue
-            with whole_arrays(self.world, group, self.arrays[index], change=change) as wholes:
+            with whole_arrays(self.world, group, arrays, change=change) as wholes:
                 yield parts_of(group, wholes, self.form) if wholes else {}
 
     @property

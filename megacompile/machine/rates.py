@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -59,6 +59,16 @@ class Machine:
     fabric_seconds: float = 20e-6
     nodes: int = 1
     network_bandwidth: float = 50e9
+
+    def shared_by(self, ranks: int, nodes: int) -> Machine:
+        """What each of a machine's ``ranks`` has of it: they share host memory and the drive."""
+        return replace(
+            self,
+            host_bandwidth=self.host_bandwidth / ranks,
+            nvme_read_bandwidth=self.nvme_read_bandwidth / ranks,
+            nvme_write_bandwidth=self.nvme_write_bandwidth / ranks,
+            nodes=nodes,
+        )
 
 
 _GLOO, _GLOO_SECONDS = 1e9, 1e-3  # bytes per second between processes of a machine, and for each exchange

@@ -208,9 +208,10 @@ def storage_traffic(step: Step) -> tuple[int, int]:
     )
 
 
-def describe_traffic(step: Step, step_seconds: float) -> str:
-    """What a step moves over the drive, and what that means for its endurance; "" where nothing moves."""
-    read, written = storage_traffic(step)
+def describe_traffic(step: Step, step_seconds: float, ranks: int = 1) -> str:
+    """What a step of a machine's ``ranks`` moves over its drive, and what that means for its endurance; ""
+    where nothing moves."""
+    read, written = (ranks * nbytes for nbytes in storage_traffic(step))
     if not read:
         return ""
     text = f"NVMe: {format_bytes(read)} read and {format_bytes(written)} written per step"

@@ -11,6 +11,7 @@ from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat, smaller_formats
 from megacompile.host.needs import host_bytes, host_states, step_bytes, storage_window
+from megacompile.host.nvme import folders_of
 from megacompile.host.offload import Placement, host_state_bytes, place_groups
 from megacompile.host.state import HostState
 from megacompile.step.operations import Step
@@ -34,10 +35,11 @@ def allocate_host_state(
     than the host gives.
     """
     layouts, window = assembly.groups, storage_window(plan)
-    placement = Placement(host_states(plan), window, tuple(directories) if window else ())
+    placement = Placement(host_states(plan), window, folders_of(world, directories) if window else ())
     need, transient = host_bytes(assembly, form, plan, step).total, step_bytes(step, assembly.work)
     if need > host_budget_bytes:
-        raise _too_large(layouts, form, bool(directories), host_budget_bytes, need, transient)
+        numbers = (host_budget_bytes, need, transient)
+        raise _too_large(layouts, form, bool(directories), *numbers, world.local)
     try:
         return HostState(layouts, form, placement, transient, world), placement
     except (RuntimeError, MemoryError) as error:
@@ -68,9 +70,12 @@ def _too_large(
     given_bytes: int,
     need: int,
     transient: int,
+    ranks: int,
 ) -> BudgetError:
-    given = format_bytes(given_bytes)
-    least = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1) + transient
+    """What a machine's ranks, each of which needs that much, lack together."""
+    stored = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1)
+    least, need, transient = (ranks * nbytes for nbytes in (stored + transient, need, transient))
+    given = format_bytes(ranks * given_bytes)
     if has_storage:
         return BudgetError(
             f"host_budget={given} is too small even with all state on NVMe: its window, and "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
@@ -18,6 +19,7 @@ from megacompile.assemble.plan import Plan
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
 from megacompile.program import Program
 from tests.support.models import Residual, Stack
+from tests.support.ranks import run_ranks, whole
 from tests.support.scripts import output_of
 
 
@@ -294,6 +296,50 @@ def test_checkpoints_pass_between_ram_and_storage(tmp_path: Path) -> None:
     losses, state = trained(again)
     assert losses == expected[0]
     assert all(torch.equal(state[n], expected[1][n]) for n in state)
+
+
+def on_rank(rank: int, folder: Path, host: str | None, options: dict[str, Any]) -> tuple[list[float], Any]:
+    """Steps with a checkpoint in between, and what is on the drive."""
+    (folder / "drive").mkdir(exist_ok=True)
+    program = compiled(host or "100MB", folder / "drive" if host else None, **options)
+    losses = []
+    for step in range(3):
+        micro = [(batch(4 * step + 2 * m + rank),) for m in range(2)]
+        losses.append(float(program.train_step(micro).loss))
+        if step == 1:
+            program.save(folder / "saved")
+            program.train_step(micro)
+            program.load(folder / "saved")
+    program.save(folder / "last")
+    return losses, states(program)
+
+
+@pytest.mark.parametrize(
+    ("host", "where", "options"),
+    [
+        ("6MB", {"nvme"}, {}),
+        ("4.4MB", {"nvme", "nvme-all"}, {"max_grad_norm": 0.1}),
+        ("4.4MB", {"nvme-all"}, {"compute_dtype": torch.float32}),
+    ],
+)
+def test_ranks_have_their_shares_on_a_drive(
+    host: str, where: set[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bit for bit the ranks whose state is in RAM, a checkpoint in between."""
+    folders = tmp_path / "ram", tmp_path / "stored"
+    for folder in folders:
+        folder.mkdir()
+    expected = whole(run_ranks(2, on_rank, folders[0], None, options))
+    found = whole(run_ranks(2, on_rank, folders[1], host, options))
+    assert [losses for losses, _ in found] == [losses for losses, _ in expected]
+    assert found[0][1] == where
+    assert {path.name for path in (folders[1] / "drive").iterdir()} == {"rank-0", "rank-1"}
+    before, after = (
+        {n: t for file in (folder / "last").glob("*.safetensors") for n, t in load_file(file).items()}
+        for folder in folders
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
 
 
 MEASURE = """

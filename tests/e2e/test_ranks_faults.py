@@ -69,17 +69,18 @@ def unlike_programs(rank: int) -> None:
         megacompile.compile(build("plain"), "10kB", device="cpu", compute_dtype=torch.float32).prepare(
             batch_for("plain", rank)
         )
-    with raising(megacompile.BudgetError, "host_budget=50 kB is too small"):
+    with raising(megacompile.BudgetError, "host_budget=100 kB is too small"):
         compiled(host_budget="100kB").prepare(batch_for("plain", rank))
 
 
 def refused(rank: int) -> None:
-    for words, options in {
-        "optimizer_state='int8' is not there": {"optimizer_state": "int8"},
-        "offload_dir is not there": {"offload_dir": "."},
-    }.items():
-        with raising(MegacompileError, words):
-            compiled(**options)
+    with raising(MegacompileError, "optimizer_state='int8' is not there"):
+        compiled(optimizer_state="int8")
+    missing = f"nowhere-{rank}" if rank else "."
+    with raising(
+        MegacompileError, f"offload_dir='nowhere-{max(1, rank)}' is no directory", "" if rank else "Rank 1: "
+    ):
+        compiled(offload_dir=missing)
     program, batch = compiled(), batch_for("plain", rank)
     for words, call in {
         "forward_backward": lambda: program.forward_backward(batch),
