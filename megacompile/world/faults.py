@@ -5,9 +5,12 @@ In: why a rank stops, or only that a collective failed. Out: a sentence that nam
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megacompile import errors
@@ -27,6 +30,7 @@ class LastWords:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank = store, rank
         self._others = [r for r in range(size) if r != rank]
+        self._store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
 
     def leave(self, reason: str) -> None:
         """Say why this rank stops."""
@@ -43,6 +47,7 @@ class LastWords:
         self._store.set(f"here/{self._rank}", "1")
         until = time.monotonic() + LAST_WORDS
         while True:
+            ended = [r for r in self._others if self._has_ended(r)]  # first: what it has left is there then
             for rank in self._others:
                 if self._store.check([f"words/{rank}"]):
                     return f"Rank {rank} stopped: {self._store.get(f'words/{rank}').decode()}"
@@ -51,9 +56,35 @@ class LastWords:
             silent = [r for r in self._others if not self._store.check([f"here/{r}"])]
             if not silent:
                 return "The connection between the ranks was lost."
+            if gone := [r for r in ended if r in silent]:
+                return f"Rank {', '.join(map(str, gone))} is gone."
             if time.monotonic() > until:
                 return f"Rank {', '.join(map(str, silent))} is gone, or does not answer."
             time.sleep(0.02)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether its process is no more, as far as that can be seen from here."""
+        if not self._store.check([f"process/{rank}"]):
+            return False
+        machine, process = json.loads(self._store.get(f"process/{rank}"))
+        return bool(machine) and machine == _machine() and _is_over(process)
+
+
+def _machine() -> list[str]:
+    """What numbers of processes are numbers of: a namespace of a boot; nothing where it is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, str(Path("/proc/self/ns/pid").readlink())]
+    except OSError:
+        return []
+
+
+def _is_over(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"  # over, and waited for by nobody yet
 
 
 def within(seconds: float, run: Callable[[], T]) -> T | None:

@@ -171,9 +171,9 @@ def failing(rank: int, how: str, where: str, count: int) -> str:
 @pytest.mark.parametrize(
     ("how", "where", "count", "words"),
     [
-        ("killed", "all_gather", 9, "Rank 1 is gone"),
-        ("killed", "all_to_all", 3, "Rank 1 is gone"),
-        ("killed", "all_numbers", 2, "Rank 1 is gone"),
+        ("killed", "all_gather", 9, "Rank 1 is gone."),
+        ("killed", "all_to_all", 3, "Rank 1 is gone."),
+        ("killed", "all_numbers", 2, "Rank 1 is gone."),
         ("raises", "all_to_all", 5, "Rank 1 stopped: ValueError: the card fell out"),
         ("raises", "call", 7, "Rank 1 stopped: ValueError: the card fell out"),
         ("stalls", "all_gather", 12, "Rank 1 is gone, or does not answer"),
@@ -218,7 +218,7 @@ def loads(rank: int, folder: Path) -> float:
 
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     first, second = run_ranks(2, dying_in_save, tmp_path / "run")
-    assert "Rank 1 is gone" in first and second is None
+    assert "Rank 1 is gone." in first and second is None
     assert not isinstance(first, Raised)
     losses = whole(run_ranks(2, loads, tmp_path / "run"))
     assert losses[0] == losses[1] and math.isfinite(losses[0])
