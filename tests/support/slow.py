@@ -29,16 +29,20 @@ SLOW = (
     r"/test_padding\.py::test_a_length_that_is_the_size_of_another_dimension_is_padded_to\[Llama",
     r"/test_padding\.py::test_losses_of_the_user_s_own_do_not_see_padding\[<lambda>[12]",
     r"/test_padding\.py::test_entries_of_the_batch_that_padding_does_not_know\[<lambda>[0-2]",
-    r"test_lengths\.py::test_an_epoch_of_random_lengths_needs_few_programs\[shifted",
+    r"test_lengths\.py::test_an_epoch_of_random_lengths_needs_few_programs\[(shifted|None)",
     r"test_substitute\.py::test_models_that_make_their_own_mask_make_it_in_a_capture_too\[LongT5",
     r"test_gated_delta_rule\.py::test_every_model_of_transformers_means_the_same_rule\[.*(?<!qwen3_next\])$",
     r"test_gated_delta_rule\.py::test_(a_graph|loss_and)\w+\[(?!qwen3_next)",
+    r"test_functional\.py::test_forms_decompose_as_the_whole_graph_does\[(gpt2|gemma3)",
+    r"test_query_chunks\.py::test_memory_grows_with_the_tokens\[0-",
+    r"test_draws\.py::test_a_program_trains_as_eager_does_with_the_same_draws\[1GB",
+    r"test_requests\.py::test_requests_take_what_the_plan_counts\[(True-llama|False-gemma3)",
     # Loops: a layer and a head of one model, a layer of another stay.
     r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-1-(?!7)|qwen3|gemma3|gpt2-2)",
     r"test_long\.py::test_a_long_sequence_trains_far_below_what_it_needs_whole\[gpt2",
     r"test_long\.py::test_a_sequence_trains_where_a_64th",
     # Models and shapes beside plain PyTorch: a model of each family stays at the tight budget.
-    r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[plenty-(?!llama|plain)",
+    r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[plenty-(?!plain)",
     r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[least-(qwen3|gpt2\])",
     r"test_against_eager\.py::test_micro_batches_equal_eager_accumulation\[llama",
     r"test_against_eager\.py::test_immediate_updates_equal_eager\[llama",
@@ -87,6 +91,9 @@ SLOW = (
     r"test_residency\.py::test_state_on_the_device_is_worth_more_than_activations\[True",
     r"test_checkpoint\.py::test_killed_at_any_moment_the_last_checkpoint_is_found\[6",
     r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
+    r"test_tiers\.py::test_the_search_gives_up_host_bytes_for_less_on_the_drive\[0\.9-0\.93-mode1",
+    # The suite itself: each signal once, with workers or without.
+    r"test_processes\.py::test_an_interrupted_suite_leaves_nothing_behind\[(2-2|15-0)",
     # Benchmarks: one dry part of the GPU's suite.
     r"test_gpu_suite\.py::test_dry_run\[(kernels|correctness)",
     r"test_kernel_curve\.py::test_loss_with_kernels_is_within_noise",
