@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from megacompile.differentiate.policies import DifferentiatedTemplate
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of a result's largest element, by the lowest precision among the template's inputs."""
+"""Of a result's scale, by the lowest precision among the template's inputs."""
 IGNORED = -100  # labels, every fifth
+_SMALL = 1e-2
+"""Of a function's largest result. Smaller ones may be sums of terms that cancel; their rounding does not."""
 _CPU = torch.device("cpu")
 
 
@@ -44,8 +46,9 @@ def disagreement(
             if function is policy.backward:
                 known |= _random_gradients(function, known)
             results, others = _run(function, known), _run(other, known)
+            least = _SMALL * max((_largest(x) for x in results), default=0.0)
             for ref, a, b in zip(function.outputs, results, others, strict=True):
-                if why := _differ(a, b, allowed):
+                if why := _differ(a, b, allowed, least):
                     return f"{function.name}: {ref[0]} {ref[1]} {why}"
             if function is not policy.backward:
                 known |= dict(zip(function.outputs, results, strict=True))
@@ -58,22 +61,34 @@ def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
     return function.load(_CPU)([known[r].clone() if r[0] in donated else known[r] for r in function.inputs])
 
 
-def _differ(a: Tensor, b: Tensor, allowed: float) -> str | None:
+def _largest(x: Tensor) -> float:
+    """Of the elements that are finite: those of a mask may not be."""
+    finite = x[x.isfinite()] if x.is_floating_point() else x.new_empty(0)
+    return float(finite.abs().amax()) if finite.numel() else 0.0
+
+
+def _differ(a: Tensor, b: Tensor, allowed: float, least: float) -> str | None:
+    """How two results differ, in parts of their scale: of the largest element, or of ``least``."""
     if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
         return f"is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
     if not a.is_floating_point():
         return None if torch.equal(a, b) else "differs"
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    scale = float(a.abs().amax()) or 1.0 if a.numel() else 1.0
-    distance = float((a.to(wide) - b.to(wide)).abs().amax()) / scale if a.numel() else 0.0
+    scale = max(_largest(a), least) or 1.0
+    apart = (a.to(wide) - b.to(wide)).abs().masked_fill(a == b, 0.0)
+    distance = float(apart.amax()) / scale if a.numel() else 0.0
     return None if distance <= allowed else f"is off by {distance:.1e} of scale, allowed are {allowed:.0e}"
 
 
 def _random_inputs(template: Template) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     labels = any(n.target is torch.ops.aten.nll_loss_forward.default for n in template.graph.nodes)
-    pairs = zip(template.examples, template.kinds, strict=True)
-    return [_random(e, kind, labels, generator) for e, kind in pairs]
+    given = [n for n in template.graph.nodes if n.op == "placeholder"]
+    made = [_random(e, k, labels, generator) for e, k in zip(template.examples, template.kinds, strict=True)]
+    for node, value in zip(given, made, strict=True):
+        if value.dtype == torch.int32 and any("attention" in str(user.target) for user in node.users):
+            value[0], value[1] = 0, value.shape[-1]  # the keys that a packed token sees: all
+    return made
 
 
 def _random(example: Tensor, kind: str, labels: bool, generator: torch.Generator) -> Tensor:
@@ -81,6 +96,8 @@ def _random(example: Tensor, kind: str, labels: bool, generator: torch.Generator
     made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
     if not example.is_floating_point():
         made.random_(0, 2, generator=generator)
+        if made.dim():
+            made[..., :1] = 1  # of a mask: a position that sees no key would give no number
         if labels and kind == "value":
             made.flatten()[::5] = IGNORED
         return made

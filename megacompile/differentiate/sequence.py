@@ -54,10 +54,11 @@ _OVER_DIMENSIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten
 
 
 def length_of(template: Template) -> int | None:
-    """The positions of a template's one sequence; None where its values do not agree on that."""
+    """The positions of a template's one sequence: a size that all of its values have, and one of them first;
+    None where there is none."""
     values = [e for e, kind in zip(template.examples, template.kinds, strict=True) if kind == "value"]
-    sizes = [next((n for n in v.shape if n != 1), 1) for v in (*values, *template.results) if v.dim()]
-    return sizes[0] if sizes and sizes[0] > 1 and len(set(sizes)) == 1 else None
+    shapes = [[n for n in v.shape if n != 1] for v in (*values, *template.results) if v.dim()]
+    return next((s[0] for s in shapes if s and all(s[0] in other for other in shapes)), None)
 
 
 def at_length(template: Template, length: int, other: int) -> Template:
@@ -198,6 +199,10 @@ def _is_local(node: fx.Node, out: Any) -> bool:
     if target is aten.cat.default:
         dim = args[1] if len(args) > 1 else 0
         return bool(all(a.meta["along"] == out for a in first) and dim % _dim(node) != out)
+    if torch.Tag.pointwise in target.tags:
+        return _aligned(node, out)
+    if not isinstance(first, fx.Node):
+        return False  # a list, as of what is stacked
     along = first.meta["along"]
     if target is aten.embedding.default:
         return along is None and out is not None
@@ -211,8 +216,6 @@ def _is_local(node: fx.Node, out: Any) -> bool:
     if target in _OF_ELEMENTS:
         behind = {_dim(a) - a.meta["along"] for a in node.all_input_nodes if a.meta["along"] is not None}
         return along is not None and len(behind) == 1
-    if torch.Tag.pointwise in target.tags:
-        return _aligned(node, out)
     return along is not None and _keeps_dimension(node, args, along, out)
 
 
@@ -267,7 +270,7 @@ def two_lengths(
     try:
         short = at_length(template, length, other)
         found.append((short, joint_of(short, mode)))
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
         return (
             [],
             f"it cannot be traced at another length: {(str(error) or type(error).__name__).splitlines()[0]}",

@@ -119,11 +119,8 @@ class Stages:
             for argument in node.all_input_nodes:
                 if self.roles[argument] != "local" or self.before(argument, loop):
                     continue
-                if (
-                    self.home[argument] < loop
-                    and not is_view(argument)
-                    and not self._derived_cheaply(argument)
-                ):
+                stays = self.home[argument] < loop and isinstance(argument.meta["val"], Tensor)
+                if stays and not is_view(argument) and not self._derived_cheaply(argument):
                     self.whole.add(argument)
                 else:
                     pending.append(argument)

@@ -35,6 +35,12 @@ def model_of(kind: str, vocabulary: int = VOCABULARY) -> nn.Module:
     )  # fmt: skip
 
 
+def packed() -> dict[str, Tensor]:
+    """Four documents, told apart by their positions."""
+    positions = torch.cat([torch.arange(n) for n in (200, 40, 120, LENGTH - 360)])[None]
+    return {**batch_of(), "position_ids": positions}
+
+
 def batch_of(length: int = LENGTH, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     ids = torch.randint(3, vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
@@ -98,6 +104,17 @@ def test_a_sequence_trains_where_a_64th_of_it_fits_whole(monkeypatch: pytest.Mon
     program = start(model_of("llama", vocabulary), f"{budget}B")
     trains_as_eager(program, model_of("llama", vocabulary), batch_of(64 * length, vocabulary), steps=2)
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes <= budget
+
+
+def test_packed_documents_have_loops_and_train_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = int(0.9 * least_whole(model_of("llama"), packed(), monkeypatch))  # attention takes most
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
+    program = start(model_of("llama"), f"{budget}B")
+    eager = model_of("llama")
+    eager.config.use_cache = False  # else it does not tell documents apart
+    trains_as_eager(program, eager, packed(), steps=2)
+    assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes <= budget
+    assert program.schedule.work.loops[1] in CHUNKS
 
 
 def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,3 +227,16 @@ def _distances(found: DifferentiatedTemplate) -> list[float]:
         grads.append(loop_check._run(policy.backward, known))  # type: ignore[arg-type]
     pairs = [(a, b.float()) for a, b in zip(*grads, strict=True) if a.dim() == 2]
     return [float((a - b).norm() / a.norm()) for a, b in pairs]
+
+
+def test_what_counts_as_a_difference() -> None:
+    """Equal infinities of a mask do not; NaN does; rounding of sums that cancel does not."""
+    mask, wrong = torch.tensor([0.0, -torch.inf]), torch.tensor([-torch.inf, 0.0])
+    assert loop_check._differ(mask, mask.clone(), 1e-5, 0.0) is None
+    assert "inf" in str(loop_check._differ(mask, wrong, 1e-5, 0.0))
+    nothing = torch.tensor([torch.nan])
+    assert "nan" in str(loop_check._differ(nothing, nothing, 1e-5, 0.0))
+    zero, noise = torch.full((4,), 1e-9), torch.full((4,), 2e-9)
+    assert loop_check._differ(zero, noise, 1e-5, least=1e-2) is None
+    assert loop_check._differ(zero, noise, 1e-5, least=0.0) is not None
+    assert loop_check._differ(zero + 1e-3, noise, 1e-5, least=1e-2) is not None
