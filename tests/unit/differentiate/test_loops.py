@@ -25,27 +25,29 @@ LENGTH = 60  # no other size of the small models
 
 
 @functools.cache
-def traced(kind: str, block: int, dtype: torch.dtype = torch.float32) -> tuple[Template, Joint, Any]:
+def traced(
+    kind: str, block: int, dtype: torch.dtype = torch.float32, length: int = LENGTH
+) -> tuple[Template, Joint, Any]:
     """A template of a small model and its joint graph, its sequence's dimensions noted; "fused" kinds have
     fused kernels."""
     kind, _, fused = kind.partition(" ")
     model = build(kind)
     frontend = Frontend(model, dtype, kernels=bool(fused))
-    batch = read_batch(batch_for(kind, size=1, length=LENGTH), model)
+    batch = read_batch(batch_for(kind, size=1, length=length), model)
     compiled = frontend.build(batch, {}, evaluate=False)
     template, mode = compiled.part.templates[block], compiled.fused.fake_mode
-    assert length_of(template) == LENGTH
+    assert length_of(template) == length
     pairs, reason = two_lengths(template, mode, (24, 26))
     assert reason is None
     return template, pairs[0][1], mode
 
 
 def functions(
-    kind: str, block: int, chunk: int | None, dtype: torch.dtype = torch.float32
+    kind: str, block: int, chunk: int | None, dtype: torch.dtype = torch.float32, length: int = LENGTH
 ) -> DifferentiatedTemplate:
     """A template's functions of little memory, whole or over chunks."""
-    template, joint, mode = traced(kind, block, dtype)
-    given = (LENGTH, chunk) if chunk else None
+    template, joint, mode = traced(kind, block, dtype, length)
+    given = (length, chunk) if chunk else None
     return _Cutter(template, joint, mode, None, loops=given, lean=True).run()
 
 
@@ -190,17 +192,21 @@ def test_several_sequences_stay_whole() -> None:
     assert not any(t.loops for t in compiled.templates)
 
 
-def test_gradients_of_weights_in_bf16_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("length", "counts"), [(LENGTH, [30]), (512, [4, 64, 256])])
+def test_gradients_of_weights_in_bf16_are_rounded_once(
+    length: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside FP32 they are as good as the whole function's; sums in bf16 are not."""
 
-    def distance(chunk: int | None) -> float:
-        return max(_distances(functions("llama", 1, chunk, torch.bfloat16)))
+    def distance(count: int) -> float:
+        chunk = length // count if count > 1 else None
+        return max(_distances(functions("llama", 1, chunk, torch.bfloat16, length), length))
 
-    whole = distance(None)
-    assert distance(2) <= whole + 5e-4
+    whole = distance(1)
+    assert max(map(distance, counts)) <= whole + 5e-4
     monkeypatch.setattr(loops, "_summed", lambda value: value.dtype)
     monkeypatch.setattr(loops._Body, "_add", _sum_as_it_is)
-    assert distance(2) > whole + 5e-4
+    assert distance(counts[-1]) > whole + 5e-4
 
 
 def _sum_as_it_is(body: Any, node: fx.Node, reads: tuple[str, ...]) -> None:
@@ -211,10 +217,10 @@ def _sum_as_it_is(body: Any, node: fx.Node, reads: tuple[str, ...]) -> None:
     body.lines.append(loops._Line(f"aten.add_.Tensor({total}, {made})", (total, *reads)))
 
 
-def _distances(found: DifferentiatedTemplate) -> list[float]:
+def _distances(found: DifferentiatedTemplate, length: int) -> list[float]:
     """Root mean square errors of gradients of weight matrices, beside a whole run in float32."""
-    template = traced("llama", 1, torch.bfloat16)[0]
-    exact = functions("llama", 1, None)
+    template = traced("llama", 1, torch.bfloat16, length)[0]
+    exact = functions("llama", 1, None, length=length)
     given = loop_check._random_inputs(template)
     grads = []
     for made, dtype in ((exact, torch.float32), (found, torch.bfloat16)):
