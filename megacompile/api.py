@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megacompile.arguments import check_model, check_settings, check_several, directories
+from megacompile.arguments import check_model, check_settings, directories
 from megacompile.assemble.plan import Plan
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
@@ -115,8 +115,6 @@ def compile(
     world = World(find_ranks())
     with world.together():
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
-    if world.size > 1:
-        check_several(optimizer_state)
     with world.connected(backend.device):
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
         optimizer = adopt(optimizer, model)

@@ -38,14 +38,6 @@ def check_settings(
         raise MegacompileError(f"loss_fn={loss_fn!r} must be a function of outputs and batch, or None.")
 
 
-def check_several(optimizer_state: str) -> None:
-    """Refuse what several ranks cannot do yet."""
-    if optimizer_state != "fp32":
-        raise MegacompileError(
-            f"optimizer_state={optimizer_state!r} is not there for several devices yet: leave it out."
-        )
-
-
 def check_model(model: Any, weights: Any) -> None:
     """Refuse a model that cannot be taken over, or would train otherwise than in plain PyTorch."""
     if not isinstance(model, nn.Module):

@@ -32,7 +32,7 @@ from megacompile.partition.blocks import Block, Input, Partition, Value
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
-_SHARD = 256  # elements that a rank's shard of a bucket is a multiple of
+_SHARD = 256  # elements that a rank's shard of a bucket, and parameters there, are multiples of
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def _layout(
     slots, offset = [], 0
     for parameter in sorted(members, key=lambda p: p.param_group):
         slots.append(Slot(parameter, offset))
-        offset += padded_elements(parameter.numel)
+        offset += padded_elements(parameter.numel, ranks)
     names = [part.blocks[b].name for b in users]
     whole = members[0].whole or members[0].name
     rows = members[0].name.removeprefix(whole)  # of a piece
@@ -229,9 +229,11 @@ def _layout(
     return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), elements, ranks)
 
 
-def padded_elements(elements: int) -> int:
-    """Elements of a bucket that a parameter of so many takes."""
-    return -(-elements // _ALIGN) * _ALIGN
+def padded_elements(elements: int, ranks: int = 1) -> int:
+    """Elements of a bucket that a parameter of so many takes; where ranks share it, so that no shard ends
+    within a block of its codes."""
+    unit = _ALIGN if ranks == 1 else _SHARD
+    return -(-elements // unit) * unit
 
 
 def _block_work(

@@ -22,6 +22,7 @@ from megacompile.errors import MegacompileError
 from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]
+_DTYPES = {"low": torch.int16, "exp_avg_codes": torch.uint8, "exp_avg_sq_codes": torch.uint8}
 SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
 
 
@@ -100,27 +101,32 @@ def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]
     """Every flat array of a group's state, in a fixed order; arrays without elements are left out.
 
     "weights" is what is streamed: bf16 high halves (then "low" holds the low ones), or FP32 masters. Where
-    ranks share the group, these are the shards of one of them, with FP32 moments.
+    ranks share the group, these are the shards of one of them, all as long as the longest.
     """
-    split = group.dtype == torch.bfloat16
-    arrays = [FlatArray("weights", "masters", group.dtype, group.share)]
-    arrays += [FlatArray("low", "masters", torch.int16, group.share)] if split else []
-    if group.trainable and group.ranks > 1:
-        arrays += [FlatArray(name, "moments", torch.float32, group.share) for name in moment_names(False)]
-    elif group.trainable:
-        runs = group_runs(group, form)
-        plain = sum(r.place.elements for r in runs if not r.place.coded)
-        arrays += [FlatArray(name, "moments", torch.float32, plain) for name in moment_names(False)]
-        arrays += _coded_arrays(runs, CODINGS[form]) if form in CODINGS else []
-    return tuple(a for a in arrays if a.elements)
+    sizes = [array_sizes(group, form, rank) for rank in range(group.ranks)]
+    found = []
+    for name in sizes[0]:
+        kind: Literal["masters", "moments"] = "masters" if name in ("weights", "low") else "moments"
+        dtype = group.dtype if name == "weights" else _DTYPES.get(name, torch.float32)
+        found.append(FlatArray(name, kind, dtype, max(size[name] for size in sizes)))
+    return tuple(a for a in found if a.elements)
 
 
-def _coded_arrays(runs: tuple[Run, ...], coding: Coding) -> list[FlatArray]:
-    coded = [r.place.elements for r in runs if r.place.coded]
-    codes = (torch.uint8, coding.code_bytes(sum(coded)))
-    scales = (torch.float32, sum(coding.blocks(n) for n in coded))
-    parts = (codes, scales, codes, scales)
-    return [FlatArray(n, "moments", *part) for n, part in zip(moment_names(True), parts, strict=True)]
+def array_sizes(group: GroupLayout, form: StateFormat, rank: int) -> dict[str, int]:
+    """How many entries of each array of a group are a rank's."""
+    sizes = {"weights": group.share}
+    if group.dtype == torch.bfloat16:
+        sizes["low"] = group.share
+    if not group.trainable:
+        return sizes
+    places = [run.place for run in shard_runs(group, form, rank)]
+    plain = sum(place.elements for place in places if not place.coded)
+    sizes |= dict.fromkeys(moment_names(False), plain)
+    if form in CODINGS:
+        coded, coding = [place.elements for place in places if place.coded], CODINGS[form]
+        codes, scales = coding.code_bytes(sum(coded)), sum(map(coding.blocks, coded))
+        sizes |= dict(zip(moment_names(True), (codes, scales, codes, scales), strict=True))
+    return sizes
 
 
 def moment_names(coded: bool) -> tuple[str, ...]:
@@ -135,7 +141,8 @@ def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, .
     places: list[MomentPlace] = []
     offsets, block = {False: 0, True: 0}, 0
     for slot in group.slots:
-        elements, coded = padded_elements(slot.parameter.numel), is_coded(slot.parameter.numel, form)
+        coded = is_coded(slot.parameter.numel, form)
+        elements = padded_elements(slot.parameter.numel, 1 if coded else group.ranks)
         places.append(MomentPlace(coded, elements, offsets[coded], block if coded else 0))
         offsets[coded] += elements
         block += CODINGS[form].blocks(elements) if coded else 0
@@ -148,6 +155,7 @@ def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
     for slot, place in zip(group.slots, moment_places(group, form), strict=True):
         last, owner = runs[-1] if runs else None, slot.parameter.param_group
         alike = last is not None and (last.param_group, last.place.coded) == (owner, place.coded)
+        alike &= last is not None and last.stop == slot.offset
         if last and alike and (not place.coded or last.place.elements % CODINGS[form].block == 0):
             whole = replace(last.place, elements=last.place.elements + place.elements)
             runs[-1] = Run(last.start, owner, whole)
@@ -160,11 +168,15 @@ def shard_runs(group: GroupLayout, form: StateFormat, rank: int) -> tuple[Run, .
     """The runs of a rank's shard, from its beginning; of a whole group those of :func:`group_runs`."""
     if group.ranks == 1:
         return group_runs(group, form)
-    shard, runs = group.shard(rank), []
+    shard, runs, offsets, block = group.shard(rank), [], {False: 0, True: 0}, 0
     for run in group_runs(group, form):
         start, stop = max(run.start, shard.start) - shard.start, min(run.stop, shard.stop) - shard.start
         if start < stop:
-            runs.append(Run(start, run.param_group, MomentPlace(False, stop - start, start, 0)))
+            elements, coded = stop - start, run.place.coded
+            place = MomentPlace(coded, elements, offsets[coded], block if coded else 0)
+            runs.append(Run(start, run.param_group, place))
+            offsets[coded] += elements
+            block += CODINGS[form].blocks(elements) if coded else 0
     return tuple(runs)
 
 

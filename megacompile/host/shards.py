@@ -6,13 +6,14 @@ values from there back in every rank's shard. All ranks call these together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Slot
+from megacompile.host.formats import StateFormat, array_sizes
 from megacompile.world.control import World
 
 
@@ -41,18 +42,41 @@ def collected(world: World, group: GroupLayout, slot: Slot, shard: Tensor) -> Te
 
 @contextmanager
 def whole_arrays(
-    world: World, group: GroupLayout, shards: Mapping[str, Tensor], *, change: bool
+    world: World, group: GroupLayout, form: StateFormat, shards: Mapping[str, Tensor], *, change: bool
 ) -> Iterator[dict[str, Tensor]]:
     """All ranks' shards of a group's arrays together, by name, on rank 0; the others are given none.
 
     With ``change`` they are zero, and what is written to them goes to the shards at the end.
     """
-    first = world.rank == 0
+    sizes = [array_sizes(group, form, rank) for rank in range(world.size)]
+    counts = {name: [size[name] for size in sizes] for name in shards}
     if not change:
         gathered = ((name, world.gather(shard)) for name, shard in shards.items())
-        yield {name: whole for name, whole in gathered if whole is not None}
+        yield {name: _packed(whole, counts[name]) for name, whole in gathered if whole is not None}
         return
-    wholes = {name: shard.new_zeros(group.elements) for name, shard in shards.items() if first}
+    first = world.rank == 0
+    wholes = {name: shard.new_zeros(sum(counts[name])) for name, shard in shards.items() if first}
     yield wholes
     for name, shard in shards.items():
-        world.scatter(shard, wholes.get(name))
+        whole = wholes.pop(name, None)
+        world.scatter(shard, None if whole is None else _spread(whole, counts[name], shard.numel()))
+
+
+def _packed(padded: Tensor, counts: Sequence[int]) -> Tensor:
+    """The first so many entries of each of equally long parts, one after another."""
+    length = padded.numel() // len(counts)
+    if all(count == length for count in counts[:-1]):
+        return padded[: sum(counts)]
+    parts = zip(padded.view(len(counts), length), counts, strict=True)
+    return torch.cat([part[:count] for part, count in parts])
+
+
+def _spread(whole: Tensor, counts: Sequence[int], length: int) -> Tensor:
+    """The inverse: so many entries in each of parts of one length."""
+    if whole.numel() == length * len(counts):
+        return whole
+    padded, start = whole.new_zeros(len(counts), length), 0
+    for part, count in zip(padded, counts, strict=True):
+        part[:count].copy_(whole[start : start + count])
+        start += count
+    return padded.view(-1)

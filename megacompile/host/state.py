@@ -239,7 +239,7 @@ class HostState:
             if self.world.size == 1:
                 yield parts_of(group, arrays, self.form)
                 continue
-            with whole_arrays(self.world, group, arrays, change=change) as wholes:
+            with whole_arrays(self.world, group, self.form, arrays, change=change) as wholes:
                 yield parts_of(group, wholes, self.form) if wholes else {}
 
     @property

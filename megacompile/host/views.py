@@ -6,11 +6,12 @@ In: a group's layout and its arrays by name. Out: by parameter, its masters and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import GroupLayout
+from megacompile.assemble.assembly import GroupLayout, padded_elements
 from megacompile.host.formats import (
     CODINGS,
     MomentPlace,
@@ -39,9 +40,10 @@ def parts_of(
     for slot, place in zip(group.slots, places, strict=True):
         part = slice(slot.offset, slot.offset + slot.parameter.numel)
         found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
-        names = moment_names(place.coded) if place else ()
-        moments = moments_of(arrays, place, form) if place else []
-        named[slot.parameter.name] = found | dict(zip(names, moments, strict=True))
+        if place is not None:
+            own = replace(place, elements=padded_elements(slot.parameter.numel))  # as where no ranks share it
+            found |= dict(zip(moment_names(place.coded), moments_of(arrays, own, form), strict=True))
+        named[slot.parameter.name] = found
     return named
 
 

@@ -30,12 +30,18 @@ CASES: dict[str, Case] = {
     "dropout in bf16": ("dropping", {}),
     "in small pieces": ("plain", FP32),  # of what ranks exchange at once
     "tied and frozen": ("gpt2", FP32),
+    "in 8 bits": ("wide", FP32 | {"optimizer_state": "int8"}),
+    "in 4 bits": ("wide", FP32 | {"optimizer_state": "int4"}),
     "clipped": ("plain", FP32 | {"max_grad_norm": 0.1}),
     "never clipped": ("plain", FP32 | {"max_grad_norm": 1e9}),
 }
 
 
-LAYERS: dict[str, dict[str, int]] = {"llama": {"layers": 2}}
+SIZES: dict[str, dict[str, int]] = {
+    "llama": {"layers": 2},
+    "wide": {"width": 72, "depth": 2},  # whose matrices are large enough for codes, and end within a block
+}
+PLAIN = ("dropping", "wide")  # models that read what "plain" reads
 
 
 class Dropping(Plain):
@@ -48,7 +54,8 @@ class Dropping(Plain):
 
 def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
     torch.manual_seed(seed)
-    model = Dropping() if name == "dropping" else build(name, seed, **LAYERS.get(name, {}))
+    kind = "plain" if name in PLAIN else name
+    model = Dropping() if name == "dropping" else build(kind, seed, **SIZES.get(name, {}))
     if name == "gpt2":
         model.transformer.h[0].requires_grad_(False)  # type: ignore[operator, union-attr]
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
@@ -59,7 +66,7 @@ def batches(name: str, step: int, ranks: range, micro: int = 1) -> list[dict[str
     """The micro-batches of some ranks in a step, those of all ranks taking turns."""
     size = ranks.stop
     return [
-        batch_for("plain" if name == "dropping" else name, seed=100 * step + m * size + r)
+        batch_for("plain" if name in PLAIN else name, seed=100 * step + m * size + r)
         for m in range(micro)
         for r in ranks
     ]
@@ -114,7 +121,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    names = ["plain", "llama", "in small pieces", "clipped", "never clipped"]
+    names = ["plain", "llama", "in small pieces", "in 8 bits", "in 4 bits", "clipped", "never clipped"]
     return Run(2, names, tmp_path_factory.mktemp("two"))
 
 
@@ -154,7 +161,14 @@ def test_each_rank_keeps_its_predicted_peak_and_its_share_of_the_state(two: Run)
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(3, "dropout in bf16"), (4, "dropout in bf16"), (3, "llama in bf16"), (3, "gpt2 with dropout")],
+    [
+        (3, "dropout in bf16"),
+        (4, "dropout in bf16"),
+        (3, "llama in bf16"),
+        (3, "gpt2 with dropout"),
+        (3, "in 4 bits"),
+        (3, "in 8 bits"),
+    ],
 )
 def test_more_ranks_in_low_precision_are_bitwise_one_process(size: int, name: str, tmp_path: Path) -> None:
     ranks, one = Run(size, [name], tmp_path).state[name]
