@@ -22,8 +22,8 @@ from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
 from megacompile.session import Session
-from megacompile.together import agreed_batches
-from megacompile.world.control import World, refuse_several
+from megacompile.together import agreed_batches, described_optimizer
+from megacompile.world.control import World
 
 
 class Program(Persistence):
@@ -108,28 +108,25 @@ class Program(Persistence):
         ``loss`` and ``outputs`` are those of :meth:`train_step`.
         """
         self._ready()
-        refuse_several(self._session.world.size, "forward_backward")
-        micro = self._session.padded(self._session.read(batch, outputs=_outputs_for(loss, outputs)))
-        if weight is None:
-            self._session.check_counts(micro)
-        weights = [1.0 if weight is None else weight] * len(micro)
-        return StepOutput(self._session, StepResults(self._accumulate(micro, weights, loss)), weights)
+        session = self._session
+
+        def weigh(micro: list[Batch]) -> list[float]:
+            if weight is None:
+                session.check_counts(micro)
+            return [1.0 if weight is None else weight] * len(micro)
+
+        with session.world.together():
+            given = _outputs_for(loss, outputs)
+            micro, own, everyone = agreed_batches(session, batch, "accumulate", weigh, given)
+            return StepOutput(session, StepResults(self._accumulate(micro, own, loss)), everyone)
 
     @alone
     def optimizer_step(self) -> StepOutput:
         """Apply the gradients that :meth:`forward_backward` has gathered, clipped as compiled."""
         self._ready()
-        runtime = self._session.runtime
-        if runtime is not None and runtime.lost_gradients:
-            runtime.drop_gradients()
-            raise ProgramError(
-                "A forward_backward failed in the middle of its backward, and all gradients gathered since "
-                "the last update were dropped with it: repeat those micro-batches."
-            )
-        if runtime is None or not runtime.has_gradients:
-            raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
-        self._session.check_model()
-        return StepOutput(self._session, self._session.update(), ())
+        with self.world.together():
+            self.world.compare(self._described_update)
+            return StepOutput(self._session, self._session.update(), ())
 
     @alone
     def drop_gradients(self) -> None:
@@ -180,13 +177,29 @@ class Program(Persistence):
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _described_update(self) -> dict[str, Any]:
+        """What all ranks must have alike to update by what waits; refused where nothing does."""
+        runtime = self._session.runtime
+        if runtime is not None and runtime.lost_gradients:
+            runtime.drop_gradients()
+            raise ProgramError(
+                "A forward_backward failed in the middle of its backward, and all gradients gathered since "
+                "the last update were dropped with it: repeat those micro-batches."
+            )
+        if runtime is None or not runtime.has_gradients:
+            raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
+        self._session.check_model()
+        return {"optimizer": described_optimizer(self._session)}
+
     def _accumulate(
         self, micro: list[Batch], weights: list[float], loss: LossOfOutputs | None
     ) -> list[Tensor]:
         losses: list[Tensor] = []
         for i, (one, weight) in enumerate(zip(micro, weights, strict=True)):
-            of_one = _numbered(loss, i)
-            losses += self._session.run([one], Mode("accumulate"), [weight], loss=of_one).losses
+            results = self._session.run([one], Mode("accumulate"), [weight], loss=_numbered(loss, i))
+            if self.world.size > 1:
+                self._session.await_losses()  # then there are those of all ranks
+            losses += results.losses
         return losses
 
     def _step_by_accumulation(

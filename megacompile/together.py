@@ -18,7 +18,6 @@ from megacompile.capture.outputs import OutputsFn
 from megacompile.capture.padding import pad_batch
 from megacompile.capture.right_padding import is_padded_right
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import MegacompileError
 from megacompile.host.optimizer import hypers
 from megacompile.padder import OfRanks
 from megacompile.runtime.step_io import step_seed
@@ -117,21 +116,30 @@ def _of_ranks(said: Sequence[Mapping[str, Any]]) -> OfRanks:
 def _described_batches(
     session: Session, micro: list[Batch], weights: Sequence[float], kind: str
 ) -> dict[str, Any]:
-    if len({batch.key for batch in micro}) > 1:
-        raise MegacompileError(
-            "Micro-batches of several kinds in a step are not there for several devices: pad them alike."
-        )
+    one_kind = len({batch.key for batch in micro}) == 1
     mode = Mode("evaluate") if kind == "evaluate" else session.training(micro)
+    if kind == "accumulate" or not one_kind:
+        mode = Mode("accumulate")  # one after the other
+    first = {batch.key: batch for batch in reversed(micro)}.values()  # of each kind
     counts = [batch.kwargs.get("num_items_in_batch") for batch in micro]
     return {
         "micro": len(micro),
-        "shapes": ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in micro[0].tensors),
-        "program": [kind, micro[0].key[0], str(micro[0].key[1]), session.compiler.number(micro[0], mode)],
-        "optimizer": ", ".join(str(hyper) for hyper in hypers(session.optimizer)),
+        "shapes": "; ".join(map(_shapes, micro if not one_kind else micro[:1])),
+        "program": [[kind, of.key[0], str(of.key[1]), session.compiler.number(of, mode)] for of in first],
+        "optimizer": described_optimizer(session),
         "place": [session.seed, session.calls],
         "count": [None if count is None else float(count) for count in counts],
         "weights": list(weights),
     }
+
+
+def described_optimizer(session: Session) -> str:
+    """The settings of all param groups."""
+    return ", ".join(str(hyper) for hyper in hypers(session.optimizer))
+
+
+def _shapes(batch: Batch) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.tensors)
 
 
 def micro_seeds(seed: int, call: int, count: int, world: World) -> list[int]:

@@ -25,7 +25,7 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
     if work.ranks == 1:
         return step
     ops: list[Op] = []
-    losses = _losses(step, work) if mode.kind == "train" else []
+    losses = _losses(step, work) if mode.kind in ("train", "accumulate") else []
     trains, reduced = mode.kind == "train", 0
     for index, op in enumerate(step.ops):
         if op.kind == "prefetch":

@@ -267,6 +267,33 @@ def outside(rank: int, size: int, folder: Path) -> dict[str, Any]:
         }
 
 
+def by_hand(rank: int, size: int, folder: Path) -> list[Tensor]:
+    """Updates by hand, then a step of micro-batches of two shapes."""
+    ranks, found = range(size) if rank < 0 else range(rank, size, size), []
+    with compiled("plain", FP32, seed=max(0, rank)) as program:
+        with raising(megacompile.ProgramError, "No gradient is waiting"):
+            program.optimizer_step()
+        for step in range(2):
+            out = program.forward_backward(batches("plain", step, ranks), weight=1 / size)
+            found.append(torch.stack([out.loss, *out.losses]))
+            program.optimizer_step()
+        shapes = [batch_for("plain", seed=90 + r + n, size=n) for n in (3, 4) for r in ranks]
+        found.append(torch.stack(program.train_step(shapes).losses))
+        program.save(folder / ("ranks" if rank >= 0 else "one"))
+    return found
+
+
+def test_updates_by_hand_and_several_shapes_are_those_of_one_process(tmp_path: Path) -> None:
+    """Within rounding where each rank has several micro-batches, as in the last step."""
+    ranks, one = whole(run_ranks(2, by_hand, 2, tmp_path)), by_hand(-1, 2, tmp_path)
+    for rank in ranks:
+        assert all(map(torch.equal, rank[:2], one[:2]))
+        torch.testing.assert_close(rank[2], one[2])
+    found = saved(tmp_path / "ranks")
+    for name, value in saved(tmp_path / "one").items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_losses_outside_and_predictions_are_those_of_one_process(tmp_path: Path) -> None:
     """A loss that is not finite on one rank keeps all from updating, and they go on."""
     ranks, one = whole(run_ranks(2, outside, 2, tmp_path)), outside(-1, 2, tmp_path)
