@@ -35,8 +35,9 @@ class Forward(Inspection):
         """What the forward returns for a batch in eval mode, on the host, under the same budget as training.
 
         A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
-        of keys and values, which is left out. The batch needs no labels and is not padded. Of several ranks
-        each gets the outputs of its own batch.
+        of keys and values, which is left out. The batch needs no labels. It is padded to one of few lengths
+        where all outputs are numbers or [rows, positions, ...], of which padding is cut off again. Of
+        several ranks each gets the outputs of its own batch.
 
         ``outputs(output, batch)`` is compiled with the model, and what it returns comes in the place of the
         output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megacompile.capture.batch import Batch, check_signature, of_one_kind, read_batch
 from megacompile.capture.loss import divides
-from megacompile.capture.outputs import OutputsFn, all_outputs, identity
+from megacompile.capture.outputs import OutputsFn, identity
 from megacompile.capture.padding import own_entries, pad_batch
 from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.padder import OfRanks, Padder
+from megacompile.padder import Padder
 
 
 class Intake:
@@ -48,18 +48,6 @@ class Intake:
             check_signature(model, batch, function=own)
             micro.append(batch)
         return of_one_kind(micro)
-
-    def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
-        """The micro-batches of a step, the ``first`` or a later one; padded where that saves compiling and is
-        hidden; of outputs only in what a loss outside of the program is given. Those of several ranks are
-        made alike."""
-        unlike = ranks is not None and not ranks.alike
-        if all(
-            b.outputs is None or (b.outputs is all_outputs and (unlike or not b.evaluates)) for b in micro
-        ):
-            return self.padder.padded(micro, first=first, ranks=ranks)
-        masks = ranks is not None and unlike and len(set(ranks.lengths)) == 1
-        return self.padder.masked(micro, ranks) if ranks is not None and masks else micro
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

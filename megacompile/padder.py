@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from megacompile.capture.batch import Batch, of_one_kind, read_batch
-from megacompile.capture.loss import LossFn
-from megacompile.capture.loss_padding import LossAtLengths
-from megacompile.capture.outputs import Returned
+from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
+from megacompile.capture.outputs import Returned, all_outputs
 from megacompile.capture.padding import (
+    Function,
     bucket_length,
     computes_as_libraries_do,
     gives_positions,
@@ -65,7 +65,7 @@ class Padder:
         self._turning = turning_lengths(model)
         self._hidden: dict[tuple[Any, ...], bool] = {}  # by kind of batch, once a graph has shown it
         self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
-        self._ignored: dict[tuple[Any, ...], bool] = {}  # by the loss function, by kind of batch and length
+        self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
         self._told = False
         self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
 
@@ -84,12 +84,8 @@ class Padder:
 
     def lengths(self, micro: list[Batch]) -> list[int]:
         """Of micro-batches that may be padded; none, where some may not."""
-        paddable = all(may_be_padded(batch, self._model, self._loss_fn_of(batch)) for batch in micro)
+        paddable = all(may_be_padded(batch, self._model, self._function_of(batch)) for batch in micro)
         return [length_of(batch) for batch in micro] if paddable else []
-
-    def masked(self, micro: list[Batch], ranks: OfRanks) -> list[Batch]:
-        """Those of several ranks, all of one length, with masks also where these hide nothing."""
-        return self._at(micro, ranks.lengths[0], ranks.right)
 
     def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
         """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
@@ -123,7 +119,7 @@ class Padder:
         return found if right else [replace(batch, key=(*batch.key[:4], False)) for batch in found]
 
     def _read(self, batch: Batch, length: int) -> Batch:
-        own = own_entries(self._model, batch.kwargs, self._loss_fn_of(batch))
+        own = own_entries(self._model, batch.kwargs, self._function_of(batch))
         padded = read_batch(
             pad_batch(batch.kwargs, length, own=own),
             self._model,
@@ -132,12 +128,13 @@ class Padder:
             settings=batch.settings,
             outputs=batch.outputs,
         )
-        before = length_of(batch)
-        return padded if batch.outputs is None or before == length else replace(padded, unpadded=before)
+        return padded if batch.outputs is None else replace(padded, added=length - length_of(batch))
 
-    def _loss_fn_of(self, batch: Batch) -> LossFn | None:
-        """The function that makes the loss in a batch's program, where it is not the model itself."""
-        return self._loss_fn if batch.outputs is None else None
+    def _function_of(self, batch: Batch) -> Function | None:
+        """The function that makes the results of a batch's program, where it is not the model itself."""
+        if batch.outputs is None:
+            return self._loss_fn
+        return batch.outputs if batch.outputs is not all_outputs else None
 
     def _hides(self, micro: Sequence[Batch], length: int, shortest: int) -> bool:
         """Whether the model hides the padding of all these, and of the ``shortest``, to a length.
@@ -148,8 +145,8 @@ class Padder:
         longer = self._read(micro[0], length)
         if any(shortest <= turn < length for turn in self._turning):
             return False
-        loss_fn = self._loss_fn_of(longer)
-        if loss_fn is None and shortest == length:
+        function = self._function_of(longer)
+        if shortest == length and (function is None or longer.outputs is not None):
             return True
         if not all(self._ignored.get((kind_of(batch),), True) for batch in micro):
             return False
@@ -159,26 +156,28 @@ class Padder:
                 self._hidden[kind] = self._judged(longer, kind in self._hidden)
             except CaptureError:
                 return False
-        if loss_fn is None or not self._hidden[kind]:
+        if function is None or not self._hidden[kind]:
             return self._hidden[kind]
-        return all(self._ignores(loss_fn, batch, kind, length) for batch in micro)
+        return all(self._ignores(function, batch, kind, length) for batch in micro)
 
-    def _ignores(self, loss_fn: LossFn, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
-        """Whether a loss function ignores the padding of a batch to a length, ``kind`` when padded; that it
-        does not is told once.
+    def _ignores(self, function: Function, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
+        """Whether a function ignores the padding of a batch to a length, ``kind`` when padded; that a
+        ``loss_fn`` does not is told once.
         """
         own, at = kind_of(batch), length_of(batch)
-        loss = LossAtLengths(loss_fn, self._model, *self._returned[kind], batch.kwargs)
+        called = LossAtLengths if batch.outputs is None else OutputsAtLengths
+        found = called(function, self._model, *self._returned[kind], batch.kwargs)
         checks: dict[tuple[Any, ...], Callable[[], bool]] = {
-            (own,): loss.ignores_padding,
-            (own, at): lambda: loss.computes_alike(at, padded=False),
-            (own, length, "padded"): lambda: loss.computes_alike(length, padded=True),
+            (own,): found.ignores_padding,
+            (own, at): lambda: found.computes_alike(at, padded=False),
+            (own, length, "padded"): lambda: found.computes_alike(length, padded=True),
         }
         for key, check in checks.items():
             if key not in self._ignored:
                 self._ignored[key] = check()
             if not self._ignored[key]:
-                self._tell()
+                if batch.outputs is None:
+                    self._tell()
                 return False
         return True
 
@@ -194,17 +193,18 @@ class Padder:
         frontend, length = self._compiler.frontend, length_of(longer)
         if not computes_as_libraries_do(self._model):
             return False
-        others = frontend.graphs
+        others, is_loss = frontend.graphs, longer.outputs is None
         graph = frontend.captured(longer, evaluate=longer.evaluates)
+        if not (is_loss or gives_positions(graph, longer, once=False)):
+            return False
         telling = telling_length(length, others or [graph])
         if telling != length and known:
             return True
         if telling != length:
             longer = self._read(longer, telling)
             graph = frontend.captured(longer, evaluate=longer.evaluates)
-        if self._loss_fn_of(longer) is not None:
+        if self._function_of(longer) is not None:
             if graph.returned is None:
                 return False
             self._returned[kind_of(longer)] = graph.returned, telling
-        may_be_cut = longer.outputs is None or gives_positions(graph, longer)
-        return may_be_cut and hides_padding(self._model, graph, longer)
+        return (is_loss or gives_positions(graph, longer)) and hides_padding(self._model, graph, longer)

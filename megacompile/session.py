@@ -91,7 +91,7 @@ class Session:
 
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
         """What was read, padded where that saves compiling, or as several ranks need it."""
-        return self.intake.padded(micro, first=self.current is None, ranks=ranks)
+        return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

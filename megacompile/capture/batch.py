@@ -24,7 +24,7 @@ class Batch:
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
     ``outputs`` is what the program computes of the forward in the place of the loss; of what it gives for a
-    batch that was padded, ``unpadded`` positions are the batch's own.
+    batch that was padded, the last ``added`` positions are not the batch's own.
     """
 
     args: tuple[Any, ...]
@@ -32,12 +32,12 @@ class Batch:
     leaves: list[Any]
     key: tuple[Any, ...]
     outputs: OutputsFn | None = None
-    unpadded: int | None = None
+    added: int = 0
 
     def own(self, output: Tensor) -> Tensor:
         """Of an output, what is not of padding."""
-        cut = self.unpadded is not None and output.dim() > 1
-        return output[:, : self.unpadded].contiguous() if cut else output
+        cut = self.added > 0 and output.dim() > 1
+        return output[:, : -self.added].contiguous() if cut else output
 
     @property
     def tokens(self) -> int:

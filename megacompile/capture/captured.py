@@ -41,7 +41,7 @@ class Captured:
     ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
     values that the host makes of a batch and of parameters. ``blind`` says that the loss is known not to
     depend on padding at the right, of which attention gets no mask. ``returned`` is what the forward
-    returned, where a function of the user's made the loss of it.
+    returned, where a function of the user's made the results of it.
     """
 
     graph: fx.Graph

@@ -33,7 +33,15 @@ from megacompile.capture.effects import Effects, refuse_constants, refuse_other_
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
 from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
-from megacompile.capture.outputs import OutputsFn, Returned, Structure, copy_results, returned, split
+from megacompile.capture.outputs import (
+    OutputsFn,
+    Returned,
+    Structure,
+    all_outputs,
+    copy_results,
+    returned,
+    split,
+)
 from megacompile.capture.patching import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
     refuse_mixed_products,
@@ -51,7 +59,7 @@ class _Forward(nn.Module):
     or the tensors of what ``outputs`` returns.
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding. ``returned`` is what a loss function was given.
+    causal attention gets no mask of padding. ``returned`` is what a function of the user's was given.
     """
 
     structure: Structure
@@ -86,11 +94,12 @@ class _Forward(nn.Module):
             padding = kwargs.get("attention_mask") if self.leaves_out else None
             with our_operators(self.model, rng, positions_given=given, padding=padding):
                 outputs = self.model(*taken, **named)
+            if (self._outputs or self._loss_fn) not in (None, all_outputs):
+                vars(self)["returned"] = returned(outputs)
             if self._outputs is not None:
                 return self._outputs(outputs, given_batch(args, kwargs))
             if self._loss_fn is None:
                 return find_loss(outputs)
-            vars(self)["returned"] = returned(outputs)
             return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
 
 

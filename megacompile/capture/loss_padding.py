@@ -1,11 +1,13 @@
-"""Whether a loss function ignores padding: found out by calling it, as its code may do anything.
+"""Whether a function of the user's ignores padding: found out by calling it, as its code may do anything.
 
 In: the function, what the forward returns, a batch. Out: whether the loss of a padded batch, and its gradient
-by what the forward returned, are those of the batch itself. Two things have to hold.
+by what the forward returned, are those of the batch itself; of a function whose results are wanted, whether
+these are, at the batch's positions. Two things have to hold.
 
-**Numbers**, at short lengths: on random outputs and on labels like the batch's, the padded loss and gradient
-are equal within rounding, and the gradient is zero at padding, where the outputs are random too. Outputs
-without an axis of positions are others in the padded call, and get no gradient.
+**Numbers**, at short lengths: on random outputs and on labels like the batch's, the padded loss and gradient,
+or the results, are equal within rounding, and the gradient is zero at padding, where the outputs are random
+too. Outputs without an axis of positions are others in the padded call, and get no gradient; but a number
+that the model computes itself, whose graph is judged, may be a result.
 
 **Calls**, at each length that is relied on: the function makes the same calls of operators as at short
 lengths, with sizes and numbers that grow evenly with the length. So it does not compute otherwise from some
@@ -14,7 +16,7 @@ length on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacompile.capture.loss import LossFn, apply_loss, divide
-from megacompile.capture.outputs import Returned
+from megacompile.capture.loss import apply_loss, divide
+from megacompile.capture.outputs import Returned, split
 from megacompile.capture.padding import IGNORED, own_entries, pad_batch
 
 _SHORT, _LONG = (3, 5), 8
@@ -52,7 +54,7 @@ class LossAtLengths:
     this ``length``, the size of nothing but positions; ``kwargs`` are a batch as it was given.
     """
 
-    function: LossFn
+    function: Callable[..., Any]
     model: nn.Module
     returned: Returned
     length: int
@@ -78,13 +80,9 @@ class LossAtLengths:
         return all(_grows(*of, span, steps) for of in zip(short, long, found, strict=True))
 
     def _ignores(self, n: int) -> bool:
-        random = torch.Generator().manual_seed(n)
-        batch, long = self._batch(n, random), self._outputs(_LONG, random)
-        short = self._outputs(n, random)
-        for i in self._with_positions:
-            short[i] = long[i][:, :n].clone()
+        short, batch, long, padded_batch = self._pair(n)
         loss, gradients = self._run(short, batch)
-        of_padded, gradients_of_padded = self._run(long, pad_batch(batch, _LONG, own=self._own))
+        of_padded, gradients_of_padded = self._run(long, padded_batch)
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not used or not set(used) <= set(self._with_positions) or not _equal(of_padded, loss):
             return False
@@ -96,10 +94,19 @@ class LossAtLengths:
                 return False
         return True
 
+    def _pair(self, n: int) -> tuple[list[Tensor], dict[str, Any], list[Tensor], dict[str, Any]]:
+        """Random outputs and a batch of this length, and both with padding."""
+        random = torch.Generator().manual_seed(n)
+        batch, long = self._batch(n, random), self._outputs(_LONG, random)
+        short = self._outputs(n, random)
+        for i in self._with_positions:
+            short[i] = long[i][:, :n].clone()
+        return short, batch, long, pad_batch(batch, _LONG, own=self._own)
+
     def _run(self, outputs: Sequence[Tensor], batch: dict[str, Any]) -> tuple[Tensor, list[Tensor | None]]:
         """The loss and its gradient by each output; None: it has none, or does not depend on it."""
         leaves = [x.requires_grad_(x.is_floating_point()) for x in outputs]
-        loss = self._loss(leaves, batch)
+        loss = self._call(leaves, batch)
         floats = [x for x in leaves if x.requires_grad]
         found = iter(torch.autograd.grad(loss, floats, allow_unused=True))
         return loss.detach(), [next(found) if x.requires_grad else None for x in leaves]
@@ -117,10 +124,10 @@ class LossAtLengths:
                 batch = pad_batch(batch, n, own=self._own)
             calls = _Calls()
             with calls:
-                self._loss(outputs, batch)
+                self._call(outputs, batch)
         return calls.made
 
-    def _loss(self, outputs: Sequence[Tensor], batch: dict[str, Any]) -> Tensor:
+    def _call(self, outputs: Sequence[Tensor], batch: dict[str, Any]) -> Any:
         rest = divide(self.model, (), batch, self.function)[2]
         return apply_loss(self.function, self.returned.structure.around(outputs), (), batch, rest)
 
@@ -168,6 +175,24 @@ class LossAtLengths:
     @property
     def _own(self) -> set[str]:
         return own_entries(self.model, self.kwargs, self.function)
+
+
+class OutputsAtLengths(LossAtLengths):
+    """The same of a function whose results, with positions or one number each, are wanted."""
+
+    def _ignores(self, n: int) -> bool:
+        short, batch, long, padded_batch = self._pair(n)
+        for i, (shape, _) in enumerate(self.returned.tensors):
+            if not shape:
+                short[i] = long[i]
+        found, structure = split(self._call(short, batch))
+        padded, of_padded = split(self._call(long, padded_batch))
+        own = [x[:, : n - _LONG] if x.dim() > 1 else x for x in padded]
+        alike = structure == of_padded and [x.shape for x in own] == [x.shape for x in found]
+        return alike and all(_equal(x.double(), y.double()) for x, y in zip(own, found, strict=True))
+
+    def _call(self, outputs: Sequence[Tensor], batch: dict[str, Any]) -> Any:
+        return self.function(self.returned.structure.around(outputs), batch)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> Tensor:

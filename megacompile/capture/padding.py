@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import Batch, is_transformers
 from megacompile.capture.captured import Captured, module_stack, results_of
-from megacompile.capture.loss import LossFn, divide
+from megacompile.capture.loss import divide
 from megacompile.capture.mixing import masked, mixes
 
+Function = Callable[..., Any]  # of what the forward returned and the batch: the loss, or outputs
 IGNORED = -100  # the label of what no loss counts
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
@@ -30,17 +31,17 @@ def reach(model: nn.Module) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def own_entries(model: nn.Module, kwargs: dict[str, Any], loss_fn: LossFn | None) -> set[str]:
-    """The names of what in a batch is for a loss function alone."""
-    return kwargs.keys() - divide(model, (), kwargs, loss_fn)[1].keys() if loss_fn is not None else set()
+def own_entries(model: nn.Module, kwargs: dict[str, Any], function: Function | None) -> set[str]:
+    """The names of what in a batch is for a function of the user's alone."""
+    return kwargs.keys() - divide(model, (), kwargs, function)[1].keys() if function is not None else set()
 
 
-def may_be_padded(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> bool:
+def may_be_padded(batch: Batch, model: nn.Module, function: Function | None) -> bool:
     """Whether a batch is one of tokens, and labels where the model computes the loss of them, whose padding a
     mask that the forward takes would hide.
     """
     ids = batch.kwargs.get("input_ids")
-    needed = loss_fn is None and batch.outputs is None
+    needed = function is None and batch.outputs is None
     labels = batch.kwargs.get("labels", None if needed else ids)
     if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and is_transformers(model)):
         return False
@@ -48,7 +49,7 @@ def may_be_padded(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> boo
         return False  # one that lands in ``**kwargs`` may be dropped
     if batch.kwargs.get("position_ids") is not None and batch.kwargs.get("attention_mask") is None:
         return False  # possibly packed, which a mask would hide from transformers
-    own = own_entries(model, batch.kwargs, loss_fn)
+    own = own_entries(model, batch.kwargs, function)
     return labels.shape == ids.shape and ids.dim() == 2 and _made_of_tokens(batch, own)
 
 
@@ -93,7 +94,7 @@ def bucket_length(length: int, *, longest: int | None = None) -> int:
 def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[str] = ()) -> dict[str, Any]:
     """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it.
 
-    Of the entries that are a loss function's ``own``, integers are padded as labels are, others with zeros.
+    Of the entries that are a function's ``own``, integers are padded as labels are, others with zeros.
     """
     ids = batch["input_ids"]
     missing = length - ids.shape[1]
@@ -149,7 +150,7 @@ def telling_length(length: int, graphs: Iterable[Captured]) -> int:
 
 def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself; of a
-    graph with a loss function of the user's, whether what the forward returns is, at its positions.
+    graph with a function of the user's, whether what the forward returns is, at its positions.
 
     The graph must read the mask, or be blind to padding, and nothing but attention may mix positions, unless
     it is causal: no recurrence in loops, no product, sum or softmax over a dimension as long as the sequence.
@@ -166,17 +167,20 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     return not any(mixes(node, length) for node in judged & of_batch - masked(captured.graph, of_masks))
 
 
-def gives_positions(captured: Captured, batch: Batch) -> bool:
+def gives_positions(captured: Captured, batch: Batch, *, once: bool = True) -> bool:
     """Whether each result of a graph is one number, or [rows, positions, ...] of the batch, so that those of
-    padding may be cut off.
+    padding may be cut off; ``once``: and no other dimension of it is as long.
+
+    A function's results may leave out a position, as what predicts the next token does.
     """
     rows, length = batch.kwargs["input_ids"].shape
+    starts = {(rows, length), (rows, length if captured.returned is None else length - 1)}
     shapes = [tuple(node.meta["val"].shape) for node in results_of(captured.graph)]
-    return all(not of or (of[:2] == (rows, length) and of.count(length) == 1) for of in shapes)
+    return all(not of or (of[:2] in starts and not (once and length in of[2:])) for of in shapes)
 
 
 def _of_model(graph: fx.Graph) -> set[fx.Node]:
-    """The calls of a model's modules, and what they depend on; all others are a loss function's."""
+    """The calls of a model's modules, and what they depend on; all others are a user's function's."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in found for user in node.users) or any(module_stack(node)):

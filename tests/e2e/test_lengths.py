@@ -152,3 +152,59 @@ def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
     shapes = {shape for key in pair.program._session.compiler.keys for shape, *_ in key[1]}
     assert shapes == {(2, 8), (2, 64)}
     pair.close()
+
+
+# ---- predictions -----------------------------------------------------------------------------------
+
+LENGTHS = (13, 31, 9, 22, 40, 5)
+
+
+def scores(outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """Of each next token, weighted by an entry that the forward does not take."""
+    next_token = batch["input_ids"][:, 1:, None]
+    chosen = outputs.logits[:, :-1].log_softmax(-1).gather(-1, next_token).squeeze(-1)
+    weighted = chosen * batch["weights"][:, 1:]
+    return {"loss": outputs.loss, "scores": weighted, "best": outputs.logits.argmax(-1)}
+
+
+scores.inputs = ("weights",)  # type: ignore[attr-defined]
+
+
+def reversed_by_index(outputs: Any, batch: Any) -> Tensor:
+    return outputs.logits[:, torch.arange(outputs.logits.shape[1] - 1, -1, -1)]
+
+
+def all_that_the_model_returns(outputs: Any, batch: Any) -> Any:
+    return {name: outputs[name] for name in ("loss", "logits", "hidden_states") if outputs[name] is not None}
+
+
+def assert_predicts(
+    pair: Pair, function: Callable[..., Any] | None, lengths: tuple[int, ...], **more: bool
+) -> None:
+    """As eager does, at each of these lengths."""
+    pair.eager.eval()
+    for length in lengths:
+        batch = tokens(length) | more
+        weights = {"weights": torch.rand(2, length)} if function is scores else {}
+        with torch.no_grad():
+            wanted = (function or all_that_the_model_returns)(pair.eager(**batch), batch | weights)
+        found = pair.program.predict(batch | weights, outputs=function)
+        found = all_that_the_model_returns(found, batch) if function is None else found
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [None, scores])
+def test_predictions_of_many_lengths_need_few_programs(function: Callable[..., Any] | None) -> None:
+    pair = Pair()
+    pair.program.prepare(tokens(8))
+    assert_predicts(pair, function, LENGTHS, output_hidden_states=function is None)
+    assert pair.programs <= 1 + 4
+    pair.program.close()
+
+
+def test_predictions_that_cannot_be_cut_are_programs_of_their_own() -> None:
+    pair = Pair()
+    pair.program.prepare(tokens(8))
+    assert_predicts(pair, reversed_by_index, LENGTHS[:3])
+    assert pair.programs == 1 + 3
+    pair.program.close()

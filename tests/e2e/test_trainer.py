@@ -274,6 +274,17 @@ def test_metrics_and_predictions(tmp_path: Path) -> None:
     assert mine.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
 
 
+def test_predictions_of_many_lengths_need_few_programs(tmp_path: Path) -> None:
+    whole = rows(6, 3)
+    cut = [{k: v[:n] for k, v in row.items()} for row, n in zip(whole, (12, 7, 9, 5, 11, 10), strict=True)]
+    settings = {"preprocess_logits_for_metrics": most_likely, "per_device_eval_batch_size": 1}
+    ours, plain = (trainer(kind, tmp_path, **settings) for kind in (Trainer, transformers.Trainer))
+    mine, theirs = (one.predict(cut) for one in (ours, plain))
+    assert mine.predictions.tolist() == theirs.predictions.tolist()
+    assert mine.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
+    assert ours.program._session.compiler.programs <= 1 + 3
+
+
 @pytest.fixture
 def without_tf32() -> Iterator[list[Any]]:
     backends: Any = torch.backends

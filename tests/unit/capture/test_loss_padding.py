@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.capture.loss_padding import LossAtLengths
+from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
 from megacompile.capture.outputs import Returned, returned
 
 ROWS, LENGTH, CLASSES = 2, 23, 7
@@ -27,13 +27,14 @@ def outputs() -> Returned:
         "pooled": (ROWS, CLASSES),
         "scores": (ROWS, 3, LENGTH, LENGTH),
         "router": (ROWS * LENGTH, CLASSES),
+        "loss": (),
     }
     found = returned({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     assert found is not None
     return found
 
 
-def at_lengths(function: Callable[..., Any]) -> LossAtLengths:
+def at_lengths(function: Callable[..., Any], kind: type[LossAtLengths] = LossAtLengths) -> LossAtLengths:
     torch.manual_seed(0)
     ids = torch.randint(CLASSES, (ROWS, 11))
     batch = {
@@ -41,7 +42,7 @@ def at_lengths(function: Callable[..., Any]) -> LossAtLengths:
         "labels": ids.masked_fill(ids == 1, -100),
         "num_items_in_batch": torch.tensor(19.0),
     }
-    return LossAtLengths(function, Model(), outputs(), LENGTH, batch)
+    return kind(function, Model(), outputs(), LENGTH, batch)
 
 
 def each(out: Any, batch: Any) -> Tensor:
@@ -169,6 +170,67 @@ def test_a_loss_function_that_computes_otherwise_from_some_length_on(function: A
 def test_a_loss_function_computes_alike_at_all_lengths(function: Any) -> None:
     loss = at_lengths(function)
     assert all(loss.computes_alike(n, padded=padded) for n in (4, 7, 4096) for padded in (False, True))
+
+
+# ---- functions whose results are wanted ------------------------------------------------------------
+
+
+def of_each(out: Any, batch: Any) -> dict[str, Tensor]:
+    """At each position, and a number that the model computes."""
+    chosen = out["logits"].log_softmax(-1).gather(-1, batch["input_ids"][..., None]).squeeze(-1)
+    return {"scores": chosen, "best": out["logits"].argmax(-1), "loss": out["loss"]}
+
+
+def mean_of_labels(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return out["logits"].softmax(-1), mean(out, batch)
+
+
+def of_the_next(out: Any, batch: Any) -> Tensor:
+    chosen = batch["input_ids"][:, 1:, None]
+    return out["logits"][:, :-1].log_softmax(-1).gather(-1, chosen).squeeze(-1)
+
+
+def since_the_start(out: Any, batch: Any) -> Tensor:
+    return out["logits"].cumsum(1)
+
+
+def reversed_by_index(out: Any, batch: Any) -> Tensor:
+    return out["logits"][:, torch.arange(out["logits"].shape[1] - 1, -1, -1)]
+
+
+def less_the_mean(out: Any, batch: Any) -> Tensor:
+    return out["logits"] - out["logits"].flatten().mean()
+
+
+def with_a_mean(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return out["logits"], out["logits"].flatten().mean()
+
+
+def with_the_pooled(out: Any, batch: Any) -> Tensor:
+    return out["logits"] + out["pooled"][:, None]
+
+
+def pooled_alone(out: Any, batch: Any) -> Tensor:
+    return out["pooled"]
+
+
+def at_labels(out: Any, batch: Any) -> Tensor:
+    return out["logits"].gather(-1, batch["labels"][..., None])
+
+
+@pytest.mark.parametrize("function", [of_each, mean_of_labels, of_the_next, since_the_start])
+def test_results_at_positions_that_do_not_depend_on_padding(function: Any) -> None:
+    found = at_lengths(function, OutputsAtLengths)
+    assert found.ignores_padding()
+    assert all(found.computes_alike(n, padded=padded) for n in (4, 4096) for padded in (False, True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [reversed_by_index, less_the_mean, with_a_mean, with_the_pooled, pooled_alone, at_labels, over_all],
+)
+def test_results_that_depend_on_padding(function: Any) -> None:
+    assert not at_lengths(function, OutputsAtLengths).ignores_padding()
 
 
 def test_random_numbers_of_the_user_s_are_not_drawn_from() -> None:
