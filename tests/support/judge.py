@@ -34,9 +34,9 @@ class Verdict:
     """What came out for one architecture in one dtype.
 
     ``status``: right, refused, eager fails, or WRONG. ``reason`` says why for all but right.
-    ``budgets`` holds per budget: its bytes, measured and predicted peak, "bitwise" or the largest
-    gradient's distance to eager in parts of its scale, blocks and templates. ``by_chance``: it took eager
-    runs with weights rounded otherwise to say how far from fp32 eager is.
+    ``budgets`` holds per budget: its bytes, measured and predicted peak, positions of a chunk (0: no loops),
+    the largest gradient's distance to eager in parts of its scale. ``by_chance``: it took eager runs with
+    weights rounded otherwise to say how far from fp32 eager is.
     """
 
     name: str
@@ -134,6 +134,7 @@ class _Judge:
             "budget_bytes": memory.budget_bytes,
             "peak_bytes": memory.device_peak_bytes,
             "predicted_bytes": peak,
+            "chunk": program.schedule.work.loops[1],
         }
         work = program._session.scheduled().compiled
         self.verdict.blocks = len(work.part.blocks)
