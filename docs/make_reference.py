@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import megacompile
-from megacompile.errors import BudgetExceededError, ScheduleError, StorageError
+from megacompile.errors import BudgetExceededError, DeviceLostError, ScheduleError, StorageError
 from megacompile.runtime.results import Memory, StepOutput
 from megacompile.schedule.schedule import Schedule
 
@@ -32,6 +32,7 @@ ERRORS = (
     megacompile.ProgramError,
     megacompile.NonFiniteError,
     BudgetExceededError,
+    DeviceLostError,
     StorageError,
 )
 _HEAD = """# Reference

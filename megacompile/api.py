@@ -25,6 +25,7 @@ from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
 from megacompile.runtime.backends import Backend, Lacking, open_backend
+from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
 from megacompile.settings import Settings
@@ -115,12 +116,13 @@ def compile(
     world = World(find_ranks())
     with world.together():
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
-    with world.connected(backend.device):
+    with world.connected(backend.device), naming_failures(backend.device):
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
         optimizer = adopt(optimizer, model)
         if world.rank == 0:
             _announce(compute_dtype)
         settings = Settings(
+            device=backend.device,
             open_device=lambda: backend.open(budget, world),
             host_budget_bytes=host,
             max_grad_norm=max_grad_norm,
@@ -161,9 +163,10 @@ def _open(
     """The backend, and whether it launches Triton's kernels."""
     if inductor:
         check_compiler()
-    backend = open_backend(device, compute_dtype)
-    needed = kernels is not False or inductor
-    return backend, backend.device.type == "cuda" and check_triton(backend.device, needed=needed)
+    with naming_failures(torch.device("cuda")):
+        backend = open_backend(device, compute_dtype)
+        needed = kernels is not False or inductor
+        return backend, backend.device.type == "cuda" and check_triton(backend.device, needed=needed)
 
 
 def _compiler(

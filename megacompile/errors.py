@@ -35,6 +35,10 @@ class DeviceFullError(BudgetExceededError):
         self.snapshot = snapshot
 
 
+class DeviceLostError(RuntimeError):
+    """The device failed under a program; no call of it succeeds any more in this process."""
+
+
 class ScheduleError(MegacompileError):
     """A schedule is not safe in every order that its streams allow."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.outputs import OutputsFn, all_outputs
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import DeviceLostError, MegacompileError, ProgramError
 from megacompile.outside import LossOfOutputs
 from megacompile.persistence import Persistence
 from megacompile.runtime.calls import alone
@@ -138,8 +138,12 @@ class Program(Persistence):
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read."""
         session = self._session
-        if not self.world.ended:  # then the step was left that said so
-            session.synchronize()
+        lost: DeviceLostError | None = None
+        try:
+            if not self.world.ended:  # then the step was left that said so
+                session.synchronize()
+        except DeviceLostError as error:
+            lost = error
         if session.runtime is not None:
             session.runtime.close()
         self.world.disconnect()
@@ -148,6 +152,8 @@ class Program(Persistence):
             session.inconsistent or "The program was closed: compile the model again to train on."
         )
         session.finish_saving()
+        if lost is not None:
+            raise lost
         session.report_skipped()
 
     @alone

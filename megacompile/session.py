@@ -30,6 +30,7 @@ from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.padder import OfRanks
 from megacompile.runtime.allocation import check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
+from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import StepInputs, StepResults, raise_skipped
 from megacompile.runtime.values import ModelValues
@@ -288,7 +289,8 @@ class Session:
     def _noting_faults(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
         """An exception inside may have left the state half updated; who only waits may be interrupted."""
         try:
-            yield
+            with naming_failures(self.settings.device):
+                yield
         except kind as error:
             if self.runtime is not None and self.runtime.inconsistent:
                 self.inconsistent = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from megacompile.host.formats import StateFormat
 from megacompile.runtime.device import Device
 from megacompile.world.control import World
@@ -14,6 +16,7 @@ from megacompile.world.control import World
 class Settings:
     """What :func:`megacompile.compile` was told of how to train; see there."""
 
+    device: torch.device
     open_device: Callable[[], Device]
     host_budget_bytes: int
     max_grad_norm: float | None

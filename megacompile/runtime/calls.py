@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from megacompile.errors import ProgramError
+from megacompile.runtime.failures import naming_failures
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +34,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
             raise ProgramError(
                 f"{method.__name__} was called while a step computes loss=: call it before or after the step."
             )
-        with session.lock, plain_torch():
+        with session.lock, plain_torch(), naming_failures(session.settings.device):
             return method(program, *args, **kwargs)
 
     return call

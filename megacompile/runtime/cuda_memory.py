@@ -23,6 +23,8 @@ from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
 from megacompile.machine.pages import PAGE_BYTES, Pages, Request
 from megacompile.runtime.cuda_streams import CudaApi
+from megacompile.runtime.failures import failure_of
+from megacompile.runtime.page_locked import PageLocked
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes
@@ -51,10 +53,10 @@ class CudaMemory(CudaApi, Protocol):
         """Issue a copy on the calling thread's stream."""
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A host tensor's copy in page-locked memory."""
+        """A dense host tensor's copy in page-locked memory."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Fresh page-locked host bytes (uint8)."""
+        """Page-locked host bytes (uint8) of any content."""
 
     def register(self, tensor: Tensor) -> bool:
         """Page-lock the memory of a host tensor where it is; False where the system refuses."""
@@ -160,10 +162,10 @@ class TorchCuda:
         target.copy_(source, non_blocking=True)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # pin_memory gives a pinned one back
+        return self.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return _page_locked(self.device).take(nbytes)
 
     def register(self, tensor: Tensor) -> bool:
         """A refusal is said once, and what follows is not tried; small buffers are left as they are."""
@@ -196,7 +198,13 @@ class TorchCuda:
             page_unlock(start)
             self._registered.remove(start)
 
+    def failed(self) -> bool:
+        return bool(failure_of(self.device))
+
     def release(self) -> None:
+        if self.failed():
+            self._registered.clear()  # the process's end gives it back, and nothing else
+            return
         torch.cuda.synchronize(self.device)
         for start in self._registered:
             page_unlock(start)
@@ -258,6 +266,18 @@ def _stream(device: torch.device, name: str) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _page_locked(device: torch.device) -> PageLocked:
+    """One for all programs, which use it on their compute stream."""
+
+    def record() -> Any:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(_stream(device, "compute"))
+        return event
+
+    return PageLocked(record)
+
+
 def set_allocator() -> None:
     """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more. And let
     cuBLAS keep its workspaces; from torch 2.15 on (PR 194311) each product would take and give back its own,
@@ -275,13 +295,15 @@ def _drop_workspaces() -> None:
 
 def _warm_up(device: torch.device, compute: Any) -> None:
     """Load the libraries that a step uses, so that what they hold is known before anything is planned."""
-    with torch.cuda.stream(compute):
-        for dtype in (torch.bfloat16, torch.float32):
-            matrix = torch.ones(256, 256, dtype=dtype, device=device)
-            torch.mm(matrix, matrix)
-        if torch.cuda.get_device_capability(device) >= _FLASH_FROM:
-            heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
-            out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
-            sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
-    torch.cuda.synchronize(device)
-    _drop_workspaces()
+    try:
+        with torch.cuda.stream(compute):
+            for dtype in (torch.bfloat16, torch.float32):
+                matrix = torch.ones(256, 256, dtype=dtype, device=device)
+                torch.mm(matrix, matrix)
+            if torch.cuda.get_device_capability(device) >= _FLASH_FROM:
+                heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
+                out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
+                sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
+        torch.cuda.synchronize(device)
+    finally:
+        _drop_workspaces()

@@ -55,6 +55,9 @@ class CudaApi(Protocol):
     def host_seconds(self, event: Any) -> float:
         """``time.perf_counter`` at a record that is over."""
 
+    def failed(self) -> bool:
+        """Whether the device failed, so that every call of it raises."""
+
 
 class Mark:
     """One operation's completion; see the module's docstring."""
@@ -81,6 +84,7 @@ class CudaStreams(Workers):
         self._marks: dict[Event, Mark] = {}
         self._pushed: Mark | None = None  # the last operation submitted that may have a callback
         self._waited: frozenset[Event] = frozenset()
+        self._lost = False
         self._timed: deque[tuple[Trace, Event, Any, Any]] = deque()  # what the device has yet to time
         self._copies = {name: api.stream(name) for name in ("h2d", "d2h", *(("comm",) if comm else ()))}
         works = dict.fromkeys(self._copies, self._issue) | {
@@ -138,18 +142,27 @@ class CudaStreams(Workers):
         self._timed.append((self.trace, event, start, self.clock()))
 
     def synchronize(self) -> None:
-        """Wait until all that was submitted is over, then raise what went wrong, if anything did."""
+        """Wait until all that was submitted is over, then raise what went wrong, if anything did. Of a
+        device that failed, once: nothing is under way there any more."""
         try:
             if not self._closed:
                 for queue in self._queues.values():
                     over = Flag()
                     queue.put(over)
                     over.wait()
-                for stream in (self.compute, *self._copies.values()):
-                    stream.synchronize()
-                self._read_times()
+                if not self._lost:
+                    self._await_device()
         finally:
             self.raise_failure()  # the first one says more than what follows from it
+
+    def _await_device(self) -> None:
+        try:
+            for stream in (self.compute, *self._copies.values()):
+                stream.synchronize()
+            self._read_times()
+        except RuntimeError:
+            self._lost = self.api.failed()
+            raise
 
     def _read_times(self) -> None:
         """Put what the device has finished into the traces."""
@@ -163,12 +176,15 @@ class CudaStreams(Workers):
 
     # ---- workers ---------------------------------------------------------------------------------
 
+    def _begin(self, name: str) -> None:
+        self.attempt(self.step, functools.partial(self._prepare_worker, name), always=True)
+
     def _issue(self, name: str) -> None:
         """Issue the copies or the collectives of one stream."""
         stream, queue = self._copies[name], self._queues[name]
         latest: threading.Event | None = None  # callback of this stream; it implies those before
-        self._prepare_worker(name)
-        self.api.use(stream)
+        self._begin(name)
+        self.attempt(self.step, functools.partial(self.api.use, stream), always=True)
         while (task := queue.get()) is not None:
             if isinstance(task, threading.Event):
                 task.set()
@@ -201,7 +217,7 @@ class CudaStreams(Workers):
     def _work(self, name: str) -> None:
         """Run operations of the host stream."""
         queue = self._queues[name]
-        self._prepare_worker(name)
+        self._begin(name)
         while (task := queue.get()) is not None:
             if isinstance(task, threading.Event):
                 task.set()
@@ -234,7 +250,7 @@ class CudaStreams(Workers):
     def _land(self, name: str) -> None:
         """Run callbacks in the order of their copies; also after a failure, for they give buffers back."""
         queue = self._queues[name]
-        self._prepare_worker(name)
+        self._begin(name)
         while (task := queue.get()) is not None:
             if isinstance(task, threading.Event):
                 task.set()

@@ -29,7 +29,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcudart.so.13")
-        for name in ("used", "copies", "launches", "page_locked", "contexts"):
+        for name in ("used", "copies", "launches", "page_locked", "contexts", "calls", "requests"):
             getattr(self._library, f"cudasim_{name}").restype = ctypes.c_long
         self._library.cudasim_shift.restype = ctypes.c_uint64
         self._library.cudasim_violations.restype = ctypes.c_char_p
@@ -41,8 +41,8 @@ class Runtime:
             self._library.cudasim_set(name.encode(), ctypes.c_long(value))
 
     def count(self, what: str) -> int:
-        """``used`` device bytes, ``page_locked`` host bytes, ``copies`` or ``launches`` so far; ``contexts``
-        as a bit for each device that has one."""
+        """``used`` device bytes, ``page_locked`` host bytes, ``copies``, ``launches``, ``calls`` of any kind
+        or ``requests`` for memory so far; ``contexts`` as a bit for each device that has one."""
         return int(getattr(self._library, f"cudasim_{what}")())
 
     def violations(self) -> str:

@@ -120,6 +120,9 @@ class FakeCuda:
     def host_seconds(self, event: Any) -> float:
         return float(event.seconds)
 
+    def failed(self) -> bool:
+        return False
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.dtype == source.dtype, "a copy over the link never casts"
         assert target.stride() == source.stride() or target.numel() < 2, "nor changes the layout"

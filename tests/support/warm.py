@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from unittest import mock
 
 import torch
 import tqdm
@@ -30,5 +31,10 @@ def compile_once() -> None:
 
 
 tqdm.tqdm.monitor_interval = 0  # torch makes a progress bar for each graph that it runs; no thread for it
-if torch.version.cuda is None:  # whose forks cannot use CUDA once a compilation has asked for devices
+if torch.version.cuda is None:
     compile_once()
+else:  # forks cannot use CUDA once it was asked for devices, nor autograd once it has had threads
+    layer = nn.Linear(2, 2)
+    with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 0):
+        torch.optim.AdamW(layer.parameters())
+        torch.export.export(layer, (torch.zeros(1, 2),)).module()

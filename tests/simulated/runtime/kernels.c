@@ -4,9 +4,9 @@
 #include <stdarg.h>
 
 struct Settings settings = {.total = 8l << 30, .context = 512l << 20, .lock_limit = INT64_MAX, .poison = 1, .cc = 90,
-                            .devices = 1, .nccl = 64l << 20};
+                            .devices = 1, .nccl = 64l << 20, .refusals = 1};
 _Atomic int sticky;
-atomic_long launches, copies, stubs, contexts;
+atomic_long launches, copies, stubs, contexts, calls, requests;
 __thread int device;
 static __thread cudaError_t last_error;
 
@@ -16,7 +16,8 @@ static struct { const char *name; long *value; } names[] = {
     {"lag_us", &settings.lag_us},   {"copy_us", &settings.copy_us}, {"poison", &settings.poison},
     {"exchange_us", &settings.exchange_us},
     {"trace", &settings.trace},     {"cc", &settings.cc},           {"seed", &settings.seed},
-    {"fail_after", &settings.fail_after}, {"devices", &settings.devices}, {"nccl", &settings.nccl},
+    {"fail_after", &settings.fail_after}, {"fail_call", &settings.fail_call}, {"refuse_at", &settings.refuse_at},
+    {"refusals", &settings.refusals}, {"devices", &settings.devices}, {"nccl", &settings.nccl},
 };
 API void cudasim_set(const char *name, long value) {
   if (!strcmp(name, "sticky")) sticky = value;
@@ -58,6 +59,8 @@ API long cudasim_used(void) { return (long)device_bytes_used(); }
 API long cudasim_copies(void) { return copies; }
 API long cudasim_launches(void) { return launches; }
 API long cudasim_contexts(void) { return contexts; }
+API long cudasim_calls(void) { return calls; }
+API long cudasim_requests(void) { return requests; }
 API long cudasim_stub(const char *name, long code) {
   stubs++;
   if (strstr(name, "gemm") || !strcmp(name, "cublasGemmEx") || !strcmp(name, "cublasGemmStridedBatchedEx") ||
@@ -65,6 +68,25 @@ API long cudasim_stub(const char *name, long code) {
     launches++;  // a product is a kernel of cuBLAS
   if (settings.trace) fprintf(stderr, "cudasim: stub %s -> %ld\n", name, code);
   return code;
+}
+
+// ---- faults ----
+static pthread_mutex_t faults = PTHREAD_MUTEX_INITIALIZER;
+void count_call(void) {
+  calls++;
+  if (!settings.fail_call) return;
+  pthread_mutex_lock(&faults);
+  if (settings.fail_call && !--settings.fail_call) sticky = cudaErrorECCUncorrectable;
+  pthread_mutex_unlock(&faults);
+}
+int refused(void) {
+  requests++;
+  pthread_mutex_lock(&faults);
+  int now = settings.refuse_at == 1 && settings.refusals > 0;
+  if (settings.refuse_at > 1) settings.refuse_at--;
+  if (now) settings.refusals--;
+  pthread_mutex_unlock(&faults);
+  return now;
 }
 
 // ---- errors ----

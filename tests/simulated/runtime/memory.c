@@ -77,7 +77,7 @@ static void unback(uint64_t address, size_t bytes) {
   mmap((void *)(address + SHIFT), bytes, PROT_NONE, flags, -1, 0);
 }
 static int take(size_t bytes) {
-  if (used + bytes + settings.context > (size_t)settings.total) return 0;
+  if (refused() || used + bytes + settings.context > (size_t)settings.total) return 0;
   used += bytes;
   return 1;
 }
@@ -246,6 +246,7 @@ int page_locked(const void *p, size_t bytes) {
 }
 API cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
   ENTER;
+  if (refused()) return ret(cudaErrorMemoryAllocation);
   *p = mmap(0, ROUND_UP(bytes, PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return ret(*p == MAP_FAILED ? cudaErrorMemoryAllocation : add_lock((uint64_t)*p, bytes, 1));
 }
@@ -258,6 +259,7 @@ API cudaError_t cudaFreeHost(void *p) {
 API cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
   ENTER;
   if (!p || !bytes) return ret(cudaErrorInvalidValue);
+  if (refused()) return ret(cudaErrorMemoryAllocation);
   unsigned char resident;
   for (uint64_t page = first_page((uint64_t)p); page < (uint64_t)p + bytes; page += PAGE)
     if (mincore((void *)page, 1, &resident)) return ret(cudaErrorInvalidValue);

@@ -36,6 +36,9 @@ struct Settings {
   long cc;           // compute capability, 90 for 9.0
   long seed;         // of lags
   long fail_after;   // the device is lost after so many more operations; 0: never
+  long fail_call;    // or at the so manieth call from now
+  long refuse_at;    // the so manieth request for memory from now is refused, device or page-locked; 0: none
+  long refusals;     // and those after it, so many in all
   long devices;      // how many the machine has
   long nccl;         // bytes of the device that a communicator takes
 };
@@ -49,8 +52,11 @@ void violation(const char *format, ...);       // something that a real device f
 #define ENTER                                  \
   do {                                         \
     contexts |= 1l << device;                  \
+    count_call();                              \
     if (sticky) return ret((cudaError_t)sticky); \
   } while (0)
+void count_call(void);        // and lose the device there, where that is asked for
+int refused(void);            // whether this request for memory shall be refused
 extern __thread int device;   // of the calling thread
 extern atomic_long contexts;  // a bit for each device that this process has a context on
 

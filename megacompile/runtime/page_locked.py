@@ -1,0 +1,82 @@
+"""Page-locked host memory for batches, losses and bounce buffers: a process's own, used again and never given
+back.
+
+When torch's page-locked tensors die, it asks the device of the copies that used them. On a device that is
+lost that call throws within a destructor, which ends the process at once. So torch never gets them back: a
+piece that nobody holds any more waits here for the copies that it was used in, and is taken again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.failures import failure_of
+
+_LEAST_BYTES = 256
+_SLAB_BYTES = 1 << 20  # what smaller pieces are cut from
+
+
+class PageLocked:
+    """Pieces by size, each a power of two. ``record`` gives an event of the stream that pieces are used on;
+    on another one only those are that somebody holds until it has run dry."""
+
+    def __init__(self, record: Callable[[], Any]) -> None:
+        self._record = record
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._dropped: deque[Tensor] = deque()  # by any thread, whenever a tensor dies
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # with an event after their last copy
+        self._lock = threading.Lock()
+        self._refused = False
+
+    def take(self, nbytes: int) -> Tensor:
+        """Bytes (uint8) of any content, a piece's until the tensor and all its views are gone."""
+        size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            free = self._free[size]
+            if not free:
+                self._collect()
+            if not free:
+                free += self._more(size)
+            piece = free.pop()
+        memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(piece.data_ptr())
+        weakref.finalize(memory, self._dropped.append, piece).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+    def _collect(self) -> None:
+        """Make free what was dropped, as far as its copies are over."""
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        if dropped:
+            self._leaving.append((self._record(), dropped))
+        while self._leaving and self._leaving[0][0].query():
+            for piece in self._leaving.popleft()[1]:
+                self._free[piece.nbytes].append(piece)
+
+    def _more(self, size: int) -> tuple[Tensor, ...]:
+        slab = self._locked(max(size, _SLAB_BYTES))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(slab))  # it outlives the interpreter
+        return slab.split(size)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _locked(self, nbytes: int) -> Tensor:
+        """Where the system refuses, ordinary memory: copies of it are right, and wait."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            if failure_of(torch.device("cuda")):
+                raise
+            if not self._refused:
+                self._refused = True
+                print(
+                    "megacompile: the system refuses page-locked host memory; batches and losses pass "
+                    "through ordinary memory and are slower.",
+                    file=sys.stderr,
+                )
+            return torch.empty(nbytes, dtype=torch.uint8)
