@@ -46,7 +46,7 @@ $(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simula
 # test_pages.py looks at an allocator that no test before it has taken from.
 SIMULATED := LD_LIBRARY_PATH=$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest
 simulated: $(CUDA)/.ready
-	$(SIMULATED) tests/simulated --ignore tests/simulated/test_pages.py
+	$(SIMULATED) tests/simulated --ignore tests/simulated/test_pages.py -m 'not slow and not nightly'
 	$(SIMULATED) tests/simulated/test_pages.py
 
 # The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:

@@ -101,6 +101,8 @@ SLOW = (
     # Benchmarks: one dry part of the GPU's suite.
     r"test_gpu_suite\.py::test_dry_run\[(kernels|correctness)",
     r"test_kernel_curve\.py::test_loss_with_kernels_is_within_noise",
+    # The simulated device: a few operators stay.
+    r"simulated/test_out_of_memory\.py::test_at_each_operator",
     # Kernels in triton's interpreter: one shape for each kernel and dtype.
     r"interpreted/test_(glu|clamped_glu|layer_norm|rms_norm|rope|cross_entropy)\.py::\w+\[shape[02]-\S*dtype",
     r"interpreted/test_cross_entropy\.py::test_linear\[dtype\d-plain",
@@ -117,11 +119,11 @@ SLOW = (
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> set[str]:
-    """Mark them; returns the lines that found none, but for those of the interpreter's own processes."""
+    """Mark them; returns the lines that found none, but for those of processes of their own."""
     unused = set(SLOW)
     for item in items:
         for pattern in SLOW:
             if re.search(pattern, item.nodeid):
                 item.add_marker(pytest.mark.slow)
                 unused.discard(pattern)
-    return {pattern for pattern in unused if not pattern.startswith("interpreted/")}
+    return {pattern for pattern in unused if not pattern.startswith(("interpreted/", "simulated/"))}
