@@ -252,27 +252,28 @@ class Compiler:
         """Plan a kind of batch; of the first one, also how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
         chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
-        if (cuts := self.cuts) is None:
-            gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
+        cuts = self.cuts
 
-            def first(chunk: int, most: int) -> tuple[Compiled, Planned]:
+        def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
+            if cuts is None:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
+                gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
                 return plan_program(tilings, mode, terms, gathers=gathers, most=most)
-
-            return first_that_fits(chunks, budget, first)
-
-        def further(chunk: int, most: int) -> tuple[Compiled, Planned]:
             compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
             return plan_program([compiled], mode, terms, most=most)
 
         try:
-            return first_that_fits(chunks, budget, further)
+            return first_that_fits(chunks, budget, plan)
         except BudgetError as error:
             ways = " ".join(self._ways_out(batch, evaluate))
             raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error
 
     def _ways_out(self, batch: Batch, evaluate: bool) -> Iterator[str]:
-        """What else may help where a further program does not fit the budget."""
+        """What else may help where a program does not fit the budget."""
+        if why := self.frontend.why_whole(batch, self.cuts or {}, evaluate=evaluate):
+            yield why
+        if self.cuts is None:
+            return
         if batch.outputs is not None:
             compiled = self.compile(batch, evaluate=evaluate)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]

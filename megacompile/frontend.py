@@ -6,6 +6,7 @@ the form of each parameter and the layout of the weight groups.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from megacompile.capture.loss import LossFn
 from megacompile.capture.outputs import OutputsFn
 from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
 from megacompile.differentiate.sequence import CHUNKS, length_of
+from megacompile.differentiate.whole import why_whole
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
 from megacompile.fuse.report import Fusions
@@ -137,6 +139,14 @@ class Frontend:
             if not any(t.loops for t in found.templates):
                 return
             yield chunk
+
+    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> str | None:
+        """Why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
+        length = min(CHUNKS, default=sys.maxsize)
+        if not any(n > length for leaf in batch.tensors for n in leaf.shape):
+            return None
+        found = self.build(batch, cuts, evaluate=evaluate, chunk=length)
+        return why_whole(batch.tensors, found.part.templates, found.templates, length)
 
     def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool, chunk: int = 0) -> Compiled:
         """One kind of batch with its weights cut in this way, and its sequence in chunks of so many.

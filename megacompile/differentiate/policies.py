@@ -32,6 +32,8 @@ CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "attention", "none
 the rest again; keep those of attention alone; keep nothing and recompute the first set, or the second, before
 the backward."""
 _SHORT, _SHORT_CHUNK = (24, 26), 7  # lengths at which loops are checked, and their chunks there
+NO_PRODUCT = "no product acts on positions alone"
+"""Why a block of little work has no loops."""
 _LARGE_SHARE = 8  # attention is kept alone where it is at least one of so many FLOPs of a forward
 
 
@@ -123,7 +125,7 @@ def _in_chunks(
         try:
             found = _Cutter(template, joint, mode, processors, loops=loops, lean=True).run()
             if not any(f.looped for f in found.functions()):
-                reason = "no product acts on positions alone"
+                reason = NO_PRODUCT
             elif check:
                 reason = _wrong(short, short_joint, mode)
         except RuntimeError as error:  # what an operator says about its arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,43 @@ def test_packed_documents_have_loops_and_train_as_eager_does(monkeypatch: pytest
     trains_as_eager(program, eager, packed(), steps=2)
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes <= budget
     assert program.schedule.work.loops[1] in CHUNKS
+
+
+def several() -> dict[str, Tensor]:
+    return {name: x.repeat(2, 1) for name, x in batch_of().items()}
+
+
+def padded() -> dict[str, Tensor]:
+    return {**batch_of(), "attention_mask": (torch.arange(LENGTH) >= 50).long()[None]}
+
+
+def dropping() -> nn.Module:
+    model = model_of("gpt2")
+    for layer in model.transformer.h:  # type: ignore[union-attr]
+        layer.attn.attn_dropout.p = 0.1  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "why"),
+    [
+        (lambda: model_of("llama"), several, "stay whole: a batch of several sequences; give micro-batches"),
+        (lambda: model_of("llama"), padded, "mask of tokens × tokens stays whole: give sequences without"),
+        (dropping, batch_of, "Attention stays whole, with its tokens × tokens: dropout acts in it"),
+        (lambda: model_of("llama"), batch_of, None),
+    ],
+    ids=["several sequences", "a dense mask", "dropout in attention", "nothing"],
+)
+def test_a_refusal_says_what_stays_whole(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], dict[str, Tensor]],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS[:1])
+    with pytest.raises(megacompile.BudgetError) as caught:
+        start(make(), "100B").prepare(batch())
+    assert why in str(caught.value) if why else "whole" not in str(caught.value)
 
 
 def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.views import is_view
 from megacompile.differentiate.loop_check import disagreement
 from megacompile.differentiate.loops import means_as_sums
-from megacompile.differentiate.policies import _Cutter
+from megacompile.differentiate.policies import NO_PRODUCT, _Cutter
 from megacompile.differentiate.saved import Joint
 from megacompile.differentiate.sequence import WHOLE, length_of, role, two_lengths
 from megacompile.frontend import Compiled, Frontend
@@ -24,7 +24,6 @@ from tests.support.zoo import Batch, Case, cases, tokens
 LENGTH, SHORT = 57, (24, 26)
 """No other sizes of these models, whose weights have 96 columns and whose learned positions end at 64."""
 CHUNKS = (19, 25, LENGTH)  # one is no divisor
-NO_PRODUCT = "no product acts on positions alone"
 _READ = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
