@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from megacompile.capture.batch import read_batch
 from megacompile.differentiate import loop_check, loops, policies, sequence, stages
@@ -233,6 +234,53 @@ def _distances(found: DifferentiatedTemplate, length: int) -> list[float]:
         grads.append(loop_check._run(policy.backward, known))  # type: ignore[arg-type]
     pairs = [(a, b.float()) for a, b in zip(*grads, strict=True) if a.dim() == 2]
     return [float((a - b).norm() / a.norm()) for a, b in pairs]
+
+
+class Dropping(nn.Module):
+    """Products between dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = functional.dropout(self.embed(input_ids), 0.5)
+        return (x + functional.dropout(self.down(functional.dropout(self.up(x), 0.5)), 0.5)).square().sum()
+
+
+def test_dropout_is_bitwise_that_of_whole_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of small whole numbers each product and sum is exact, so that nothing but masks can differ."""
+    frontend = Frontend(Dropping(), torch.float32)
+    compiled = frontend.build(
+        read_batch({"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}, frontend.model), {}, evaluate=False
+    )
+    template, mode = compiled.part.templates[-1], compiled.fused.fake_mode
+    pairs, reason = two_lengths(template, mode, (24, 26))
+    assert reason is None
+
+    def results(chunk: int | None) -> list[Tensor]:
+        loops = (LENGTH, chunk) if chunk else None
+        found = _Cutter(template, pairs[0][1], mode, None, loops=loops, lean=True).run()
+        assert all(f.looped for f in found.functions()) == bool(chunk)
+        backward, generator = found.policies["none"].backward, torch.Generator().manual_seed(0)
+        assert backward is not None
+        known: dict[Any, Tensor] = {
+            ("in", i): torch.randint(-2, 3, e.shape, generator=generator).to(e.dtype)
+            for i, e in enumerate(template.examples)
+        }
+        (loss,) = loop_check._run(found.forward, known)
+        known["grad", 0] = torch.ones_like(loss)
+        return [loss, *loop_check._run(backward, known)]
+
+    whole, looped = results(None), results(16)
+    assert (whole[0] > 0) and all(map(torch.equal, whole, looped))
+    monkeypatch.setattr(stages, "role", _dropout_is_local)
+    assert not all(map(torch.equal, whole, results(16)))
+
+
+def _dropout_is_local(node: fx.Node) -> str:
+    return "local" if "dropout" in str(node.target) else sequence.role(node)
 
 
 def test_what_counts_as_a_difference() -> None:
