@@ -156,7 +156,10 @@ class Frontend:
         key = (batch.key, tuple(cuts.items()), chunk)
         with _TRACING:
             if key not in self._compiled:
-                self._compiled[key] = self._build(self._front(batch, evaluate), cuts, chunk)
+                alike = (made for other, made in self._compiled.items() if other[:2] == key[:2])
+                self._compiled[key] = self._build(
+                    self._front(batch, evaluate), cuts, chunk, next(alike, None)
+                )
             return self._compiled[key]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
@@ -190,10 +193,11 @@ class Frontend:
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
 
-    def _build(self, front: Front, cuts: Cuts, chunk: int) -> Compiled:
+    def _build(self, front: Front, cuts: Cuts, chunk: int, alike: Compiled | None) -> Compiled:
+        """``alike``, cut in the same way, has the same templates, whose traces are not made again."""
         try:
-            tiled = tile(front.fused, cuts, gather=self._gathers)
-            part = partition(tiled.captured)
+            tiled = alike.tiled if alike else tile(front.fused, cuts, gather=self._gathers)
+            part = alike.part if alike else partition(tiled.captured)
             mode = front.fused.fake_mode
             templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
         except MegacompileError:

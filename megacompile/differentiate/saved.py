@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,8 +37,17 @@ class Joint:
     static: frozenset[fx.Node]
 
 
+_KEPT: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
+
+
 def joint_of(template: Template, mode: FakeTensorMode) -> Joint:
-    """Trace a template's forward and backward and tell its nodes apart."""
+    """Trace a template's forward and backward and tell its nodes apart; made once while a template lives."""
+    if template not in _KEPT:
+        _KEPT[template] = _joint_of(template, mode)
+    return _KEPT[template]
+
+
+def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     graph = trace_joint(template, mode)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     count = len(template.examples)

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -258,6 +259,9 @@ def _before(node: fx.Node) -> int:
     return -1 if along is None else math.prod(node.meta["val"].shape[:along])
 
 
+_RESIZED: WeakKeyDictionary[Template, dict[int, Template]] = WeakKeyDictionary()  # by length
+
+
 def two_lengths(
     template: Template, mode: FakeTensorMode, lengths: Sequence[int]
 ) -> tuple[list[tuple[Template, Joint]], str | None]:
@@ -268,8 +272,10 @@ def two_lengths(
     found = [(template, joint_of(template, mode))]
     other = next(n for n in lengths if n != length)
     try:
-        short = at_length(template, length, other)
-        found.append((short, joint_of(short, mode)))
+        resized = _RESIZED.setdefault(template, {})
+        if other not in resized:
+            resized[other] = at_length(template, length, other)
+        found.append((resized[other], joint_of(resized[other], mode)))
     except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
         return (
             [],

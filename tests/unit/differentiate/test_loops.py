@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from megacompile.capture.batch import read_batch
-from megacompile.differentiate import loop_check, loops, policies, sequence, stages
+from megacompile.differentiate import loop_check, loops, policies, saved, sequence, stages
 from megacompile.differentiate.loop_check import disagreement
-from megacompile.differentiate.policies import DifferentiatedTemplate, _Cutter
+from megacompile.differentiate.policies import DifferentiatedTemplate, _Cutter, differentiate
 from megacompile.differentiate.saved import Joint
 from megacompile.differentiate.sequence import length_of, two_lengths
 from megacompile.frontend import Frontend
@@ -186,6 +186,17 @@ def test_a_length_that_is_also_a_size_of_weights_stays_whole() -> None:
     assert "another length" in layer.not_looped
 
 
+def test_a_template_is_traced_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = build("llama"), list[Template]()
+    trace = saved.trace_joint
+    monkeypatch.setattr(saved, "trace_joint", lambda t, mode: (made.append(t), trace(t, mode))[1])
+    frontend = Frontend(model, torch.float32, differentiate=functools.partial(differentiate, check=False))
+    batch = read_batch(batch_for("llama", size=1, length=LENGTH), model)
+    found = [frontend.build(batch, {}, evaluate=False, chunk=chunk) for chunk in (0, 20, 8)]
+    assert [c.templates[1].loops for c in found] == [None, (LENGTH, 20), (LENGTH, 8)]
+    assert len(made) == 2 * len(found[0].part.templates)  # at their own length and at a short one
+
+
 def test_several_sequences_stay_whole() -> None:
     model = build("llama")
     batch = read_batch(batch_for("llama", size=2, length=LENGTH), model)
@@ -253,7 +264,9 @@ def test_dropout_is_bitwise_that_of_whole_functions(monkeypatch: pytest.MonkeyPa
     """Of small whole numbers each product and sum is exact, so that nothing but masks can differ."""
     frontend = Frontend(Dropping(), torch.float32)
     compiled = frontend.build(
-        read_batch({"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}, frontend.model), {}, evaluate=False
+        read_batch({"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}, frontend.model),
+        {},
+        evaluate=False,
     )
     template, mode = compiled.part.templates[-1], compiled.fused.fake_mode
     pairs, reason = two_lengths(template, mode, (24, 26))
