@@ -88,13 +88,13 @@ def page(results: dict[str, Result]) -> str:
     mixes = _grouped((", ".join(r["mixes"]) or "–", n) for n, r in right.items() if r["looped"])
     parts = [_INTRODUCTION.format(length=LENGTH, chunks=chunks)]
     parts += ["| mixes positions, in blocks with loops | set-ups | |", "|---|--:|---|"]
-    parts += [f"| {what} | {len(which)} | {', '.join(which)} |" for what, which in mixes]
+    parts += [f"| {what} | {len(which)} | {'; '.join(which)} |" for what, which in mixes]
     parts += ["", "## Blocks that stay whole", "", "| set-up | blocks | why |", "|---|---|---|"]
     for name, result in right.items():
         for why, blocks in _grouped((why, block) for block, why in result["whole"].items()):
             parts.append(f"| {name} | {', '.join(blocks)} | {cell(why, 160)} |")
     rest = _grouped((r["status"], n) for n, r in results.items() if r["status"] != "right")
-    parts += ["", *(f"- {status}: {', '.join(which)}" for status, which in rest)]
+    parts += ["", *(f"- {status}: {'; '.join(which)}" for status, which in rest)]
     return "\n".join(parts) + "\n"
 
 

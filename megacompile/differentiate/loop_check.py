@@ -94,7 +94,7 @@ def _random_inputs(template: Template) -> list[Tensor]:
 def _random(example: Tensor, kind: str, labels: bool, generator: torch.Generator) -> Tensor:
     """Weights of a size that keeps activations near 1; small labels and ids."""
     made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-    if not example.is_floating_point():
+    if not (example.is_floating_point() or example.is_complex()):
         made.random_(0, 2, generator=generator)
         if made.dim():
             made[..., :1] = 1  # of a mask: a position that sees no key would give no number
