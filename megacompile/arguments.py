@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from megacompile.capture.frozen import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
 from megacompile.host.bucket import is_dense
-from megacompile.host.nvme import check_directories
+from megacompile.host.scratch import check_directories
 from megacompile.runtime.ownership import is_owned
 
 

@@ -78,7 +78,7 @@ class Program(Persistence):
 
         def weigh(micro: list[Batch]) -> list[float]:
             if weights is None:
-                session.check_counts(micro)
+                session.intake.check_counts(micro)
             return micro_weights(micro, weights, ranks=session.world.size)
 
         given = _outputs_for(loss, outputs)
@@ -112,7 +112,7 @@ class Program(Persistence):
 
         def weigh(micro: list[Batch]) -> list[float]:
             if weight is None:
-                session.check_counts(micro)
+                session.intake.check_counts(micro)
             return [1.0 if weight is None else weight] * len(micro)
 
         with session.world.together():

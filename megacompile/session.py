@@ -94,10 +94,6 @@ class Session:
         """What was read, padded where that saves compiling, or as several ranks need it."""
         return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
 
-    def check_counts(self, micro: Sequence[Batch]) -> None:
-        """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
-        self.intake.check_counts(micro)
-
     def check_model(self) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled."""
         with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter

@@ -88,7 +88,7 @@ def _page_locking() -> str:
     if not torch.cuda.is_available():
         return ""
     from megacompile.host.arena import HostArena
-    from megacompile.runtime.cuda_memory import page_lock, page_unlock
+    from megacompile.runtime.page_locked import page_lock, page_unlock
     from megacompile.runtime.staging import PIECE_BYTES, PIECES
 
     probe = HostArena(_PROBE).tensor

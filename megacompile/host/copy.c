@@ -24,8 +24,8 @@ static inline __m128i copied(uint8_t *to, const uint8_t *from) {
     return bytes;
 }
 
-/* Copies a multiple of 64 bytes, at most `count`, to a multiple of 64, and returns how many. `rest` gets 16 bytes whose CRC-32, from
- * zero, not inverted, is that of the bytes, from `before`. */
+/* Copies a multiple of 64 bytes, at most `count`, to a multiple of 64, and returns how many. `rest` gets 16 bytes
+ * whose CRC-32, from zero, not inverted, is that of the bytes, from `before`. */
 int mc_copy_folded(uint8_t *to, const uint8_t *from, int64_t count, int64_t before, uint8_t *rest) {
     const __m128i far = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), near = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
     __m128i lane[LANES];

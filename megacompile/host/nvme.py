@@ -12,10 +12,7 @@ process left is removed by the next that uses the directory. A lock file keeps o
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +22,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacompile.errors import BudgetError, MegacompileError, StorageError
-from megacompile.units import format_bytes
-from megacompile.world.control import World
+from megacompile.errors import StorageError
+from megacompile.host.scratch import check_directories, create_file, lock_folder, take_space
 
 try:
     import xxhash
@@ -39,8 +35,6 @@ except ImportError:
 BLOCK_BYTES = 4 << 20
 PAGE = 4096  # direct transfers start and end at multiples of this, in memory and in the file
 DEPTH = 8  # blocks under way at once, each way
-_LOCK = "megacompile.lock"
-_PATTERN = "megacompile-*.scratch"
 _STALLS = 8  # transfers in a row that may move nothing
 
 
@@ -76,9 +70,9 @@ class Storage:
         self._close = weakref.finalize(self, _release, os.getpid(), self.paths, self._files, locks, pools)
         try:
             for folder, nbytes in zip(folders, self._ends, strict=True):
-                locks.append(_lock(folder))
+                locks.append(lock_folder(folder))
                 self.paths.append(folder / f"megacompile-{os.getpid()}.scratch")
-                self._files.append(_create(self.paths[-1], nbytes))
+                self._files.append(create_file(self.paths[-1], nbytes))
         except BaseException:
             self.close()
             raise
@@ -96,7 +90,7 @@ class Storage:
         """Make regions behind the lasting ones, over those of an earlier call, which nothing may use."""
         placed, ends = _blocks(regions, self._ends)
         for path, file, nbytes in zip(self.paths, self._files, ends, strict=True):
-            _take_space(file, path.parent, nbytes)
+            take_space(file, path.parent, nbytes)
         for name in self._passing:
             del self.regions[name], self._sums[name]
         self.regions |= placed
@@ -189,106 +183,6 @@ def _blocks(
             ends[file] += size
         placed[name] = tuple(blocks)
     return placed, ends
-
-
-def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Absolute paths, or :class:`MegacompileError` for one that is missing or named twice."""
-    folders = [Path(d).expanduser().resolve() for d in directories]
-    for given, folder in zip(directories, folders, strict=True):
-        if not folder.is_dir():
-            raise MegacompileError(f"offload_dir={os.fspath(given)!r} is no directory: make it first.")
-        if folders.count(folder) > 1:
-            raise MegacompileError(f"offload_dir names {folder} twice: name each directory once.")
-    return folders
-
-
-def folders_of(world: World, directories: Sequence[str]) -> tuple[str, ...]:
-    """The directories themselves; of several ranks a folder of this one's own in each."""
-    if world.size == 1:
-        return tuple(directories)
-    own = [Path(directory) / f"rank-{world.rank}" for directory in directories]
-    for folder in own:
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-    return tuple(str(folder) for folder in own)
-
-
-def _unusable(folder: Path, error: OSError) -> MegacompileError:
-    return MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.")
-
-
-def _lock(folder: Path) -> int:
-    """Take the folder, or say who has it; files that a dead process left there are removed."""
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(lock, 32).decode().strip()
-        os.close(lock)
-        raise MegacompileError(
-            f"offload_dir={str(folder)!r} is in use by process {owner}: give each program its own directory."
-        ) from error
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    for stale in folder.glob(_PATTERN):
-        stale.unlink(missing_ok=True)
-    return lock
-
-
-def _create(path: Path, nbytes: int) -> int:
-    """A new file whose space is taken at once, opened past the page cache where that is possible."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    folder = path.parent
-    try:
-        file = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise _unusable(folder, error) from error
-        path.unlink(missing_ok=True)
-        file = os.open(path, flags, 0o600)
-        warnings.warn(
-            f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and are slower.",
-            stacklevel=2,
-        )
-    if _file_system(folder) in ("tmpfs", "ramfs"):
-        warnings.warn(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.", stacklevel=2)
-    try:
-        _take_space(file, folder, nbytes)
-    except BudgetError:
-        os.close(file)
-        path.unlink(missing_ok=True)
-        raise
-    return file
-
-
-def _take_space(file: int, folder: Path, nbytes: int) -> None:
-    """Make a file at least so long, its space taken at once."""
-    status = os.fstatvfs(file)
-    free = status.f_bavail * status.f_frsize
-    try:
-        if nbytes > os.fstat(file).st_size:
-            os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        raise BudgetError(
-            f"offload_dir={str(folder)!r} needs {nbytes} bytes ({format_bytes(nbytes)}) and has {free} "
-            f"({format_bytes(free)}): {error.strerror}. Free some space, or name further directories."
-        ) from error
-
-
-def _file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on, "" where the system does not say."""
-    mounts = Path("/proc/self/mounts")
-    best = ("", "")
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
-        _, place, kind, *_ = line.split(" ")
-        if folder.is_relative_to(place) and len(place) >= len(best[0]):
-            best = (place, kind)
-    return best[1]
 
 
 def _release(

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host.arena import HostArena
-from megacompile.host.nvme import BLOCK_BYTES, DEPTH, Storage, check_directories
+from megacompile.host.nvme import BLOCK_BYTES, DEPTH, Storage
+from megacompile.host.scratch import check_directories
 
 BLOCKS = (1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)

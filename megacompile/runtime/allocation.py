@@ -11,8 +11,8 @@ from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat, smaller_formats
 from megacompile.host.needs import host_bytes, host_states, step_bytes, storage_window
-from megacompile.host.nvme import folders_of
 from megacompile.host.offload import Placement, host_state_bytes, place_groups
+from megacompile.host.scratch import folders_of
 from megacompile.host.state import HostState
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes

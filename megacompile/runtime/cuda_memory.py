@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from megacompile.errors import BudgetError
 from megacompile.machine.pages import PAGE_BYTES, Pages, Request
 from megacompile.runtime.cuda_streams import CudaApi
 from megacompile.runtime.failures import failure_of
-from megacompile.runtime.page_locked import PageLocked
+from megacompile.runtime.page_locked import PageLocked, first_page, page_lock, page_unlock
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.step.operations import Step
 from megacompile.units import format_bytes
@@ -241,24 +240,6 @@ class TorchCuda:
         os.close(handle)
         torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
         return path
-
-
-def page_lock(tensor: Tensor) -> tuple[int, int]:
-    """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
-    start = first_page(tensor)
-    stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return start, int(runtime.cudaHostRegister(start, stop - start, 1))
-
-
-def page_unlock(start: int) -> None:
-    """Undo :func:`page_lock`, by the address that it gave."""
-    torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
-
-
-def first_page(tensor: Tensor) -> int:
-    """Address of the page that a host tensor begins in."""
-    return tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 @functools.cache

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from megacompile.runtime.workers import Trace, Workers
@@ -185,10 +186,7 @@ class CudaStreams(Workers):
         latest: threading.Event | None = None  # callback of this stream; it implies those before
         self._begin(name)
         self.attempt(self.step, functools.partial(self.api.use, stream), always=True)
-        while (task := queue.get()) is not None:
-            if isinstance(task, threading.Event):
-                task.set()
-                continue
+        while (task := _next(queue)) is not None:
             step, run, needed, _, mark, event, trace = task
             start = self.attempt(step, functools.partial(self._start, stream, needed), always=True)
             on_complete = self.attempt(step, run) if start is not None else None
@@ -218,10 +216,7 @@ class CudaStreams(Workers):
         """Run operations of the host stream."""
         queue = self._queues[name]
         self._begin(name)
-        while (task := queue.get()) is not None:
-            if isinstance(task, threading.Event):
-                task.set()
-                continue
+        while (task := _next(queue)) is not None:
             step, run, needed, pushed, mark, event, trace = task
             ready = self.attempt(step, functools.partial(self._await, needed, pushed), always=True)
             start = time.perf_counter()
@@ -251,13 +246,17 @@ class CudaStreams(Workers):
         """Run callbacks in the order of their copies; also after a failure, for they give buffers back."""
         queue = self._queues[name]
         self._begin(name)
-        while (task := queue.get()) is not None:
-            if isinstance(task, threading.Event):
-                task.set()
-                continue
+        while (task := _next(queue)) is not None:
             step, on_complete, event, over = task
             if event is not None:
                 self.attempt(step, event.synchronize, always=True)
             self.attempt(step, on_complete, always=True)
             del task, on_complete
             over.set()
+
+
+def _next(queue: SimpleQueue[Any]) -> Any:
+    """A worker's next task, None at the end; who waits for what came before is told on the way."""
+    while isinstance(task := queue.get(), Flag):
+        task.set()
+    return task

@@ -1,5 +1,5 @@
-"""Page-locked host memory for batches, losses and bounce buffers: a process's own, used again and never given
-back.
+"""Page-locked host memory: of tensors where they lie, and for batches, losses and bounce buffers a process's
+own, used again and never given back.
 
 When torch's page-locked tensors die, it asks the device of the copies that used them. On a device that is
 lost that call throws within a destructor, which ends the process at once. So torch never gets them back: a
@@ -9,6 +9,7 @@ piece that nobody holds any more waits here for the copies that it was used in, 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import threading
 import weakref
@@ -80,3 +81,21 @@ class PageLocked:
                     file=sys.stderr,
                 )
             return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def page_lock(tensor: Tensor) -> tuple[int, int]:
+    """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
+    start = first_page(tensor)
+    stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return start, int(runtime.cudaHostRegister(start, stop - start, 1))
+
+
+def page_unlock(start: int) -> None:
+    """Undo :func:`page_lock`, by the address that it gave."""
+    torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+
+
+def first_page(tensor: Tensor) -> int:
+    """Address of the page that a host tensor begins in."""
+    return tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

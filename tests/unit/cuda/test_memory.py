@@ -12,6 +12,7 @@ import torch
 from megacompile.runtime import cuda_memory
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
+from megacompile.runtime.page_locked import first_page
 from megacompile.runtime.step_io import NonFiniteError
 from tests.support.cuda_programs import program
 from tests.support.fake_cuda import FakeCuda
@@ -56,17 +57,17 @@ def test_a_refusal_is_not_the_error_of_the_next_launch(
 
 def test_what_was_locked_is_unlocked_once(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     unlocked: list[int] = []
-    monkeypatch.setattr(cuda_memory, "page_lock", lambda tensor: (cuda_memory.first_page(tensor), 0))
+    monkeypatch.setattr(cuda_memory, "page_lock", lambda tensor: (first_page(tensor), 0))
     monkeypatch.setattr(cuda_memory, "page_unlock", unlocked.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     first, second, small = (torch.empty(n << 10, dtype=torch.uint8) for n in (2048, 4096, 1))
     assert all(bare.register(tensor) for tensor in (first, second, small))
     bare.unregister(first)
     bare.unregister(small)
-    assert unlocked == [cuda_memory.first_page(first)]
+    assert unlocked == [first_page(first)]
     bare.release()
     bare.release()
-    assert unlocked == [cuda_memory.first_page(first), cuda_memory.first_page(second)]
+    assert unlocked == [first_page(first), first_page(second)]
 
 
 def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:

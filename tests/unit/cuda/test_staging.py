@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.cli import doctor
-from megacompile.runtime import cuda_memory
+from megacompile.runtime import page_locked
 from megacompile.runtime import staging as module
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.staging import Staging, StagingRing
@@ -107,7 +107,7 @@ def test_doctor_says_what_the_system_does(code: int, said: str, monkeypatch: pyt
     runtime = type("Runtime", (), {"cudaHostUnregister": released.append})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(cuda_memory, "page_lock", lambda tensor: (4096, code))
+    monkeypatch.setattr(page_locked, "page_lock", lambda tensor: (4096, code))
     assert said in doctor._page_locking()
     assert released == ([4096] if code == 0 else [])
 
