@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import pytest
 
 SLOW = (
-    # Architectures: four of twelve stay, one for each of skips, shared blocks, an encoder, experts.
-    r"test_architectures\.py::test_architecture_trains_right\[(?!U-Net|one block|nn|mixtral)",
+    # Architectures: three of twelve stay, one for each of skips, shared blocks, an encoder. Experts train in
+    # test_tile.py, cut into pieces.
+    r"test_architectures\.py::test_architecture_trains_right\[(?!U-Net|one block|nn)",
     r"test_architectures\.py::test_architecture_is_refused_by_name\[jetmoe",
     r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
     r"test_fuse\.py::test_placements_of_an_architecture\[(?!Llama|GPT2|GptOss|Gemma3)",
@@ -30,6 +31,7 @@ SLOW = (
     r"/test_padding\.py::test_losses_of_the_user_s_own_do_not_see_padding\[<lambda>[12]",
     r"/test_padding\.py::test_entries_of_the_batch_that_padding_does_not_know\[<lambda>[0-2]",
     r"test_lengths\.py::test_an_epoch_of_random_lengths_needs_few_programs\[(shifted|None)",
+    r"test_lengths\.py::test_predictions_of_many_lengths_need_few_programs\[None",
     r"test_substitute\.py::test_models_that_make_their_own_mask_make_it_in_a_capture_too\[LongT5",
     r"test_gated_delta_rule\.py::test_every_model_of_transformers_means_the_same_rule\[.*(?<!qwen3_next\])$",
     r"test_gated_delta_rule\.py::test_(a_graph|loss_and)\w+\[(?!qwen3_next)",
@@ -38,7 +40,7 @@ SLOW = (
     r"test_draws\.py::test_a_program_trains_as_eager_does_with_the_same_draws\[1GB",
     r"test_requests\.py::test_requests_take_what_the_plan_counts\[(True-llama|False-gemma3)",
     # Loops: a layer and a head of one model, a layer of another stay.
-    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-1-(?!7)|qwen3|gemma3|gpt2-2)",
+    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-|qwen3|gemma3|gpt2-)",
     r"test_loops\.py::test_gradients_of_weights_in_bf16_are_rounded_once\[512",
     r"test_loops_of_models\.py::test_loops_of_a_model_compute_what_whole_functions_do\[(BART|gpt_neox)",
     r"test_long\.py::test_a_long_sequence_trains_far_below_what_it_needs_whole\[gpt2",
@@ -55,7 +57,7 @@ SLOW = (
     r"test_habits\.py::test_models_handed_over_in_low_precision\[dtype",
     r"test_program\.py::test_budget_is_kept_and_predicted\[0\.(5|15)",
     r"test_pretrained\.py::test_trains_as_the_loaded_model_does_and_comes_back\[qwen3",
-    r"test_tile\.py::test_a_vocabulary_of_256k_trains_far_below_its_table\[True",
+    r"test_tile\.py::test_a_vocabulary_of_256k_trains_far_below_its_table",
     r"test_tile\.py::test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole",
     r"test_tile\.py::test_bf16_over_tiles_is_as_near_as_bf16_without",
     r"test_tile\.py::test_a_cut_bank_of_experts_is_bitwise_the_whole_one\[(?!mixtral)",
@@ -65,20 +67,28 @@ SLOW = (
     r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|experts)",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[Prefix",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
-    r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA)",
+    r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
     r"test_trl\.py::test_dpo_logs_what_trl_does\[(LoRA|virtual)",
+    r"test_packing\.py::test_packed_chats_do_not_see_each_other",
+    r"test_generate\.py::test_(while_a_trainer|beams_stopping)",
+    r"test_profile\.py::test_profiling_changes_nothing",
+    r"test_train_command\.py::test_prompts_are_answered_as_the_model_would_alone",
     r"test_trl\.py::test_trls_own_script",
-    # Documentation: the figures of guides are minutes of planning; their commands and Python stay.
+    # Documentation: the figures of guides are minutes of planning; their commands stay, and the Python of
+    # those that show what no other test trains.
+    r"test_docs\.py::test_the_python_of_a_guide_runs\[(8b|70b|trl|trainer)",
     r"test_docs\.py::test_the_figures_of_a_guide_are_those_of_its_commands\[(?!long)",
     # Inductor: a small model at one budget.
     r"test_inductor\.py::test_a_model_trains_as_well_as_in_eager",
     r"test_inductor\.py::test_the_same_run_gives_the_same_bits\[1GB",
     r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
+    r"cuda/test_runtime\.py::test_a_checkpoint_that_is_written\w+\[(clipped-False|immediate-True)",
     r"test_interruptions\.py::test_killed_at_random_moments_a_run_ends_as_the_undisturbed\[20",
     r"test_export_command\.py::test_a_checkpoint_becomes_a_plain_model\[gpt2",
-    r"test_train_command\.py::test_prompts_are_answered_as_the_model_would_alone\[True",
     # Several ranks: those of the cheapest model stay, and one fault of each kind.
+    r"test_several_devices\.py::test_updates_by_hand_and_several_shapes",
+    r"test_offload\.py::test_ranks_have_their_shares_on_a_drive\[4",
     r"test_several_devices\.py::test_more_ranks_in_low_precision_are_bitwise_one_process\[(4|3-(?!dropout))",
     r"test_several_devices\.py::test_a_tied_table",
     r"test_ranks_schedules\.py::test_plans_and_delays_change_no_bit\[2",
@@ -91,11 +101,16 @@ SLOW = (
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",
     r"test_background_save\.py::test_updates_go_on_over_copies_while_nothing\w+\[(int[48]|resident, clipped)",
     r"test_background_save\.py::test_a_full_disk_is_told_by_the_next_call\[(synchronize|close|save)",
+    r"test_background_save\.py::test_the_end_of_the_process\[killed",
+    r"test_adam\.py::test_processes_race_to_build",
     r"test_residency\.py::test_a_model_that_fits_runs_without_transfers_and_bitwise_the_same\[gpt2-options2",
     r"test_residency\.py::test_state_on_the_device_is_worth_more_than_activations\[True",
     r"test_checkpoint\.py::test_killed_at_any_moment_the_last_checkpoint_is_found\[6",
     r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
     r"test_tiers\.py::test_the_search_gives_up_host_bytes_for_less_on_the_drive\[0\.9-0\.93-mode1",
+    # The command line.
+    r"test_cli\.py::test_the_estimate_of_the_largest_batch_is_about_right",
+    r"test_cli\.py::test_what_the_host_has_no_room_for_goes_to_a_drive\[several0",
     # The suite itself: each signal once, with workers or without.
     r"test_processes\.py::test_an_interrupted_suite_leaves_nothing_behind\[(2-2|15-0)",
     # Benchmarks: one dry part of the GPU's suite.
@@ -112,7 +127,10 @@ SLOW = (
     r"interpreted/test_attention\.py::test_rules\[(?!causal-).*dtype1",  # float16
     r"interpreted/test_attention\.py::test_packed_documents\[(False|True-dtype1)",
     r"interpreted/test_attention\.py::test_the_compilers_operator_takes_this_kernel\[dtype1-features[0-2]",
-    r"interpreted/test_rope\.py::test_forward_and_backward\[.*dtype1-True",
+    r"interpreted/test_rope\.py::test_forward_and_backward\[.*dtype[01]-True",
+    r"interpreted/test_attention\.py::test_tiles_of_other_chips\[.*-90",
+    r"interpreted/test_cross_entropy\.py::test_logits_gradcheck\[(plain|softcap|smoothing)",
+    r"interpreted/test_clamped_glu\.py::test_(strided|gradcheck)\[halves",
     r"interpreted/test_attention\.py::test_shapes\[shapes[034]",
     r"interpreted/test_uniform\.py::test_triton_and_torch_draw_the_same_numbers\[-42",
     r"interpreted/test_dropout\.py::test_triton_and_torch_drop_the_same_elements\[0\.[15]--42",
