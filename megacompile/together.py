@@ -10,8 +10,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.capture.outputs import OutputsFn
@@ -41,12 +39,11 @@ def agreed_program(compiler: Compiler, batch: Batch, mode: Mode, settings: Setti
 
 
 def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, Any]:
-    """A program that all ranks run: who made it, of what, and a digest of every operation."""
+    """A program that all ranks run: what it was made of, and a digest of every operation."""
     compiled, step = scheduled.compiled, scheduled.planned.step
     slots = [(g.name, str(g.dtype), g.elements, g.trainable, g.slots) for g in compiled.assembly.groups]
     moved = [(op.event, op.nbytes, op.offset) for op in step.ops]
     return {
-        "version": f"torch {torch.__version__}",
         "settings": (
             f"max_grad_norm={settings.max_grad_norm}, on_nonfinite={settings.on_nonfinite!r}, "
             f"seed={settings.seed}, optimizer_state={settings.optimizer_state!r}"

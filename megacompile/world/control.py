@@ -170,7 +170,8 @@ class World:
 
     def _connect(self, device: torch.device) -> None:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        said = self.compare(lambda: {"device": device.type, "gpu": gpu})
+        version = f"torch {torch.__version__}"
+        said = self.compare(lambda: {"device": device.type, "gpu": gpu, "version": version})
         if shared := shared_gpu([rank["gpu"] for rank in said]):
             raise self.agreed(MegacompileError(shared))
         if gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import signal
@@ -20,6 +21,8 @@ from megacompile.runtime.blocks import Blocks
 from megacompile.world.control import World
 from tests.support.models import batch_for, build
 from tests.support.ranks import Raised, raising, run_ranks, whole
+
+collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
 
 def compiled(rank: int = 0, lr: float = 1e-3, **options: Any) -> Program:
@@ -55,6 +58,18 @@ def unlike(rank: int) -> list[Any]:
 
 
 def unlike_programs(rank: int) -> None:
+    version = "2.0" if rank else torch.__version__
+    with (
+        mock.patch.object(torch, "__version__", version),
+        raising(MegacompileError, "Rank 1 runs torch 2.0, and rank 0 torch "),
+    ):
+        compiled()
+    piece = 1000 if rank else collectives.PIECE_BYTES
+    with (
+        mock.patch.object(collectives, "PIECE_BYTES", piece),
+        raising(MegacompileError, "Rank 1 compiled another program"),
+    ):
+        compiled().train_step(batch_for("plain", rank))
     with raising(
         MegacompileError, "Rank 1 was compiled with max_grad_norm=2.0", "rank 0 with max_grad_norm=1"
     ):

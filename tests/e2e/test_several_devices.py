@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
 from megacompile import Program
 from tests.support.models import Plain, batch_for, build
-from tests.support.ranks import raising, run_ranks, whole
+from tests.support.ranks import raising, run_ranks, saved, whole
+from tests.support.reference import EagerTrainer
 
 STEPS = 3
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
@@ -105,10 +105,6 @@ def train(rank: int, size: int, names: list[str], folder: Path, micro: int = 1) 
     return found
 
 
-def saved(folder: Path) -> dict[str, Tensor]:
-    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
 class Run:
     """The cases on several ranks and in one process."""
 
@@ -175,12 +171,33 @@ def test_more_ranks_in_low_precision_are_bitwise_one_process(size: int, name: st
     assert [n for n in one if not torch.equal(ranks[n], one[n])] == []
 
 
-def test_two_micro_batches_on_each_rank_are_four_of_one_process(tmp_path: Path) -> None:
-    """Within rounding: each rank's sum over ranks comes first, then that over its micro-batches."""
+def summed_over_ranks_first(size: int, micro: int) -> dict[str, Tensor]:
+    """What plain PyTorch makes of a gradient that is summed over ranks, then over their micro-batches."""
+    model = build("plain")
+    eager = EagerTrainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for step in range(STEPS):
+        given = batches("plain", step, range(size), micro)
+        sums: dict[str, Tensor] = {}
+        for m in range(micro):
+            eager.backward(given[m * size : (m + 1) * size], [1 / len(given)] * size)
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                sums[name] = parameter.grad if m == 0 else sums[name] + parameter.grad
+                parameter.grad = None
+        for name, parameter in model.named_parameters():
+            parameter.grad = sums[name]
+        eager.update()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_micro_batches_are_summed_over_ranks_first(tmp_path: Path) -> None:
+    """Within rounding of one process, and bitwise what plain PyTorch gives in that order."""
     run = Run(2, ["plain"], tmp_path, micro=2)
     ranks, one = run.state["plain"]
     for name in one:
         torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-5)
+    for name, value in summed_over_ranks_first(2, 2).items():
+        assert torch.equal(ranks[f"{name}/weights"], value.reshape(-1)), name
     for rank in run.ranks:
         torch.testing.assert_close(rank["plain"]["losses"], run.one["plain"]["losses"])
         assert rank["plain"]["peak"] == rank["plain"]["predicted"]

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megacompile import MegacompileError, ProgramError
@@ -26,7 +25,7 @@ from tests.simulated.numbers import runtime
 from tests.simulated.test_faults import DELAY, Wide, batch
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build, llama
-from tests.support.ranks import raising, run_ranks, whole
+from tests.support.ranks import raising, run_ranks, saved, whole
 
 BUDGET = 10**9
 CONTEXT, NCCL = 512 << 20, 64 << 20  # what the simulated driver and a communicator take of a device
@@ -111,10 +110,6 @@ def train(rank: int, size: int, device: str, folder: Path, names: list[str]) -> 
                 assert taken == NCCL  # of one program: the one before has given its own back
         found[name] = [float(loss) for step in losses for loss in step]
     return found
-
-
-def saved(folder: Path) -> dict[str, Tensor]:
-    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def differing(one: Path, other: Path) -> list[str]:

@@ -11,6 +11,7 @@ import pickle
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support.scripts import context
 
@@ -70,6 +75,16 @@ def whole(answers: Sequence[Any]) -> list[Any]:
     return list(answers)
 
 
+def saved(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint; those in files of several ranks together."""
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, part in load_file(file).items():
+            parts[name].append(part)
+    assert parts, folder
+    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
+
+
 def _answers(receivers: list[Any]) -> list[Any]:
     """By rank, as they come; :data:`HANGS` for those that give none."""
     answers: list[Any] = [HANGS] * len(receivers)
@@ -90,7 +105,6 @@ def _answers(receivers: list[Any]) -> list[Any]:
 def _run(
     rank: int, size: int, store: str, timeout: float, pipe: Any, work: Callable[..., Any], arguments: Any
 ) -> None:
-    import torch
     import torch.distributed as dist
 
     from megacompile.world import collectives, control, faults, ranks

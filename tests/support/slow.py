@@ -96,6 +96,7 @@ SLOW = (
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[(raises-all_to_all|stalls)",
     r"test_trainer_ranks\.py::test_(clipped|ranks_whose|a_signal|a_rank_that_fails)",
     r"test_train_command\.py::test_two_ranks",
+    r"test_torchrun\.py",
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",
