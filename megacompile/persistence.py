@@ -6,17 +6,15 @@ In: folders, state dicts, models. Out: the same. Whoever asks first gets every u
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.assemble.codec import from_plain, to_plain
 from megacompile.errors import ProgramError
 from megacompile.forward import Forward
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
@@ -24,8 +22,9 @@ from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.runtime.calls import alone
 from megacompile.storage.background import BackgroundSave, Then
-from megacompile.storage.checkpoint import Checkpoint, Progress, checked_folder, save_checkpoint
+from megacompile.storage.checkpoint import Checkpoint, checked_folder, save_checkpoint
 from megacompile.storage.export import describe, export_model
+from megacompile.storage.manifest import Progress
 
 
 class Persistence(Forward):
@@ -105,8 +104,8 @@ class Persistence(Forward):
         ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
         with an error, which is then not raised.
 
-        Several ranks call it together. The first one writes, what a process alone would, a weight group at a
-        time, and all wait for it.
+        Several ranks call it together, for one folder that all see. Each writes its part of the state; any
+        number of ranks goes on from it. What kept one from that is raised on all, where they wait for it.
         """
         self.synchronize()
         session = self._session
@@ -116,21 +115,22 @@ class Persistence(Forward):
         progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
         state, loose = self._allocated_state("save"), session.values.loose()
         source = state if state.passing else self._snapshot(state)
-        if wait or isinstance(source, HostState):
-            with session.world.together():
-                self._write(Path(folder), source, loose, progress)
-            if then is not None:
-                then(None)
-            return
-        session.saving = BackgroundSave(Path(folder), source, loose, progress, then)
-        session.saving.start(state)
+        with session.world.together():
+            session.world.agree(lambda: checked_folder(Path(folder)))
+            if not wait and not isinstance(source, HostState):
+                session.saving = BackgroundSave(Path(folder), source, loose, progress, session.world, then)
+                session.saving.start(state)
+                return
+            save_checkpoint(Path(folder), source, loose, progress, session.world)
+        if then is not None:
+            then(None)
 
     @alone
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of :meth:`save`, of the same model in the same formats; budgets may differ.
 
         Takes no more memory than training does. What does not fit, or is damaged, is named. Several ranks
-        call it together, as many as there are now: the first one reads.
+        call it together, as many as there are now: each reads its part.
         """
         session = self._session
         if self._closed:
@@ -138,49 +138,18 @@ class Persistence(Forward):
         self.synchronize()
         state, loose = self._allocated_state("load"), session.values.loose()
         with session.world.together():
-            progress, read = self._open(Path(folder), state, loose)
+            found = session.world.agree(lambda: self._open(Path(folder), state, loose))
             session.inconsistent = "A checkpoint was read in part only: load a whole one."
-            read()
+            session.world.agree(found.read)
+        progress = found.progress
         restore_settings(self.optimizer, progress.param_groups)
         session.seed, session.calls = progress.seed, progress.calls
         session.forget_faults()
 
-    def _write(
-        self, folder: Path, source: HostState | Snapshot, loose: Mapping[str, Tensor], progress: Progress
-    ) -> None:
-        """One checkpoint, by the first rank; the others give it their shards."""
-        world = self._session.world
-        world.agree(lambda: checked_folder(folder) if world.rank == 0 else None)
-        if world.rank == 0:
-            save_checkpoint(folder, source, loose, progress)
-        else:
-            deque(source.parts(), maxlen=0)
-        world.agree(lambda: None)
-
-    def _open(
-        self, folder: Path, state: HostState, loose: Mapping[str, Tensor]
-    ) -> tuple[Progress, Callable[[], None]]:
-        """How far the run of a checkpoint is, checked, and what fills the state from it."""
-        world = self._session.world
-        found: list[Checkpoint] = []
-
-        def check() -> bytes:
-            found.append(Checkpoint(folder, state, loose))
-            check_settings(self.optimizer, self.model, found[0].progress.param_groups)
-            return json.dumps(to_plain(found[0].progress)).encode()
-
-        told = json.loads(world.from_first(check))
-
-        def read() -> None:
-            if found:
-                found[0].read()
-            else:
-                deque(state.parts(change=True), maxlen=0)
-            state.steps[:] = json.loads(world.from_first(lambda: json.dumps(state.steps).encode()))
-            for value in loose.values():
-                value.copy_(world.broadcast(value))
-
-        return from_plain(Progress, told, "The checkpoint"), read
+    def _open(self, folder: Path, state: HostState, loose: Mapping[str, Tensor]) -> Checkpoint:
+        found = Checkpoint(folder, state, loose)
+        check_settings(self.optimizer, self.model, found.progress.param_groups)
+        return found
 
     @alone
     def export(

@@ -25,6 +25,16 @@ def padding_of(group: GroupLayout) -> list[slice]:
     return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
 
 
+def own_part(group: GroupLayout, slot: Slot, rank: int) -> tuple[slice, slice]:
+    """What of a parameter's elements, in the bucket's order, a rank holds, and where in its shard."""
+    shard, stop = group.shard(rank), slot.offset + slot.parameter.numel
+    first, last = max(slot.offset, shard.start), min(stop, shard.stop)
+    last = max(first, last)
+    if first == last:
+        return slice(0, 0), slice(0, 0)
+    return slice(first - slot.offset, last - slot.offset), slice(first - shard.start, last - shard.start)
+
+
 def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:
     """What a parameter or piece holds of the whole parameter's tensor."""
     return whole[parameter.first_row :][: parameter.shape[0]] if parameter.whole else whole

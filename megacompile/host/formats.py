@@ -149,6 +149,20 @@ def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, .
     return tuple(places)
 
 
+def shard_places(group: GroupLayout, form: StateFormat, rank: int) -> tuple[tuple[int, MomentPlace], ...]:
+    """Of each slot of a trainable group, the first of its elements whose moments a rank has, counted from the
+    slot's first, and where in the rank's arrays they are."""
+    shard, found, offsets, block = group.shard(rank), [], {False: 0, True: 0}, 0
+    for slot, place in zip(group.slots, moment_places(group, form), strict=True):
+        start = max(slot.offset, shard.start)
+        elements = max(0, min(slot.offset + place.elements, shard.stop) - start)
+        own = MomentPlace(place.coded, elements, offsets[place.coded], block if place.coded else 0)
+        found.append((start - slot.offset, own))
+        offsets[place.coded] += elements
+        block += CODINGS[form].blocks(elements) if place.coded else 0
+    return tuple(found)
+
+
 def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
     """Runs of a trainable group in the bucket's order, as few as param groups and blocks allow."""
     runs: list[Run] = []

@@ -1,6 +1,7 @@
 """Snapshots: the state of all groups as it was at one moment, for a thread that reads it while updates go on.
 
-In:  weight groups, their flat arrays on the host, and how many bytes copies may take. Out: :class:`Snapshot`.
+In:  weight groups, their flat arrays on the host (a rank's shards), and how many bytes copies may take.
+Out: :class:`Snapshot`.
 
 Invariant: the reader waits for nobody but for a copy that is being made, so whoever waits for it goes on.
 """
@@ -72,8 +73,9 @@ class Snapshot:
         updated: Sequence[int] = (),
         room_bytes: int = 0,
         copies: Copies | None = None,
+        rank: int = 0,
     ) -> None:
-        self.groups, self.form, self.steps = tuple(groups), form, tuple(steps)
+        self.groups, self.form, self.steps, self.rank = tuple(groups), form, tuple(steps), rank
         self.copied = 0
         needed = sum(padded(a.nbytes) for named in arrays for a in named.values())
         self._room_bytes = min(room_bytes, needed)
@@ -142,7 +144,7 @@ class Snapshot:
             with self._changed:
                 arrays = self._arrays[index]
                 self._taken += 1
-            yield parts_of(self.groups[index], arrays, self.form)
+            yield parts_of(self.groups[index], arrays, self.form, self.rank)
 
     def written(self, count: int) -> None:
         """The first ``count`` groups of :meth:`parts` were read: their copies go, their changes go on."""

@@ -18,11 +18,11 @@ from megacompile.assemble.assembly import GroupLayout, Slot
 from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena
-from megacompile.host.bucket import padding_of, rows_of, slot_view, strided
+from megacompile.host.bucket import own_part, padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
 from megacompile.host.parameters import write_halves
-from megacompile.host.shards import collected, own_part, whole_arrays
+from megacompile.host.shards import collected
 from megacompile.host.snapshot import Copies, Snapshot
 from megacompile.host.views import moments_of, parts_of
 from megacompile.world.control import World
@@ -231,22 +231,16 @@ class HostState:
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.
 
-        As with :meth:`open`, views are for as long as the iterator stands at their group. Of several ranks,
-        rank 0 has them, and all go through the groups together.
+        As with :meth:`open`, views are for as long as the iterator stands at their group. Each of several
+        ranks has those of its shards.
         """
         for index, group in enumerate(self.groups):
-            arrays = self.open(index, change=change)
-            if self.world.size == 1:
-                yield parts_of(group, arrays, self.form)
-                continue
-            with whole_arrays(self.world, group, self.form, arrays, change=change) as wholes:
-                yield parts_of(group, wholes, self.form) if wholes else {}
+            yield parts_of(group, self.open(index, change=change), self.form, self.world.rank)
 
     @property
     def passing(self) -> bool:
-        """Whether :meth:`parts` passes groups through one buffer: some are on storage, or on other ranks."""
-        stored = self.offload is not None and any(place.on_storage for place in self.offload.places)
-        return stored or self.world.size > 1
+        """Whether :meth:`parts` passes groups through one buffer: some are on storage."""
+        return self.offload is not None and any(place.on_storage for place in self.offload.places)
 
     def written(self, count: int) -> None:
         """Nothing: while :meth:`parts` is read, no step runs."""
@@ -262,7 +256,9 @@ class HostState:
                 for name, array in arrays.items():
                     self._homes[group][name].copy_(array)
         homes = [self._homes.get(group, arrays) for group, arrays in enumerate(self.arrays)]
-        return Snapshot(self.groups, self.form, self.steps, homes, updated, room_bytes, self.copies)
+        return Snapshot(
+            self.groups, self.form, self.steps, homes, updated, room_bytes, self.copies, self.world.rank
+        )
 
     def guard(self, snapshot: Snapshot) -> None:
         """Tell a snapshot of every change from now on; the one before must have ended."""

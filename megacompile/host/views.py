@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, padded_elements
+from megacompile.host.bucket import own_part
 from megacompile.host.formats import (
     CODINGS,
     MomentPlace,
     StateFormat,
     group_arrays,
     moment_names,
-    moment_places,
+    shard_places,
 )
 
 
@@ -32,17 +33,22 @@ def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict
 
 
 def parts_of(
-    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat
+    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat, rank: int = 0
 ) -> dict[str, dict[str, Tensor]]:
-    """Each parameter's name with flat views of all that is kept of it, by array's name."""
+    """Each parameter's name with flat views of all that is kept of it, by array's name; of what a rank keeps.
+
+    The ranks' views one after another are those of a whole group, whose moments end with less padding.
+    """
     named = {}
-    places = moment_places(group, form) if group.trainable else [None] * len(group.slots)
-    for slot, place in zip(group.slots, places, strict=True):
-        part = slice(slot.offset, slot.offset + slot.parameter.numel)
-        found = {n: arrays[n][part] for n in ("weights", "low") if n in arrays}
-        if place is not None:
-            own = replace(place, elements=padded_elements(slot.parameter.numel))  # as where no ranks share it
-            found |= dict(zip(moment_names(place.coded), moments_of(arrays, own, form), strict=True))
+    places = shard_places(group, form, rank) if group.trainable else [None] * len(group.slots)
+    for slot, moments in zip(group.slots, places, strict=True):
+        _, own = own_part(group, slot, rank)
+        found = {n: arrays[n][own] for n in ("weights", "low") if n in arrays}
+        if moments is not None:
+            start, place = moments
+            left = max(0, padded_elements(slot.parameter.numel) - start)
+            place = replace(place, elements=min(place.elements, left))
+            found |= dict(zip(moment_names(place.coded), moments_of(arrays, place, form), strict=True))
         named[slot.parameter.name] = found
     return named
 

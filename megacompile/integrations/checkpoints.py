@@ -16,8 +16,8 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from megacompile.errors import MegacompileError
-from megacompile.storage.checkpoint import read_manifest
 from megacompile.storage.durable import sync
+from megacompile.storage.manifest import read_manifest
 
 STATE = "program"
 _UNFINISHED = "unfinished"

@@ -41,7 +41,7 @@ _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixi
 
 class Writing:
     """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept. Of several
-    ranks of a ``world`` the first writes, while the others wait."""
+    ranks of a ``world`` each writes its part of the state, and the first all else."""
 
     def __init__(self, folder: Path, state: TrainerState, limit: int | None, world: World) -> None:
         self.folder = folder
@@ -60,44 +60,34 @@ class Writing:
     def go_on(self, program: Program, model: Description | None) -> None:
         """Let a thread write the program's state, and the weights of the model that is described."""
         self._model, self._program = model, program
-        if self._world.size == 1:
-            program.save(self.folder / STATE, wait=False, then=self.end)
-            return
-        program.save(self.folder / STATE)
-        self.end_together()
-
-    def end_together(self) -> None:
-        """End it on the first rank, and tell all what kept it from that."""
-
-        def end() -> None:
-            self.end()
-            self.tell()
-
-        self._world.agree(end)
+        program.save(self.folder / STATE, wait=False, then=self.end)
 
     def end(self, error: BaseException | None = None) -> None:
         """Write what the state is still needed for, and remove older checkpoints; where the disk did not take
-        this one, remove it. In either thread."""
-        if self._world.rank > 0:
-            self._error = error
-            self._over.set()
-            return
+        this one, remove it. In either thread; of several ranks all do, or one where it fails alone."""
         try:
             if error is not None:
                 raise error
-            if self._model is not None:
-                values = saved_values(self.folder / STATE, self._model)
-                export_model(self.folder, self._model, values, None, beside=True)
-            finish(self.folder)
-            best = self._state.best_model_checkpoint
-            rotate_checkpoints(os.fspath(self.folder.parent), self._limit, best, use_mtime=True)
+            with self._world.together():
+                self._world.agree(self._complete, saving=True)
         except BaseException as failure:  # for the thread that trains
-            self._removed = is_of_disk(failure) and not is_whole(self.folder)  # else it came later
+            first = self._world.rank == 0
+            self._removed = first and is_of_disk(failure) and not is_whole(self.folder)  # else it came later
             if self._removed:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self._error = failure
         finally:
             self._over.set()
+
+    def _complete(self) -> None:
+        if self._world.rank > 0:
+            return
+        if self._model is not None:
+            values = saved_values(self.folder / STATE, self._model)
+            export_model(self.folder, self._model, values, None, beside=True)
+        finish(self.folder)
+        best = self._state.best_model_checkpoint
+        rotate_checkpoints(os.fspath(self.folder.parent), self._limit, best, use_mtime=True)
 
     def tell(self) -> None:
         """Warn where the disk did not take it, if that is known, and raise what else kept it from its end."""
@@ -182,12 +172,14 @@ class Saving(_Upstream):
         limit, world = self.args.save_total_limit, self.program.world
         self._writing = writing = Writing(folder, self.state, limit, world)
         self._in_part = True
+        failed = False
         try:
             writing.begin()
             with self._all_kept():
                 super()._save_checkpoint(model, trial)
             self._save_large(writing)
         except BaseException as error:
+            failed = True
             writing.end(error)
         finally:
             self._in_part = False
@@ -195,14 +187,15 @@ class Saving(_Upstream):
             self._finish_saving()
         if self.args.push_to_hub and is_whole(folder):
             super()._push_from_checkpoint(os.fspath(folder))
-        writing.tell()
+        if failed or world.size == 1:  # several ranks hear of it where they wait, at one point
+            writing.tell()
 
     def _save_large(self, writing: Writing) -> None:
         assert self.program is not None
         if self.args.should_save:
             torch.save(self.args, writing.folder / "training_args.bin")
         if self.args.save_only_model:
-            writing.end_together()
+            writing.end()
         else:
             model = None if hasattr(self.model, "peft_config") else describe(self.model)
             writing.go_on(self.program, model)

@@ -15,10 +15,9 @@ import torch
 
 from megacompile.errors import StorageError
 from megacompile.host.adam import AdamHyper
-from megacompile.host.bucket import add_gradients, slot_view, sum_of_squares
+from megacompile.host.bucket import add_gradients, own_part, slot_view, sum_of_squares
 from megacompile.host.offload import Offload
 from megacompile.host.rows import add_rows
-from megacompile.host.shards import own_part
 from megacompile.host.state import HostState
 from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.device import Device, OnComplete

@@ -3,8 +3,8 @@
 In:  what :func:`~megacompile.storage.checkpoint.save_checkpoint` takes, the state as a snapshot.
 Out: the same folder, bit for bit, as it would have written at that moment.
 
-The thread waits for nothing that trains, and ends with the process at the latest when its folder is whole. It
-takes a small share of the machine until somebody waits for it.
+The thread waits for nothing that trains, but of several ranks for the others' threads, and ends with the
+process at the latest when its folder is whole. It takes a small share of the machine until somebody waits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
-from megacompile.storage.checkpoint import Progress, checked_folder, save_checkpoint
+from megacompile.storage.checkpoint import checked_folder, save_checkpoint
+from megacompile.storage.manifest import Progress
 from megacompile.storage.pace import paced
+from megacompile.world.control import World
 
 Then = Callable[[BaseException | None], None]
 
@@ -38,11 +40,12 @@ class BackgroundSave:
         snapshot: Snapshot,
         loose: Mapping[str, Tensor],
         progress: Progress,
+        world: World,
         then: Then | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._failures: list[BaseException] = []
-        work = (checked_folder(folder), {n: v.clone() for n, v in loose.items()}, progress)
+        work = (checked_folder(folder), {n: v.clone() for n, v in loose.items()}, progress, world)
         arguments = (snapshot, *work, then or _raise, self._failures)
         self._thread = threading.Thread(target=_write, args=arguments, name="megacompile-save")
         weakref.finalize(self, _tell, self._failures)
@@ -74,6 +77,7 @@ def _write(
     folder: Path,
     loose: Mapping[str, Tensor],
     progress: Progress,
+    world: World,
     then: Then,
     failures: list[BaseException],
 ) -> None:
@@ -82,7 +86,8 @@ def _write(
     with paced(snapshot.hurried):
         found: BaseException | None = None
         try:
-            save_checkpoint(folder, snapshot, loose, progress)
+            with world.together():
+                save_checkpoint(folder, snapshot, loose, progress, world)
         except BaseException as error:
             found = error
         finally:

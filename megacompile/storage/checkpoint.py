@@ -2,6 +2,8 @@
 
 In:  the host state, loose tensors (buffers, parameters that no block uses), and :class:`Progress`.
 Out: a folder with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all.
+Of several ranks each writes and reads what is its own; ``state-00000-00001.safetensors`` is the first one's.
+A parameter's arrays are then in files of several ranks, and whoever reads takes what it needs of each.
 
 A parameter's flat arrays are stored as they lie in host memory, masters in their two halves and
 moments in their format, so neither side makes a copy of the state: writing maps views, reading goes
@@ -11,79 +13,101 @@ and no pickle is involved.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.assemble.codec import from_plain, parse_json, to_plain
+from megacompile.assemble.codec import from_plain, to_plain
 from megacompile.errors import MegacompileError, ProgramError
+from megacompile.host.bucket import own_part
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
-from megacompile.storage.durable import recover, replacing
-from megacompile.storage.layout import SavedLayout, copied_range, layout_of, read_layout
-from megacompile.storage.shards import DTYPES, checksum, open_shard, save_shard
+from megacompile.storage.durable import replacing, sync
+from megacompile.storage.layout import Part, copied_range, layout_of, read_layout
+from megacompile.storage.manifest import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    Progress,
+    Shard,
+    Span,
+    find_spans,
+    places_of,
+    read_manifest,
+)
+from megacompile.storage.shards import checksum, open_shard, save_shard
+from megacompile.world.control import World
 
-MANIFEST = "checkpoint.json"
-VERSION = 1
 SHARD_BYTES = 1 << 26  # updates may wait for one to be written
 PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
-_FILE = re.compile(r"state-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is besides its tensors: the seed, the micro-steps that drew from it, settings."""
-
-    model: str
-    seed: int
-    calls: int
-    param_groups: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file: its size, and the CRC-32 of each tensor in it."""
-
-    bytes: int
-    checksums: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What ``checkpoint.json`` holds.
-
-    ``files`` names every file of the folder beside it.
-    """
-
-    version: int
-    progress: Progress
-    layout: SavedLayout
-    files: dict[str, Shard]
 
 
 def save_checkpoint(
-    folder: Path, state: HostState | Snapshot, loose: Mapping[str, Tensor], progress: Progress
+    folder: Path,
+    state: HostState | Snapshot,
+    loose: Mapping[str, Tensor],
+    progress: Progress,
+    world: World | None = None,
 ) -> None:
     """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
 
-    Raises :class:`ProgramError` where the disk does not take it, with the earlier one untouched.
+    Raises :class:`ProgramError` where the disk does not take it, with the earlier one untouched. Several
+    ranks call it together, in the thread that saves. Each writes its part of the state. Once all have, the
+    first one writes the manifest and gives the folder its name; where one fails, all raise.
     """
-    folder = checked_folder(folder)
+    folder, world = checked_folder(folder), world or World()
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> bytes:
+            with _on_disk(folder):
+                return os.fsencode(stack.enter_context(replacing(folder))) if world.rank == 0 else b""
+
+        def write() -> bytes:
+            with _on_disk(folder):
+                found = _write_own(fresh, state, loose if world.rank == 0 else {}, world)
+            return json.dumps({name: to_plain(shard) for name, shard in found.items()}).encode()
+
+        def finish() -> None:
+            if world.rank > 0:
+                return
+            files = {n: from_plain(Shard, s, n) for text in written for n, s in json.loads(text).items()}
+            with _on_disk(folder):
+                places_of(fresh, files)  # whichever disk ranks have written to
+                manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files))
+                (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
+                stack.close()
+
+        fresh = Path(os.fsdecode(world.exchange(begin, saving=True)[0]))
+        written = world.exchange(write, saving=True)
+        world.agree(finish, saving=True)
+
+
+@contextlib.contextmanager
+def _on_disk(folder: Path) -> Iterator[None]:
     try:
-        with replacing(folder) as fresh:
-            batches = _batches(state.parts(), loose)
-            files = dict(_write_shards(fresh, batches, state.passing, state.written))
-            manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files))
-            (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
+        yield
     except OSError as error:
         raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
+
+
+def _write_own(
+    fresh: Path, state: HostState | Snapshot, loose: Mapping[str, Tensor], world: World
+) -> dict[str, Shard]:
+    """The files of one rank."""
+    if not fresh.is_dir():
+        raise MegacompileError(f"{fresh.parent} is not the folder of rank 0: give one that all ranks share.")
+    prefix = "state" if world.size == 1 else f"state-{world.rank:05d}"
+    files = dict(_write_shards(fresh / prefix, _batches(state.parts(), loose, world.rank), state))
+    if world.size > 1:
+        for name in files:
+            sync(fresh / name)  # the first rank's machine may be another
+    return files
 
 
 def checked_folder(folder: Path) -> Path:
@@ -95,35 +119,39 @@ def checked_folder(folder: Path) -> Path:
 
 
 def _batches(
-    parts: Iterator[dict[str, dict[str, Tensor]]], loose: Mapping[str, Tensor]
+    parts: Iterator[dict[str, dict[str, Tensor]]], loose: Mapping[str, Tensor], rank: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Tensors by their names in the files, as many at a time as are there together: a group's, the rest."""
+    """Tensors by their names in the files, as many at a time as are there together: a group's, the rest.
+
+    Arrays of which a rank has nothing are the first one's to write.
+    """
     for group in parts:
-        yield {
-            f"{name}/{array}": tensor for name, arrays in group.items() for array, tensor in arrays.items()
-        }
+        named = {f"{name}/{array}": t for name, arrays in group.items() for array, t in arrays.items()}
+        yield {name: tensor for name, tensor in named.items() if rank == 0 or tensor.numel()}
     yield {f"{name}/value": value.reshape(-1) for name, value in loose.items()}
 
 
 def _write_shards(
-    folder: Path, batches: Iterator[dict[str, Tensor]], passing: bool, written: Callable[[int], None]
+    prefix: Path, batches: Iterator[dict[str, Tensor]], state: HostState | Snapshot
 ) -> Iterator[tuple[str, Shard]]:
     """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
 
-    ``passing`` says that a batch's tensors are gone with the next one, so that no file holds two. ``written``
-    is told how many batches are in files.
+    Where the state is ``passing``, a batch's tensors are gone with the next one, so that no file holds two.
+    The state is told how many batches are in files.
     """
     shard: dict[str, Tensor] = {}
-    names = (f"state-{number:05d}.safetensors" for number in itertools.count(1))
-    for count, batch in enumerate(batches):
+    paths = (prefix.with_name(f"{prefix.name}-{n:05d}.safetensors") for n in itertools.count(1))
+    count = 0
+    for count, batch in enumerate(batches, 1):
         for left, (name, tensor) in zip(reversed(range(len(batch))), batch.items(), strict=True):
             shard[name] = tensor.detach().cpu()
-            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES or (passing and not left):
-                yield _write(folder / next(names), shard)
+            if sum(t.nbytes for t in shard.values()) >= SHARD_BYTES or (state.passing and not left):
+                yield _write(next(paths), shard)
                 shard = {}
-                written(count if left else count + 1)
+                state.written(count - 1 if left else count)
     if shard:
-        yield _write(folder / next(names), shard)
+        yield _write(next(paths), shard)
+    state.written(count)
 
 
 def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, Shard]:
@@ -138,49 +166,61 @@ class Checkpoint:
         """Check names, shapes, formats and files; :class:`MegacompileError` names what does not fit."""
         self._folder = folder.resolve()
         self._state, self._loose = state, loose
-        manifest, self._places = read_manifest(self._folder)
+        manifest, places = read_manifest(self._folder)
         self.progress = manifest.progress
         self._layout = read_layout(manifest.layout, state, self._folder)
         values = {f"{name}/value": value for name, value in loose.items()}
         self._expected = self._layout.tensors | values
-        _compare_tensors(self._folder, self._places, self._expected)
+        self._spans = find_spans(self._folder, places, self._expected)
+        self._checked: set[tuple[str, Span]] = set()
 
     def read(self) -> None:
-        """Overwrite the state and the loose tensors; a damaged file is named and leaves them in part."""
-        checked: set[str] = set()
+        """Overwrite the state, or a rank's part of it, and the loose tensors; a damaged file is named and
+        leaves them in part."""
+        groups, rank = self._state.groups, self._state.world.rank
+        own = {s.parameter.name: own_part(group, s, rank)[0] for group in groups for s in group.slots}
         for group in self._state.parts(change=True):
             for name, arrays in group.items():
                 for array, target in arrays.items():
-                    self._fill(name, array, target, checked)
+                    self._fill(name, array, target, own[name])
         for name, value in self._loose.items():
             flat = torch.empty(value.numel(), dtype=value.dtype)
-            self._copy(f"{name}/value", flat)
+            self._copy(f"{name}/value", flat, slice(0, flat.numel()))
             value.copy_(flat.view(value.shape))
-        groups = self._state.groups
         self._state.steps[:] = [self._layout.steps[g.slots[0].parameter.name] for g in groups]
 
-    def _fill(self, name: str, array: str, target: Tensor, checked: set[str]) -> None:
-        """One flat array of a parameter, of the saved ones that hold its elements; each is checked once."""
+    def _fill(self, name: str, array: str, target: Tensor, own: slice) -> None:
+        """One flat array of a parameter's own elements, of the saved ones that hold them."""
         for part in self._layout.parts[name]:
+            first, last = max(part.to, own.start), min(part.to + part.count, own.stop)
+            if first >= last:
+                continue
+            ends = part.ends and last == part.to + part.count
+            part = Part(part.saved, part.start + first - part.to, first - own.start, last - first, ends)
             saved = f"{part.saved}/{array}"
             length = self._expected[saved].numel()
             there, here = copied_range(array, part, length, target.numel(), self._state.form)
-            if there == slice(0, length):
-                self._copy(saved, target[here])
-                continue
-            if saved not in checked:
-                self._copy(saved, None)
-                checked.add(saved)
             self._copy(saved, target[here], there)
 
-    def _copy(self, name: str, target: Tensor | None, part: slice | None = None) -> None:
-        """Copy a flat tensor, or a part of it, from its file, which is mapped anew for every piece.
+    def _copy(self, name: str, target: Tensor, part: slice) -> None:
+        """Copy a part of a flat tensor from its files; what is read of one is compared with its checksum."""
+        for span in self._spans[name]:
+            start, stop = max(part.start, span.start), min(part.stop, span.stop)
+            if start >= stop:
+                continue
+            whole = (start, stop) == (span.start, span.stop)
+            if not whole and (name, span) not in self._checked:
+                self._read(name, span, slice(0, span.stop - span.start), None)
+                self._checked.add((name, span))
+            within = slice(start - span.start, stop - span.start)
+            self._read(name, span, within, target[start - part.start : stop - part.start])
 
-        A tensor that is read in whole is compared with its checksum, with or without a target.
+    def _read(self, name: str, span: Span, part: slice, target: Tensor | None) -> None:
+        """Copy a part of a span from its file, which is mapped anew for every piece.
+
+        A span that is read in whole is compared with its checksum, with or without a target.
         """
-        file, known = self._places[name]
-        path, whole, crc = self._folder / file, self._expected[name], 0
-        part, step = part or slice(0, whole.numel()), max(1, PIECE_BYTES // whole.itemsize)
+        path, crc, step = self._folder / span.file, 0, max(1, PIECE_BYTES // self._expected[name].itemsize)
         for start in range(part.start, part.stop, step):
             stop = min(part.stop, start + step)
             with open_shard(path) as handle:
@@ -189,53 +229,5 @@ class Checkpoint:
                 if target is not None:
                     target[start - part.start : stop - part.start].copy_(piece)
                 del piece
-        if part == slice(0, whole.numel()) and crc != known:
+        if part == slice(0, span.stop - span.start) and crc != span.checksum:
             raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
-
-
-def read_manifest(folder: Path) -> tuple[Manifest, dict[str, tuple[str, int]]]:
-    """What a checkpoint holds, and by tensor its file, which is there and of its size, and its checksum."""
-    recover(folder)
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise MegacompileError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it.")
-    given = parse_json(path.read_text(), str(path))
-    found = given.get("version") if isinstance(given, dict) else None
-    if found != VERSION:
-        raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
-    manifest: Manifest = from_plain(Manifest, given, str(path), partial=True)
-    return manifest, _places(folder, manifest.files)
-
-
-def _places(folder: Path, files: dict[str, Shard]) -> dict[str, tuple[str, int]]:
-    places: dict[str, tuple[str, int]] = {}
-    for name, entry in files.items():
-        if not _FILE.fullmatch(name):
-            raise MegacompileError(f"{folder / MANIFEST} names {name!r}, which is no file of a checkpoint.")
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry.bytes:
-            what = "missing" if size is None else f"{size} bytes long instead of {entry.bytes}"
-            raise MegacompileError(f"{folder / name} is {what}: the checkpoint is not whole.")
-        places |= {tensor: (name, known) for tensor, known in entry.checksums.items()}
-    return places
-
-
-def _compare_tensors(
-    folder: Path, places: dict[str, tuple[str, int]], expected: Mapping[str, Tensor]
-) -> None:
-    """Each expected tensor is in its file, with its dtype and length; and no others are."""
-    if set(places) != set(expected):
-        name = min(set(places) ^ set(expected))
-        where = "misses" if name in expected else "has in excess"
-        raise MegacompileError(f"{folder} {where} {name}: it is of another model.")
-    for file in {f for f, _ in places.values()}:
-        with open_shard(folder / file) as handle:
-            held = set(handle.keys())
-            for name in (n for n, (f, _) in places.items() if f == file):
-                if name not in held:
-                    raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
-                part = handle.get_slice(name)
-                found = (part.get_dtype(), list(part.get_shape()))
-                wanted = (DTYPES[expected[name].dtype], [expected[name].numel()])
-                if found != wanted:
-                    raise MegacompileError(f"{folder / file} holds {name} as {found}, not {wanted}.")

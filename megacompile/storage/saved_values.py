@@ -6,7 +6,7 @@ Out: what :func:`~megacompile.storage.export.export_model` writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.host import adam as host_adam
-from megacompile.storage.checkpoint import read_manifest
 from megacompile.storage.export import Description
 from megacompile.storage.layout import Facts, Pieces, by_whole
+from megacompile.storage.manifest import Places, read_manifest
 from megacompile.storage.shards import checksum, open_shard
-
-_Places = Mapping[str, tuple[str, int]]
 
 
 def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor]]:
@@ -40,7 +38,7 @@ def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor
         yield name, _value(folder, places, name, wholes.get(name), shape)
 
 
-def _value(folder: Path, places: _Places, name: str, pieces: Pieces | None, shape: tuple[int, ...]) -> Tensor:
+def _value(folder: Path, places: Places, name: str, pieces: Pieces | None, shape: tuple[int, ...]) -> Tensor:
     if pieces is None:
         flat = _read(folder, places, f"{name}/value")
         value = flat if flat.numel() != prod(shape) else flat.view(shape)
@@ -54,7 +52,7 @@ def _value(folder: Path, places: _Places, name: str, pieces: Pieces | None, shap
     return value
 
 
-def _master(folder: Path, places: _Places, name: str, facts: Facts) -> Tensor:
+def _master(folder: Path, places: Places, name: str, facts: Facts) -> Tensor:
     """A parameter or a piece of one, its halves joined where it has two."""
     flat = _read(folder, places, f"{name}/weights")
     if f"{name}/low" in places:
@@ -68,11 +66,15 @@ def _master(folder: Path, places: _Places, name: str, facts: Facts) -> Tensor:
     return flat.as_strided(facts.shape, facts.stride)
 
 
-def _read(folder: Path, places: _Places, name: str) -> Tensor:
-    """A flat tensor of a checkpoint, mapped from its file and compared with its checksum."""
+def _read(folder: Path, places: Places, name: str) -> Tensor:
+    """A flat tensor of a checkpoint, mapped from its file, or put together, and compared with checksums."""
     if name not in places:
         raise MegacompileError(f"{folder} is damaged: it does not name {name}.")
-    file, known = places[name]
+    parts = [_read_part(folder, name, *place) for place in places[name]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _read_part(folder: Path, name: str, file: str, known: int) -> Tensor:
     with open_shard(folder / file) as handle:
         if name not in handle.keys():  # noqa: SIM118
             raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")

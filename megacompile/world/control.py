@@ -1,8 +1,8 @@
 """World: what the ranks of one program say and send to each other, and what they do when one of them fails.
 
 In:  :class:`~megacompile.world.ranks.Ranks`. Out: exchanges of bytes between callers, collectives of tensors.
-Three process groups, as three threads use them: the caller's and the host stream's over gloo, and that of the
-stream of collectives. Within each all ranks do the same in the same order.
+Four process groups, as four threads use them: over gloo those of the caller, of the host stream and of the
+thread that saves, and that of collectives. Within each all ranks do the same in the same order.
 
 Invariant: what keeps one rank from going on ends the others' waiting too, with an error that names it.
 """
@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from megacompile.world.faults import LastWords, LostError, is_of_a_collective, t
 from megacompile.world.ranks import TIMEOUT, Ranks
 
 T = TypeVar("T")
+_OF_ALL = "raised_on_all_ranks"  # an attribute of such errors
+_TO_WRITE = timedelta(days=1)  # how long ranks wait for one that writes its part of a checkpoint
 _BLOCK = 512  # bytes that an exchange sends at once; longer texts take another
 _worlds = itertools.count()
 _connected: weakref.WeakSet[World] = weakref.WeakSet()
@@ -48,19 +51,20 @@ class World:
         self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
         self.ended = ""
         self.fail: Callable[[BaseException], None] = lambda error: None
-        self._known: BaseException | None = None  # raised on all ranks
         self._losing = threading.RLock()
         self._comm: Collectives | None = None
         if self.size > 1:
             self._calls, self._host = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+            self._saves = dist.new_group(backend="gloo", timeout=_TO_WRITE)
             store = distributed_c10d._get_default_store()
             store = distributed_c10d.PrefixStore(f"megacompile/{next(_worlds)}", store)
             self._words = LastWords(store, self.rank, self.size)
 
     # ---- callers ---------------------------------------------------------------------------------
 
-    def exchange(self, say: Callable[[], bytes]) -> list[bytes]:
-        """What every rank says, by rank; where one of them raises, all do, and name it."""
+    def exchange(self, say: Callable[[], bytes], *, saving: bool = False) -> list[bytes]:
+        """What every rank says, by rank; where one of them raises, all do, and name it. ``saving``: in the
+        thread that saves, as nobody else does meanwhile."""
         if self.size == 1:
             return [say()]
         error: Exception | None = None
@@ -68,7 +72,7 @@ class World:
             said = b"+" + say()
         except Exception as raised:
             error, said = raised, b"-" + f"{type(raised).__name__}\n{raised}".encode()
-        heard = self._gather_bytes(said)
+        heard = self._gather_bytes(said, self._saves if saving else self._calls)
         for rank, text in enumerate(heard):
             if text[:1] == b"-":
                 raise self.agreed(error or told(rank, text[1:].decode()))
@@ -89,15 +93,15 @@ class World:
             raise self.agreed(MegacompileError(sentence))
         return heard
 
-    def agree(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, once it has returned on every rank."""
+    def agree(self, run: Callable[[], T], *, saving: bool = False) -> T:
+        """What ``run`` returns, once it has returned on every rank; as :meth:`exchange`."""
         found: list[T] = []
 
         def say() -> bytes:
             found.append(run())
             return b""
 
-        self.exchange(say)
+        self.exchange(say, saving=saving)
         return found[0]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
@@ -106,8 +110,7 @@ class World:
 
     def agreed(self, error: T) -> T:
         """``error``, which all ranks raise at this point: they can go on together after it."""
-        assert isinstance(error, BaseException)
-        self._known = error
+        setattr(error, _OF_ALL, True)
         return error
 
     def broadcast(self, value: Tensor) -> Tensor:
@@ -129,28 +132,20 @@ class World:
         self._collective(lambda: dist.gather(_bytes(shard), parts, 0, group=self._calls))
         return whole
 
-    def scatter(self, shard: Tensor, whole: Tensor | None) -> None:
-        """The inverse: each rank's shard, out of ``whole`` on rank 0."""
-        if not shard.numel():
-            return
-        parts = [_bytes(part) for part in whole.chunk(self.size)] if whole is not None else None
-        self._collective(lambda: dist.scatter(_bytes(shard), parts, 0, group=self._calls))
-
-    def _gather_bytes(self, said: bytes) -> list[bytes]:
+    def _gather_bytes(self, said: bytes, group: Any) -> list[bytes]:
         size, block = len(said), _BLOCK
         head = size.to_bytes(8, "little") + said[: block - 8]
-        heard = self._all_gather(head.ljust(block, b"\0"), block)
+        heard = self._all_gather(head.ljust(block, b"\0"), block, group)
         sizes = [int.from_bytes(text[:8], "little") for text in heard]
         if max(sizes) > block - 8:
-            heard = [
-                text[:8] + more for text, more in zip(heard, self._all_gather(said, max(sizes)), strict=True)
-            ]
+            more = self._all_gather(said, max(sizes), group)
+            heard = [text[:8] + rest for text, rest in zip(heard, more, strict=True)]
         return [text[8 : 8 + n] for text, n in zip(heard, sizes, strict=True)]
 
-    def _all_gather(self, said: bytes, size: int) -> list[bytes]:
+    def _all_gather(self, said: bytes, size: int, group: Any) -> list[bytes]:
         mine = torch.frombuffer(bytearray(said.ljust(size, b"\0")), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        self._collective(lambda: dist.all_gather(theirs, mine, group=self._calls))
+        self._collective(lambda: dist.all_gather(theirs, mine, group=group))
         return [bytes(t.numpy()) for t in theirs]
 
     # ---- streams ---------------------------------------------------------------------------------
@@ -235,7 +230,7 @@ class World:
             if is_of_a_collective(error):
                 self._lose()
                 raise ProgramError(self.ended) from error
-            if error is not self._known:
+            if not hasattr(error, _OF_ALL):
                 self._stop(error)
             raise
 
@@ -257,7 +252,7 @@ class World:
         self.ended = reason
         self.fail(LostError(reason))
         self.disconnect(failed=True)
-        for group in (self._host, self._calls):
+        for group in (self._host, self._calls, self._saves):
             within(faults.LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
 
 

@@ -315,7 +315,8 @@ WRITER = """
 import sys, itertools, torch
 from pathlib import Path
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-from megacompile.storage.checkpoint import Progress, save_checkpoint
+from megacompile.storage.checkpoint import save_checkpoint
+from megacompile.storage.manifest import Progress
 from megacompile.host.state import HostState
 from megacompile.storage import checkpoint
 checkpoint.SHARD_BYTES = 1 << 18
@@ -461,7 +462,8 @@ import sys, threading, time, torch
 from pathlib import Path
 from megacompile.host.arena import resident_bytes
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.storage.checkpoint import Checkpoint, save_checkpoint
+from megacompile.storage.manifest import Progress
 from megacompile.host.state import HostState
 from megacompile.storage import checkpoint
 checkpoint.SHARD_BYTES, checkpoint.PIECE_BYTES = 1 << 25, 1 << 23

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from megacompile import MegacompileError, NonFiniteError, Program, ProgramError
 from megacompile.runtime.blocks import Blocks
 from megacompile.world.control import World
 from tests.support.models import batch_for, build
-from tests.support.ranks import Raised, raising, run_ranks, whole
+from tests.support.ranks import raising, run_ranks, whole
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
@@ -196,39 +195,3 @@ def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: i
     assert failed is None if how == "killed" else failed
     if how == "raises":
         assert failed == "the card fell out"
-
-
-def dying_in_save(rank: int, folder: Path) -> str:
-    program, batch = compiled(), batch_for("plain", rank)
-    program.train_step(batch)
-    program.save(folder)
-    program.train_step(batch)
-    real, seen = World.gather, []
-
-    def gather(self: World, shard: torch.Tensor) -> Any:
-        seen.append(shard)
-        if len(seen) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, shard)
-
-    with mock.patch.object(World, "gather", gather if rank == 1 else real):
-        try:
-            program.save(folder)
-        except ProgramError as error:
-            return str(error)
-    return "saved"
-
-
-def loads(rank: int, folder: Path) -> float:
-    program, batch = compiled(), batch_for("plain", rank)
-    program.prepare(batch)
-    program.load(folder)
-    return float(program.train_step(batch).loss)
-
-
-def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    first, second = run_ranks(2, dying_in_save, tmp_path / "run")
-    assert "Rank 1 is gone." in first and second is None
-    assert not isinstance(first, Raised)
-    losses = whole(run_ranks(2, loads, tmp_path / "run"))
-    assert losses[0] == losses[1] and math.isfinite(losses[0])

@@ -97,6 +97,7 @@ SLOW = (
     r"test_trainer_ranks\.py::test_(clipped|ranks_whose|a_signal|a_rank_that_fails)",
     r"test_train_command\.py::test_two_ranks",
     r"test_torchrun\.py",
+    r"test_ranks_saving\.py::test_(a_rank_that_dies\w+\[True|any_number\w+\[(fp32|int4))",
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
-from megacompile.host.bucket import add_gradients, copy_elements
-from megacompile.host.shards import own_part
+from megacompile.host.bucket import add_gradients, copy_elements, own_part
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.fabric import Fabric
 from megacompile.step.operations import Step

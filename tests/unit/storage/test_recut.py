@@ -13,7 +13,8 @@ import megacompile
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import HostState
-from megacompile.storage.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.storage.checkpoint import Checkpoint, save_checkpoint
+from megacompile.storage.manifest import Progress
 from tests.unit.tile.test_tile import start, tokens, vocabulary
 
 ROWS = 600
