@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch import Tensor, nn
 
 from megacompile.program import Program
 
@@ -21,18 +23,20 @@ def save_adapters(model: Any, program: Program, folder: str) -> None:
     """Write the adapters of a model that a program has."""
     values = program.state_dict(trained=True)
     if program.world.rank == 0:
-        with _with_prompts(model):
+        with _with_prompts(model, values):
             model.save_pretrained(folder, state_dict=values)
 
 
 @contextlib.contextmanager
-def _with_prompts(model: Any) -> Iterator[None]:
-    """The model has a copy of its prompt encoder, with values: PEFT saves what this computes."""
+def _with_prompts(model: Any, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model has a copy of its prompt encoder, with these values: PEFT saves what this computes."""
     if not learns_prompts(model):
         yield
         return
     encoder = model.prompt_encoder
-    model.prompt_encoder = copy.deepcopy(encoder)
+    known = {f"prompt_encoder.{name}": parameter for name, parameter in encoder.named_parameters()}
+    copies = {id(p): nn.Parameter(values[name].to(p.dtype)) for name, p in known.items() if name in values}
+    model.prompt_encoder = copy.deepcopy(encoder, copies)
     try:
         yield
     finally:

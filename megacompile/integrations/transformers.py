@@ -22,7 +22,6 @@ from megacompile.api import compile
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import Weights
-from megacompile.integrations.adapters import learns_prompts
 from megacompile.integrations.arguments import MegacompileConfig, compile_options, settle
 from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
@@ -34,7 +33,6 @@ from megacompile.integrations.saving import Saving
 from megacompile.integrations.updates import Updates
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
-from megacompile.world.control import refuse_several
 
 
 class Mixin(Saving, Updates, Evaluation):
@@ -132,8 +130,6 @@ class Mixin(Saving, Updates, Evaluation):
         if self.program is None:
             optimizer = self.create_optimizer()
             options = compile_options(self.args, self.model, self._config)
-            if learns_prompts(self.model):
-                refuse_several(self.args.world_size, "Training PEFT's virtual tokens")
             loss_fn = self._loss_fn()
             self.program = compile(
                 self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options

@@ -266,9 +266,3 @@ def _disconnect_all() -> None:
 def _bytes(flat: Tensor) -> Tensor:
     """A contiguous tensor as bytes: gloo does not take all dtypes."""
     return flat.detach().view(-1).view(torch.uint8)
-
-
-def refuse_several(size: int, what: str) -> None:
-    """Refuse what several ranks cannot do yet."""
-    if size > 1:
-        raise MegacompileError(f"{what} is not there for several devices yet: train on one, or leave it out.")

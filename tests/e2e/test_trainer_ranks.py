@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megacompile import ProgramError
+from tests.support.models import build
 from tests.support.ranks import run_ranks, whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -118,6 +120,30 @@ def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path
         assert mine == pytest.approx(theirs, rel=1e-6)
     for name, value in first["values"].items():
         torch.testing.assert_close(value, one["values"][name], rtol=1e-4, atol=1e-6)
+
+
+def virtual_tokens() -> nn.Module:
+    """Which an encoder of several layers computes."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+    model: nn.Module = peft.get_peft_model(build("llama", layers=2), settings)
+    return model
+
+
+def with_virtual_tokens(rank: int, folder: Path) -> list[Any]:
+    return trained(rank, folder, make=virtual_tokens, max_steps=3, eval_strategy="no", **SAVING)["logs"]  # type: ignore[no-any-return]
+
+
+def test_ranks_train_and_save_virtual_tokens_as_one_process_does(tmp_path: Path) -> None:
+    first, second = whole(run_ranks(RANKS, with_virtual_tokens, tmp_path / "ranks"))
+    one = with_virtual_tokens(-1, tmp_path / "one")
+    assert first == second
+    for mine, theirs in zip(first, one, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    name = "checkpoint-3/adapter_model.safetensors"
+    ranks, alone = load_file(tmp_path / "ranks" / name), load_file(tmp_path / "one" / name)
+    assert same(ranks, alone) and alone
 
 
 def unlike(rank: int, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
