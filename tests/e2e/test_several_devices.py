@@ -17,6 +17,7 @@ from megacompile import Program
 from tests.support.models import Plain, batch_for, build
 from tests.support.ranks import raising, run_ranks, saved, whole
 from tests.support.reference import EagerTrainer
+from tests.support.zoo import cases
 
 STEPS = 3
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
@@ -29,6 +30,7 @@ CASES: dict[str, Case] = {
     "gpt2 with dropout": ("gpt2-dropout", {}),
     "dropout in bf16": ("dropping", {}),
     "in small pieces": ("plain", FP32),  # of what ranks exchange at once
+    "experts": ("mixtral", FP32),
     "tied and frozen": ("gpt2", FP32),
     "in 8 bits": ("wide", FP32 | {"optimizer_state": "int8"}),
     "in 4 bits": ("wide", FP32 | {"optimizer_state": "int4"}),
@@ -41,6 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
     "llama": {"layers": 2},
     "wide": {"width": 72, "depth": 2},  # whose matrices are large enough for codes, and end within a block
 }
+LENGTHS: dict[str, dict[str, int]] = {"mixtral": {"size": 1, "length": 4}}  # experts get no token
 PLAIN = ("dropping", "wide")  # models that read what "plain" reads
 
 
@@ -55,7 +58,10 @@ class Dropping(Plain):
 def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
     torch.manual_seed(seed)
     kind = "plain" if name in PLAIN else name
-    model = Dropping() if name == "dropping" else build(kind, seed, **SIZES.get(name, {}))
+    if name == "mixtral":
+        model = cases()["mixtral, experts without tokens"].build()
+    else:
+        model = Dropping() if name == "dropping" else build(kind, seed, **SIZES.get(name, {}))
     if name == "gpt2":
         model.transformer.h[0].requires_grad_(False)  # type: ignore[operator, union-attr]
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
@@ -66,7 +72,7 @@ def batches(name: str, step: int, ranks: range, micro: int = 1) -> list[dict[str
     """The micro-batches of some ranks in a step, those of all ranks taking turns."""
     size = ranks.stop
     return [
-        batch_for("plain" if name in PLAIN else name, seed=100 * step + m * size + r)
+        batch_for("plain" if name in PLAIN else name, 100 * step + m * size + r, **LENGTHS.get(name, {}))
         for m in range(micro)
         for r in ranks
     ]
@@ -162,11 +168,12 @@ def test_each_rank_keeps_its_predicted_peak_and_its_share_of_the_state(two: Run)
         (4, "dropout in bf16"),
         (3, "llama in bf16"),
         (3, "gpt2 with dropout"),
+        (2, "experts"),
         (3, "in 4 bits"),
         (3, "in 8 bits"),
     ],
 )
-def test_more_ranks_in_low_precision_are_bitwise_one_process(size: int, name: str, tmp_path: Path) -> None:
+def test_more_ranks_and_models_are_bitwise_one_process(size: int, name: str, tmp_path: Path) -> None:
     ranks, one = Run(size, [name], tmp_path).state[name]
     assert [n for n in one if not torch.equal(ranks[n], one[n])] == []
 

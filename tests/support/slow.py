@@ -89,7 +89,7 @@ SLOW = (
     # Several ranks: those of the cheapest model stay, and one fault of each kind.
     r"test_several_devices\.py::test_updates_by_hand_and_several_shapes",
     r"test_offload\.py::test_ranks_have_their_shares_on_a_drive\[4",
-    r"test_several_devices\.py::test_more_ranks_in_low_precision_are_bitwise_one_process\[(4|3-(?!dropout))",
+    r"test_several_devices\.py::test_more_ranks_and_models_are_bitwise_one_process\[(2|4|3-(?!dropout))",
     r"test_several_devices\.py::test_a_tied_table",
     r"test_ranks_schedules\.py::test_plans_and_delays_change_no_bit\[2",
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[killed-all_(to_all|numbers)",
