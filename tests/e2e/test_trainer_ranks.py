@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megacompile import ProgramError
+from megacompile.storage import checkpoint
 from tests.support.models import build
 from tests.support.ranks import run_ranks, whole
 
@@ -231,6 +234,30 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
     assert same(first["released"], second["released"])
     assert Path(last_checkpoint(str(tmp_path / "ranks"))).name == "checkpoint-3"
     assert same(first["values"], one["values"])
+
+
+def full_disk(rank: int, folder: Path) -> str:
+    """The last rank's disk does not take its part of the second checkpoint."""
+    write = checkpoint.save_shard
+
+    def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+        if "checkpoint-4" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, tensors)
+
+    one = of(rank, folder, max_steps=5, eval_strategy="no", save_strategy="steps", save_steps=2)
+    with mock.patch.object(checkpoint, "save_shard", full if rank == RANKS - 1 else write):
+        try:
+            one.train()
+        except ProgramError as error:
+            return str(error)
+    return "trained on"
+
+
+def test_a_full_disk_of_one_rank_ends_the_training_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    first, second = whole(run_ranks(RANKS, full_disk, tmp_path))
+    assert "Rank 1: The checkpoint was not written to" in first and first.endswith(second)
+    assert Path(last_checkpoint(str(tmp_path))).name == "checkpoint-2"
 
 
 def fails(rank: int, folder: Path, how: str) -> str:
