@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow simulated simulated-newest test-newest docs check format clean
+.PHONY: demo test test-all test-slow simulated simulated-part simulated-newest test-newest docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,18 +36,23 @@ $(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simula
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==$(TORCH) \
 		triton==$(TRITON) accelerate==1.15.0
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools \
-		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest hypothesis transformers psutil
+		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest pytest-xdist hypothesis transformers psutil
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(CUDA)/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	$(PYTHON) tests/simulated/build.py $(CUDA) $(CUDA)/headers $(CUDA)/cudasim
 	touch $@
 
-# test_pages.py looks at an allocator that no test before it has taken from.
+# test_pages.py looks at an allocator that no test before it has taken from, test_ranks.py forks from a process that
+# has several devices. CI runs the rest, in three minutes.
 SIMULATED := LD_LIBRARY_PATH=$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest
-simulated: $(CUDA)/.ready
-	$(SIMULATED) tests/simulated --ignore tests/simulated/test_pages.py -m 'not slow and not nightly'
-	$(SIMULATED) tests/simulated/test_pages.py
+ALONE := tests/simulated/test_pages.py tests/simulated/test_ranks.py
+simulated: simulated-part
+	$(SIMULATED) $(ALONE) -m 'not slow and not nightly'
+
+simulated-part: $(CUDA)/.ready
+	$(SIMULATED) --numprocesses 2 --dist loadfile tests/simulated $(addprefix --ignore ,$(ALONE)) \
+		-m 'not slow and not nightly'
 
 # The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:
 NEWEST := .venv-newest
