@@ -149,6 +149,9 @@ class _Walk:
                 known[number] = here[number] = self._new(nbytes)
             else:
                 self._drop(here.pop(number))
+        for number, nbytes in asked.results:
+            if not nbytes and number not in known:  # a tensor without elements, which is asked for by nobody
+                known[number] = here[number] = self._new(0)
         results = [self._keep((known[number][0], nbytes)) for number, nbytes in asked.results]
         for held in here.values():
             self._drop(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megacompile.assemble.assembly import SEED_BYTES
 from megacompile.assemble.plan import Mode
@@ -16,6 +17,38 @@ from megacompile.step.requests import step_requests
 from tests.support.models import batch_for, build
 
 MACHINE = PROFILES["h100-sxm"].rates("bf16")
+
+
+class Empty(nn.Module):
+    """A layer that hands on a tensor without elements, as one that keeps a short past does at its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mix(torch.cat([past, x], 1)), 2 * x[:, :0]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Empty() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = 2 * x[:, :0]
+        for layer in self.layers:
+            x, past = layer(x, past)
+        return x.square().mean()
+
+
+def test_a_tensor_without_elements_is_asked_for_by_nobody() -> None:
+    model = Layers()
+    batch = read_batch({"x": torch.ones(2, 4, 8)}, model)
+    compiled = next(Frontend(model, torch.float32, processors=132).tilings(batch, evaluate=False))
+    step = search(compiled.assembly.work, Mode("train", 1), MACHINE, 1 << 40).step
+    requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
+    assert requests and len(requests) == 2 * len({number for number, _ in requests})  # each given back once
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "gemma3"])
