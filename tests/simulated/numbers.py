@@ -86,17 +86,20 @@ def _enqueue(task: Callable[[], None]) -> None:
 
 
 class _Place:
-    """Where a device tensor lies."""
+    """Where a device tensor lies, and whether its bytes are those of its conjugate or its negative."""
 
     def __init__(self, x: Tensor) -> None:
         self._form = (x.data_ptr() + runtime.shift, _span(x), x.dtype, tuple(x.shape), x.stride())
+        self._conjugate, self._negative = x.is_conj(), x.is_neg()
 
     def view(self) -> Tensor:
         address, span, dtype, shape, stride = self._form
         if not span:
             return torch.empty(shape, dtype=dtype)
         memory = (ctypes.c_uint8 * (span * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype, count=span).as_strided(shape, stride)
+        seen = torch.frombuffer(memory, dtype=dtype, count=span).as_strided(shape, stride)
+        seen = seen.conj() if self._conjugate else seen
+        return torch._neg_view(seen) if self._negative else seen
 
 
 def _span(x: Tensor) -> int:

@@ -118,8 +118,7 @@ SLOW = (
     # Benchmarks: one dry part of the GPU's suite.
     r"test_gpu_suite\.py::test_dry_run\[(kernels|correctness)",
     r"test_kernel_curve\.py::test_loss_with_kernels_is_within_noise",
-    # The simulated device: a few operators and two architectures stay.
-    r"simulated/test_training\.py::test_architectures_train_at_their_least_budget\[(T5|qwen3_next)",
+    # The simulated device: a few operators stay.
     r"simulated/test_out_of_memory\.py::test_at_each_operator",
     # Kernels in triton's interpreter: one shape for each kernel and dtype.
     r"interpreted/test_(glu|clamped_glu|layer_norm|rms_norm|rope|cross_entropy)\.py::\w+\[shape[02]-\S*dtype",
