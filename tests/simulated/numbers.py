@@ -177,7 +177,18 @@ def _norm_backward(grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tens
     return aten.native_layer_norm_backward(grad, x, shape, mean.to(x.dtype), rstd.to(x.dtype), *rest)
 
 
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """CUDA keeps no exponential for the backward."""
+    return aten.log_sigmoid_forward(x)[0], x.new_empty(0)
+
+
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, _: Tensor) -> Any:
+    return aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
+
+
 _OTHER = {
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
