@@ -124,6 +124,7 @@ def _train(device: str, budget: str, dtype: torch.dtype, planner: str) -> tuple[
     program = megacompile.compile(
         model, budget, optimizer=optimizer, device=device, compute_dtype=dtype, planner=planner
     )
+    before = _allocator_retries()
     with program:
         losses = [float(program.train_step(_batch(i)).loss) for i in range(_STEPS - 1)]
         program.synchronize()
@@ -134,8 +135,14 @@ def _train(device: str, budget: str, dtype: torch.dtype, planner: str) -> tuple[
         figures = (
             f"; a step {seconds:.2g} s, predicted {program.schedule.predicted_seconds:.2g} s; peak "
             f"{format_bytes(memory.device_peak_bytes)}, predicted {format_bytes(memory.predicted_peak_bytes)}"
+            f"; {_allocator_retries() - before} allocator retries"
         )
     return losses, figures
+
+
+def _allocator_retries() -> int:
+    """How often torch's allocator has given pages back to find room, which waits for the device."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -20,7 +20,8 @@ def test_a_tiny_model_trains_as_by_plain_torch(
 ) -> None:
     monkeypatch.setattr(first_run, "OURS", {})  # their inputs are drawn on the device, which has no numbers
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.count("OK: ") == 3
+    said = capsys.readouterr().out
+    assert said.count("OK: ") == said.count("; 0 allocator retries") == 3
 
 
 def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
