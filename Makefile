@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow simulated simulated-part simulated-newest test-newest docs check format clean
+.PHONY: demo test test-all test-slow simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,9 @@ simulated: simulated-part
 simulated-part: $(CUDA)/.ready
 	$(SIMULATED) --numprocesses 2 --dist loadfile tests/simulated $(addprefix --ignore ,$(ALONE)) \
 		-m 'not slow and not nightly'
+
+simulated-all: simulated
+	$(SIMULATED) --numprocesses 2 --dist worksteal tests/simulated -m 'slow or nightly'
 
 # The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:
 NEWEST := .venv-newest

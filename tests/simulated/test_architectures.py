@@ -19,7 +19,7 @@ from tests.support.zoo import Case, cases
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROW = re.compile(r"^\| (.+?) \| .+? \| (float32|bfloat16) \| [\d.]+ [kM]? ?\| ", re.MULTILINE)
 OFTEN = [("qwen3_moe", "float32"), ("lfm2", "bfloat16")]  # experts, convolutions
-SLOW = [*((n, "float32") for n in (*FP32, "T5, padded")), *((n, "bfloat16") for n in (*BF16, "qwen3_next"))]
+SLOW = [*((n, "float32") for n in FP32), *((n, "bfloat16") for n in (*BF16, "qwen3_next"))]
 
 
 def parameters() -> list[Any]:
