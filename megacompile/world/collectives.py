@@ -117,6 +117,7 @@ class GpuCollectives(Collectives):
         self._issued += 1
 
     def end(self, *, failed: bool) -> None:
+        torch.cuda.set_device(self._device)  # or torch 2.15 makes a context on the first one as a group ends
         self._says = _Says.FAILED if failed else _Says.CLOSES
         self._ends.set()
         if failed:
