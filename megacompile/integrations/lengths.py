@@ -1,13 +1,21 @@
-"""Lengths of batches on several ranks, where these are to run one program and the program does not pad."""
+"""Lengths: of batches on several ranks, to run one program where the program does not pad; of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor
 
 from megacompile.capture.padding import pad_batch
 from megacompile.program import Program
+
+_ROWS = (
+    ("input_ids",),
+    ("prompt_ids", "chosen_ids"),
+    ("prompt_ids", "rejected_ids"),
+)  # whose tokens a row has
+_READ = 10_000  # rows at a time
 
 
 def longest_of(program: Program, length: int) -> int:
@@ -24,3 +32,16 @@ def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]
         return batch
     longest = longest_of(program, ids.shape[1])
     return batch if longest == ids.shape[1] and "attention_mask" in batch else pad_batch(batch, longest)
+
+
+def longest_row(data: Any) -> int | None:
+    """The most tokens of a row of data that TRL prepared; None of a stream, and of other data."""
+    columns = set(getattr(data, "column_names", None) or ()) if hasattr(data, "select_columns") else set()
+    kinds = [names for names in _ROWS if columns.issuperset(names)]
+    if not kinds or not isinstance(data, Sized):
+        return None
+    longest, wanted = 0, sorted({name for names in kinds for name in names})
+    for table in data.select_columns(wanted).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
+        count = {name: table[name].combine_chunks().value_lengths().to_numpy(False) for name in wanted}
+        longest = max(longest, *(int(sum(count[name] for name in names).max()) for names in kinds))
+    return longest

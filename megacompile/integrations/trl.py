@@ -8,6 +8,7 @@ TRL 1.16.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from trl.trainer.utils import FusedCausalLMOutput
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.integrations.adapters import learns_prompts, virtual_tokens
-from megacompile.integrations.lengths import as_long_as_others, longest_of
+from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row
 from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
 
-_QUARTERS = 4  # the lengths that batches are padded to, of the longest that the arguments allow
+_QUARTERS = 4  # the lengths that batches are padded to, of the longest row
+_MULTIPLE = 8  # of tokens, which matrix products like
 _PARTS = 16  # in which logits are made for metrics
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
@@ -107,12 +109,13 @@ class TokenModel(OutsideModel):
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One of few lengths."""
-        length, longest = batch["input_ids"].shape[1], getattr(self._trainer.args, "max_length", None)
-        if longest is None:
-            return _lengthened(batch, bucket_length(length))
-        rows = self._trainer._train_batch_size if _is_packed(batch) else 1
-        quarter = -(-longest * rows // _QUARTERS)
-        return _lengthened(batch, -(-length // quarter) * quarter)
+        length, trainer = batch["input_ids"].shape[1], self._trainer
+        rows = trainer._train_batch_size if _is_packed(batch) else 1
+        for longest in (trainer._longest, getattr(trainer.args, "max_length", None)):
+            if longest and length <= longest * rows:
+                quarter = -(-longest * rows // (_QUARTERS * _MULTIPLE)) * _MULTIPLE
+                return _lengthened(batch, min(-(-length // quarter) * quarter, longest * rows))
+        return _lengthened(batch, bucket_length(length))
 
 
 def _is_packed(batch: dict[str, Any]) -> bool:
@@ -135,6 +138,19 @@ class TokenMixin(Mixin):
 
     _outside = TokenModel
     _token_outputs: TokenOutputs
+    train_dataset: Any
+    eval_dataset: Any
+
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """The most tokens of a row, where all rows are known."""
+        held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        found = [longest_row(data) for data in (self.train_dataset, *held_out.values()) if data is not None]
+        known = [length for length in found if length is not None]
+        if len(known) < len(found) or not known:
+            return None
+        most = getattr(self.args, "max_length", None)
+        return max(known) if most is None else min(max(known), most)
 
     def _programmed(self) -> Program:
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,19 @@ def test_dpo_logs_what_trl_does(
 ) -> None:
     """Also rewards and log-probabilities; the reference is the policy before training."""
     compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+
+
+def test_rows_are_not_padded_to_what_the_longest_could_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chats are often far shorter than ``max_length``; a quarter of it was the least that a batch had."""
+    given = {"max_length": 1024, "max_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
+    with caplog.at_level("INFO", "megacompile.compiler"):
+        trainer = sft(ours.SFTTrainer, tmp_path, lambda: build("llama", layers=1), **given)
+        trainer.train()
+    longest = max(map(len, [*trainer.train_dataset["input_ids"], *trainer.eval_dataset["input_ids"]]))
+    lengths = [int(found) for found in re.findall(r"batch of \(2, (\d+)\)", caplog.text)]
+    assert lengths and max(lengths) <= longest < 256
 
 
 def test_dpo_refuses_virtual_tokens_that_its_reference_has_not(tmp_path: Path) -> None:
