@@ -48,8 +48,9 @@ TRAIN = """examples:
   megacompile train config.yaml --dry_run true
   megacompile train config.yaml --learning_rate 2e-5
 
-The keys are those of TRL's scripts and configs, and hbm_budget, host_budget, offload_dir, optimizer_state,
-data, method, sample_prompts. The same command goes on after an interruption. Needs megacompile[trl,plots]."""
+The keys are those of TRL's scripts and configs, and method, data, hbm_budget, host_budget, offload_dir,
+optimizer_state, device, from_scratch, sample_prompts, sample_tokens. The same command goes on after an
+interruption. Needs megacompile[trl,plots]."""
 NEW = """examples:
   megacompile new config.yaml
   megacompile new preferences.yaml --method dpo"""

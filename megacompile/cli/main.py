@@ -69,7 +69,7 @@ def _new_arguments(new: argparse.ArgumentParser) -> None:
 
 def _train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", help="a YAML file, such as megacompile new writes")
-    text = "keys of the file, as --learning_rate 1e-5; --dry_run only says whether it fits"
+    text = "keys of the file, as --learning_rate 1e-5; --dry_run true only says whether it fits"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help=text)
 
 

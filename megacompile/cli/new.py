@@ -8,7 +8,7 @@ from pathlib import Path
 from megacompile.errors import MegacompileError
 
 _EXAMPLE = """\
-# Run: megacompile train {name}      Look first: megacompile train {name} --dry_run
+# Run: megacompile train {name}      Look first: megacompile train {name} --dry_run true
 # Every key is also a flag: --learning_rate 1e-5. Run it again after an interruption, and it goes on.
 
 # ---- what is trained, on what
@@ -24,7 +24,8 @@ hbm_budget: auto                   # of the device: 22GB, 90%, or auto
 # optimizer_state: int8            # Adam's moments in a quarter of the bytes
 
 # ---- how
-max_length: 2048
+max_length: 2048                   # tokens of a row, at most
+# chat_template_path: chat.jinja   # where the tokenizer has none, or none that TRL knows
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 16
 num_train_epochs: 1
@@ -37,15 +38,15 @@ bf16: true                         # computes in bf16, over FP32 masters
 seed: 0
 
 # ---- what is told and kept
-logging_steps: 10
+logging_steps: 0.01                # below 1: a share of the training; else a number of updates
 # report_to: wandb                 # default: tensorboard where it is installed (tensorboard --logdir out)
 include_num_input_tokens_seen: true   # logs tokens per second, padding left out
 eval_strategy: steps
-eval_steps: 200
+eval_steps: 0.1
 sample_prompts:                    # answered at each evaluation: shown, and kept in out/samples.jsonl
   - What can you do?
 # sample_tokens: 64                # of each answer, at most
-save_steps: 200
+save_steps: 0.1                    # what an interruption costs at most
 save_total_limit: 2
 """
 _DATA = {

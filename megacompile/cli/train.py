@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ def run_train(options: argparse.Namespace) -> int:
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if first:
-        (folder / "config.yaml").write_text(Path(options.config).read_text())
+        _keep_keys(Path(options.config), options.overrides, folder / "config.yaml")
     try:
         trainer = _trainer(*keys)
         trainer.add_callback(logbook := Logbook(folder / "log.csv"))
@@ -84,8 +85,22 @@ def run_train(options: argparse.Namespace) -> int:
     trainer.save_model(str(folder / "model"))
     if first:
         write_report(trainer, logbook, folder)
-        print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
+        _tell(trainer, folder)
     return 0
+
+
+def _tell(trainer: Any, folder: Path) -> None:
+    if trainer._interruption.stopped:
+        print("megacompile: the same command goes on with the training")
+    print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
+
+
+def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
+    """A copy of the file, which says what flags were given beside it."""
+    if kept.exists() and kept.samefile(given):
+        return
+    beside = f"# Trained with these flags: {shlex.join(flags)}\n" if flags else ""
+    kept.write_text(beside + given.read_text())
 
 
 def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, mixture: Any) -> Any:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     report = (folder / "out" / "report.md").read_text()
     assert "Answers after step 4" in report and samples[0]["answer"] in report
     assert "4 steps" in report and "of 5 MB" in report
+    assert "--max_length=48" in (folder / "out" / "config.yaml").read_text()
     for name in ("loss.png", "schedule.html", "config.yaml"):
         assert (folder / "out" / name).stat().st_size
     assert re.search(r"s for 4 steps, .*\n\| tokens per second \| [\d,]+, over", report)
@@ -128,6 +130,19 @@ def test_tensorboard_is_written_where_it_is_installed(folder: Path, monkeypatch:
     ):
         monkeypatch.setattr("transformers.integrations.is_tensorboard_available", lambda there=there: there)
         assert _parse(trl, folder / "config.yaml", given)[2].report_to == expected
+
+
+def test_a_stopped_training_says_how_it_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("megacompile.integrations.report.Logbook.on_step_begin", stop)
+    assert main(["train", "config.yaml", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert "SIGINT stopped the training after update 1: " in said.err
+    assert "the same command goes on with the training" in said.out
 
 
 def test_an_error_stands_on_a_line_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
