@@ -1,6 +1,7 @@
-"""``rms_norm.py``, ``add_rms_norm.py`` and ``layer_norm.py`` in plain torch, a few rows at a time.
+"""The operators that norm (RMSNorm alone, with a residual, with a rotation; LayerNorm), in plain torch.
 
-Shapes, types and formulas are those of the operators; sums over rows are kept in the type of rstd.
+Shapes, types and formulas are those of the operators. A few rows at a time; sums over rows are kept in the
+type of rstd.
 """
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import wide
+from megacompile.kernels.rope import rotated
 
 Variant = tuple[float, bool]
 """offset, cast_early."""
@@ -111,3 +113,59 @@ def layer_norm_backward_reference(
     by_rows(rows, given, (flat(dx),), [s for s, there in zip((dw, db), present, strict=True) if there])
     result = x.dtype if weight is None else weight.dtype
     return dx, dw.to(result), db.to(result)
+
+
+def empty_heads(x: Tensor) -> Tensor:
+    """Of x's [batch, heads, tokens, width], with heads next to each other in memory where they are in x."""
+    return _empty_heads(x, x.shape[3], x.dtype)
+
+
+def empty_rstd(x: Tensor) -> Tensor:
+    """One value for each head and token, laid out as ``empty_heads``."""
+    return _empty_heads(x, 1, wide(x.dtype))
+
+
+def _empty_heads(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    batch, heads, tokens, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
+    return x.new_empty((batch, heads, tokens, width), dtype=dtype)
+
+
+def qk_norm_rope_reference(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd) in plain torch."""
+    y, rstd = empty_heads(x), empty_rstd(x)
+
+    def rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.to(rstd.dtype)
+        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        normal = values * scale * (weight.to(rstd.dtype) + offset)
+        return rotated(normal, cos, sin, interleaved=False, transposed=False), scale
+
+    by_rows(rows, _by_token(x, cos, sin), _by_token(y, rstd))
+    return y, rstd
+
+
+def qk_norm_rope_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw) in plain torch."""
+    dx, dtype = empty_heads(x), rstd.dtype
+    dw = x.new_zeros(weight.shape, dtype=dtype)
+
+    def rows(x: Tensor, rstd: Tensor, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        normal = x.to(dtype) * rstd
+        grad = rotated(grad.to(dtype), cos, sin, interleaved=False, transposed=True)
+        share = (grad * normal).sum((0, 1, 2))
+        grad = grad * (weight.to(dtype) + offset)
+        return (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd, share
+
+    by_rows(rows, _by_token(x, rstd, grad, cos, sin), _by_token(dx), (dw,))
+    return dx, dw.to(weight.dtype)
+
+
+def _by_token(*tensors: Tensor) -> list[Tensor]:
+    """[tokens, heads, batch, width] each."""
+    return [t.transpose(0, 2) for t in tensors]

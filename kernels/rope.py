@@ -159,14 +159,14 @@ def rope_reference(
     given, out = ([t.transpose(0, longest) for t in part] for part in ((_four(x), *tables), (_four(y),)))
 
     def rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-        return (_rotated(x, cos, sin, interleaved, transposed),)
+        return (rotated(x, cos, sin, interleaved, transposed),)
 
     by_rows(rows, given, out)
     return y
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
-    """``transposed`` gives the gradient of x from that of y."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
+    """x rotated, in plain torch; ``transposed`` gives the gradient of x from that of y."""
     rotary, dtype = cos.shape[-1], wide(x.dtype)
     pairs = slice(0, rotary, 2), slice(1, rotary, 2)
     if not interleaved:

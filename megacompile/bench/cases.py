@@ -99,6 +99,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
+def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen3's, of each head."""
+    return rope(rms_norm(x, weight), cos, sin)
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """A head and its mean loss over tokens, from logits in at least float32, as transformers' losses."""
     logits = F.linear(hidden, weight)
@@ -162,6 +167,11 @@ def _turned(shape: Shape, g: torch.Generator) -> list[Tensor]:
     return [x, angles.cos().double()[None, None], angles.sin().double()[None, None]]
 
 
+def _normed(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    x, cos, sin = _turned(shape, g)
+    return [x, _normal(g, shape[-1]), cos, sin]
+
+
 _ROWS: Any = ((8192, 4096), (16384, 8192))
 OPERATIONS: dict[str, Operation] = {
     o.name: o
@@ -181,6 +191,8 @@ OPERATIONS: dict[str, Operation] = {
                   lambda s, itemsize: _elementwise(2, 1, 5)((s[0], s[1] // 2), itemsize)),
         Operation("rope", ("batch", "heads", "tokens", "width"), ((2, 32, 8192, 128), (2, 8, 8192, 128)),
                   _turned, 1, rope, _elementwise(1, 1, 2)),
+        Operation("qk_norm_rope", ("batch", "heads", "tokens", "width"),
+                  ((2, 32, 8192, 128), (2, 8, 8192, 128)), _normed, 2, qk_norm_rope, _elementwise(1, 1, 3)),
         Operation("linear_cross_entropy", ("tokens", "width", "vocabulary"),
                   ((4096, 4096, 128256), (8192, 2048, 151936)),
                   lambda s, g: [_normal(g, s[0], s[1]), _normal(g, s[2], s[1], scale=s[1] ** -0.5),

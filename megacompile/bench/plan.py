@@ -16,6 +16,7 @@ from megacompile.differentiate.kernel_calls import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 
 ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "glu")
+HEADS = ("rope", "qk_norm_rope")
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ def operation_of(call: KernelCall) -> tuple[str, Shape, str] | None:
     shapes = call.shapes
     if name != call.op:
         kind = "backward"
-        shapes = shapes if name in (*ROWS, "rope") else shapes[1:]
+        shapes = shapes if name in (*ROWS, *HEADS) else shapes[1:]
     if name in (*ROWS, "clamped_glu"):
         return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
-    if name == "rope" and len(shapes[0]) == 4:
+    if name in HEADS and len(shapes[0]) == 4:
         return name, shapes[0], kind
     if name == "linear_cross_entropy":
         return name, (*shapes[0], shapes[1][0]), kind

@@ -52,6 +52,7 @@ OURS: dict[str, Function] = {
     "glu": kernels.glu,
     "clamped_glu": lambda both: kernels.clamped_glu(both, LIMIT, ALPHA),
     "rope": kernels.rope,
+    "qk_norm_rope": lambda x, w, cos, sin: kernels.qk_norm_rope(x, w, cos, sin, EPS),
     "linear_cross_entropy": lambda x, w, labels: kernels.linear_cross_entropy(x, w, labels).mean(),
     "attention": _attention(0.0, 0),
     "capped_attention": _attention(SOFTCAP, WINDOW),

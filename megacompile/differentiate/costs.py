@@ -23,6 +23,7 @@ ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload
 _LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_blocks.py`` counts them
     torch.ops.megacompile.rms_norm_backward.default: 3,  # a sum of shares, and its conversion
     torch.ops.megacompile.add_rms_norm_backward.default: 3,
+    torch.ops.megacompile.qk_norm_rope_backward.default: 3,
     torch.ops.megacompile.layer_norm_backward.default: 5,
     aten.constant_pad_nd.default: 2,
     aten.nll_loss_backward.default: 2,

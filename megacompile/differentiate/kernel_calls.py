@@ -102,7 +102,7 @@ def _rope_variant(given: dict[str, Any]) -> str:
     shape = given["x" if "x" in given else "grad"].shape
     words = [f"{shape[1] if len(shape) > 3 else 1}x{shape[-1]}"]
     words += ["partial"] if given["cos"].shape[-1] < shape[-1] else []
-    words += ["interleaved"] if given["interleaved"] else []
+    words += ["interleaved"] if given.get("interleaved") else []
     return " ".join(words)
 
 
@@ -122,5 +122,6 @@ _VARIANTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "glu": lambda given: str(given["activation"]),
     "clamped_glu": lambda given: "interleaved" if given["interleaved"] else "halves",
     "rope": _rope_variant,
+    "qk_norm_rope": _rope_variant,
     "linear_cross_entropy": _head_variant,
 }

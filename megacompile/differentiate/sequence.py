@@ -43,10 +43,12 @@ _OF_ROWS = (
 )  # fmt: skip
 _OF_ELEMENTS = (
     ops.glu.default, ops.glu_backward.default, ops.rope.default, ops.rope_backward.default,
+    ops.qk_norm_rope.default, ops.qk_norm_rope_backward.default,
 )  # fmt: skip
 _SUMMING = (
     aten.native_layer_norm_backward.default, aten.nll_loss_forward.default,
     ops.rms_norm_backward.default, ops.add_rms_norm_backward.default, ops.layer_norm_backward.default,
+    ops.qk_norm_rope_backward.default,
 )  # fmt: skip  # those that give sums over positions beside what is local
 MEAN, SUM = 1, 2  # reductions of a loss
 _SPREADS = (aten.slice_backward.default, aten.select_backward.default)

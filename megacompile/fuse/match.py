@@ -33,8 +33,8 @@ class Match:
     ``fixed`` are positions of inputs for which the operator has no gradient. ``home`` names the place
     in reports; ``views`` are nodes whose shape argument follows the number of rows. ``also`` are inner
     nodes whose values are replaced too: ``build`` then returns one node for the root and one for each.
-    ``takes`` is the pattern whose placement at the same home this one takes over. ``stays`` allows that
-    others read inner values without a gradient: these are computed beside it, again.
+    ``takes`` are the placements (pattern, home) that this one takes over. ``stays`` allows that others read
+    inner values without a gradient: these are computed beside it, again.
     """
 
     pattern: str
@@ -46,7 +46,7 @@ class Match:
     fixed: tuple[int, ...] = ()
     views: tuple[fx.Node, ...] = ()
     also: tuple[fx.Node, ...] = ()
-    takes: str = ""
+    takes: tuple[tuple[str, fx.Node], ...] = ()
     stays: bool = False
 
     @property

@@ -212,4 +212,6 @@ def add_rms_norm(node: fx.Node) -> Match | None:
         return emit.call(operator.getitem, new, 0), emit.call(operator.getitem, new, 1)
 
     inside = ordered({total, norm, node})
-    return Match("add_rms_norm", node, inside, inputs, build, node, also=(total,), takes="rms_norm")
+    return Match(
+        "add_rms_norm", node, inside, inputs, build, node, also=(total,), takes=(("rms_norm", node),)
+    )

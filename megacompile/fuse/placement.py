@@ -26,6 +26,7 @@ from megacompile.fuse.head import linear_cross_entropy
 from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, outside_user
 from megacompile.fuse.narrow import narrow
 from megacompile.fuse.norms import add_rms_norm, layer_norm, rms_norm
+from megacompile.fuse.qk_norm import qk_norm_rope
 from megacompile.fuse.report import Fusions, NearMiss, Placement
 from megacompile.fuse.rope import rope
 
@@ -34,6 +35,7 @@ PATTERNS: dict[str, Callable[[fx.Node], Match | None]] = {
     "add_rms_norm": add_rms_norm,
     "layer_norm": layer_norm,
     "rope": rope,
+    "qk_norm_rope": qk_norm_rope,
     "glu": glu,
     "linear_cross_entropy": linear_cross_entropy,
 }
@@ -95,10 +97,9 @@ class _Rewriter:
             except NearMissError as reason:
                 self.near.append(NearMiss(name, module_path(node), str(reason)))
                 continue
-            where = module_path(match.home)
-            if match.takes:
-                self.placed.remove(Placement(match.takes, where))
-            self.placed.append(Placement(name, where))
+            for taken, home in match.takes:
+                self.placed.remove(Placement(taken, module_path(home)))
+            self.placed.append(Placement(name, module_path(match.home)))
             self._replace(match)
 
     def _accept(self, match: Match) -> None:

@@ -39,6 +39,7 @@ _KERNELS = {  # operator: module and kernel, as the table names them
             ("layer_norm", "layer_norm"),
             ("glu", "glu"),
             ("clamped_glu", "clamped_glu"),
+            ("qk_norm_rope", "qk_norm_rope"),
         )
         for suffix in ("", "_backward")
     },

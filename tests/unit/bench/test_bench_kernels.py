@@ -27,7 +27,8 @@ from tests.support.models import batch_for, build
 CPU = torch.device("cpu")
 SMALL: dict[str, Shape] = {
     "rms_norm": (33, 96), "add_rms_norm": (33, 96), "layer_norm": (33, 96), "glu": (33, 96),
-    "clamped_glu": (33, 96), "rope": (2, 4, 33, 16), "linear_cross_entropy": (33, 32, 300),
+    "clamped_glu": (33, 96), "rope": (2, 4, 33, 16), "qk_norm_rope": (2, 4, 33, 16),
+    "linear_cross_entropy": (33, 32, 300),
     "attention": (2, 4, 2, 33, 16), "capped_attention": (2, 4, 2, 33, 16),
 }  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

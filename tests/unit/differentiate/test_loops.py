@@ -62,6 +62,7 @@ def functions(
         ("gpt2", 1, 16),
         ("gpt2", 2, 16),
         ("qwen3", 1, 7),
+        ("qwen3 fused", 1, 7),
         ("gemma3", 2, 7),
         ("llama fused", 1, 7),
         ("gpt2 fused", 1, 7),

@@ -426,7 +426,7 @@ def test_trained_tables_keep_their_gradient() -> None:
 
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_a_switch_turns_one_kernel_off(name: str) -> None:
-    model = "gpt2" if name == "layer_norm" else "llama"
+    model = {"layer_norm": "gpt2", "qk_norm_rope": "gemma3"}.get(name, "llama")
     fusions = fused(known(model), **{name: False})
     assert name not in fusions.counts and fusions.off == (name,) and fusions.counts
     assert f"switched off: {name}" in str(fusions)
@@ -441,6 +441,46 @@ def test_switches_are_checked() -> None:
     assert not any(read_switches(None).values()) and all(read_switches(True).values())
     graph = known("llama")
     assert fuse(graph, read_switches(False))[0] is graph
+
+
+class Heads(nn.Module):
+    """Queries as Qwen3 makes them: normed by heads, then rotated; ``spoil`` changes one thing."""
+
+    def __init__(self, spoil: str = "") -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.q, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.q(x).unflatten(-1, (2, 8))
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        normed = x = x.transpose(1, 2)
+        if self.spoil == "pairs":
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        else:
+            turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
+        x = x * cos + turned * sin
+        return (x * normed if self.spoil == "read" else x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tables", "reason"),
+    [
+        ("", (1, 1, 5, 8), ""),
+        ("pairs", (1, 1, 5, 8), "pairs of neighbouring columns"),
+        ("heads", (1, 2, 5, 8), "not one row for each token"),
+        ("read", (1, 1, 5, 8), "is also read by"),
+    ],
+)
+def test_a_norm_and_the_rotation_behind_it_are_one(spoil: str, tables: tuple[int, ...], reason: str) -> None:
+    batch = {"x": torch.randn(3, 5, 16), "cos": torch.randn(tables), "sin": torch.randn(tables)}
+    fusions = fused(captured(Heads(spoil), batch))
+    if not reason:
+        assert fusions.counts == {"qk_norm_rope": 1} and not fusions.near_misses
+        return
+    (miss,) = fusions.near_misses
+    assert fusions.counts == {"rms_norm": 1, "rope": 1}
+    assert miss.pattern == "qk_norm_rope" and reason in miss.reason
 
 
 PLANTED: dict[str, Callable[..., Any]] = {

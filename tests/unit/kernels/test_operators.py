@@ -56,6 +56,8 @@ OPERATORS = {
     "clamped_glu halves": case("clamped_glu", (3, 10), rest=(1.0, 1.702, False)),
     "rope": case("rope", (1, 2, 3, 6), rest=_rope(6, False)),
     "rope partial interleaved": case("rope", (1, 2, 3, 6), rest=_rope(4, True)),
+    "qk_norm_rope": case("qk_norm_rope", (1, 2, 3, 6), (6,), rest=(*_rope(6, False)[:2], 1e-6, 0.0)),
+    "qk_norm_rope partial": case("qk_norm_rope", (1, 2, 3, 6), (6,), rest=(*_rope(4, False)[:2], 1e-6, 1.0)),
     "gated_delta_rule": case(
         "gated_delta_rule", (1, 3, 1, 2), (1, 3, 1, 2), (1, 3, 2, 3), (1, 3, 2), (1, 3, 2), rest=(True,)
     ),

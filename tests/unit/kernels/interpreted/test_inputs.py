@@ -9,6 +9,7 @@ import test_clamped_glu
 import test_cross_entropy
 import test_glu
 import test_layer_norm
+import test_qk_norm_rope
 import test_rms_norm
 import test_rope
 import torch
@@ -25,6 +26,7 @@ from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
+from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
 
@@ -82,6 +84,10 @@ def heads(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda v, q, k: call(*(x[None, None] for x in (v, q, k)))[0, 0]
 
 
+def one_head(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, cos, sin: call(*(t[None, None] if t is not w else t for t in (x, w, cos, sin)))[0, 0]
+
+
 CASES = {
     "rms_norm": Case(rms_norm, lambda x, w: test_rms_norm.eager(x, w, 0, True), lambda r, c: (randn(c),)),
     "add_rms_norm": Case(add_rms_norm, plain_add_norm, lambda r, c: (randn(r, c), randn(c))),
@@ -96,6 +102,9 @@ CASES = {
         lambda x: test_clamped_glu.eager(x[:, : x.shape[1] // 2 * 2]),
     ),
     "rope": Case(rope, test_rope.eager, table),
+    "qk_norm_rope": Case(
+        one_head(qk_norm_rope), one_head(test_qk_norm_rope.eager), lambda r, c: (randn(c), *table(r, c))
+    ),
     "linear_cross_entropy": Case(
         lambda h, w: linear_cross_entropy(h, w, labels(len(h), len(w))),
         lambda h, w: test_cross_entropy.eager(F.linear(h, w), labels(len(h), len(w))),
