@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class Front:
     captured: Captured
     fused: Captured
     fusions: Fusions
+
+    @cached_property
+    def tables(self) -> Cuts:
+        """Tables of which the host can gather rows."""
+        return tables(self.fused)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Frontend:
 
     def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
-        return tables(self._front(batch, evaluate).fused) if self._gathers else {}
+        return self._front(batch, evaluate).tables if self._gathers else {}
 
     def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
         """Ways of cutting the weights: nothing cut, then ever smaller pieces."""

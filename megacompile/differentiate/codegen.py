@@ -128,3 +128,9 @@ def load_functions(source: str, device: torch.device) -> dict[str, Callable[[lis
     given = set(namespace)
     exec(compile(source, "<megacompile blocks>", "exec"), namespace)
     return {k: v for k, v in namespace.items() if k not in given and hasattr(v, "__code__")}
+
+
+def identifier(name: str) -> str:
+    """A name of Python for a template."""
+    text = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
+    return f"block_{text}" if text[0].isdigit() else text

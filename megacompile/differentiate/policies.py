@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.capture.views import storage_nbytes, view_base
+from megacompile.differentiate.codegen import identifier
 from megacompile.differentiate.costs import is_heavy
 from megacompile.differentiate.functions import BlockFunction, block_function, fused
 from megacompile.differentiate.joint import Ref, extract
@@ -109,9 +111,24 @@ def differentiate(
     length = length_of(template)
     if chunk and length is not None and length > chunk:
         return _in_chunks(template, mode, processors, (length, chunk), check)
+    if inductor is None:
+        return _cut(template, mode, processors)
     cutter = _Cutter(template, joint_of(template, mode), mode, processors)
-    found = cutter.run()
-    return found if inductor is None else cutter.with_inductor(found, inductor)
+    return cutter.with_inductor(cutter.run(), inductor)
+
+
+_CUT: WeakKeyDictionary[Template, dict[Any, DifferentiatedTemplate]] = WeakKeyDictionary()
+
+
+def _cut(
+    template: Template, mode: FakeTensorMode, processors: int | None, loops: tuple[int, int] | None = None
+) -> DifferentiatedTemplate:
+    """A template's functions, made once while it lives: chunks of two lengths may come to the same."""
+    made, key = _CUT.setdefault(template, {}), (processors, loops)
+    if key not in made:
+        joint = joint_of(template, mode)
+        made[key] = _Cutter(template, joint, mode, processors, loops=loops, lean=bool(loops)).run()
+    return made[key]
 
 
 def _in_chunks(
@@ -123,7 +140,7 @@ def _in_chunks(
         (_, joint), (short, short_joint) = pairs
         loops = loops[0], fitting_chunk(joint, loops[1])
         try:
-            found = _Cutter(template, joint, mode, processors, loops=loops, lean=True).run()
+            found = _cut(template, mode, processors, loops)
             if not any(f.looped for f in found.functions()):
                 reason = NO_PRODUCT
             elif check:
@@ -132,8 +149,7 @@ def _in_chunks(
             reason = f"its loops fail: {str(error).strip().splitlines()[0]}"
     if reason is None:
         return replace(found, loops=loops)
-    found = _Cutter(template, joint_of(template, mode), mode, processors).run()
-    return replace(found, not_looped=reason)
+    return replace(_cut(template, mode, processors), not_looped=reason)
 
 
 def _wrong(short: Template, joint: Joint, mode: FakeTensorMode) -> str | None:
@@ -165,8 +181,8 @@ class _Cutter:
         self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref]]] = {}  # by function: results, given
 
     def run(self) -> DifferentiatedTemplate:
-        prefix = _identifier(self.template.name)
-        forward = self._function(f"{prefix}_forward", self._out_list(), ())
+        prefix = identifier(self.template.name)
+        forward = self._function(f"{prefix}_forward", _numbered("out", self.joint.outs), ())
         if self.lean:
             return self._lean(prefix, forward)
         policies: dict[PolicyName, PolicyFunctions] = {}
@@ -174,7 +190,7 @@ class _Cutter:
             everything = saved_set(self.joint, keeps_all)
             something = saved_set(self.joint, is_heavy)
             policies["all"] = self._with_saved("all", prefix, everything, forward)
-            if _total(something) < _total(everything):
+            if sum(_bytes(something)) < sum(_bytes(everything)):
                 policies["some"] = self._with_saved("some", prefix, something, forward)
             if forward.attention_flops[0] * _LARGE_SHARE >= forward.flops > 0:
                 attention = saved_set(self.joint, is_attention)
@@ -194,14 +210,13 @@ class _Cutter:
     def _lean(self, prefix: str, forward: BlockFunction) -> DifferentiatedTemplate:
         """Policies of little memory alone: what is not kept is derived inside of the backward's own loops."""
         policies: dict[PolicyName, PolicyFunctions] = {}
-        names: tuple[PolicyName, ...] = ("none",)
         if any(grad is not None for grad in self.joint.grads):
             attention = saved_set(self.joint, is_attention)
             if any(map(is_attention, attention)):
                 policies["attention"] = self._with_saved("attention", prefix, attention, forward)
             policies["none"] = self._with_saved("none", prefix, [], forward)
         else:
-            policies = {name: PolicyFunctions(name, forward, None, None, ()) for name in names}
+            policies["none"] = PolicyFunctions("none", forward, None, None, ())
         return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
@@ -216,16 +231,13 @@ class _Cutter:
             found |= {f.name: f for f in plain.functions() if f.name not in backwards}
         return plain.with_functions(found)
 
-    def _out_list(self) -> list[tuple[Ref, fx.Node]]:
-        return [(("out", k), node) for k, node in enumerate(self.joint.outs)]
-
     def _with_saved(
         self, name: PolicyName, prefix: str, saved: list[fx.Node], plain: BlockFunction
     ) -> PolicyFunctions:
-        results = self._out_list() + _saved_list(saved)
+        results = _numbered("out", self.joint.outs) + _numbered("saved", saved)
         forward = self._function(f"{prefix}_forward_save_{name}", results, ()) if saved else plain
         backward = self._backward(f"{prefix}_backward_from_{name}", saved)
-        return PolicyFunctions(name, forward, None, backward, tuple(_nbytes(n) for n in saved))
+        return PolicyFunctions(name, forward, None, backward, _bytes(saved))
 
     def _recomputed(
         self,
@@ -237,7 +249,7 @@ class _Cutter:
     ) -> PolicyFunctions:
         if not saved:
             return PolicyFunctions(name, plain, None, full.backward, ())
-        recompute = self._function(f"{prefix}_recompute_{full.name}", _saved_list(saved), ())
+        recompute = self._function(f"{prefix}_recompute_{full.name}", _numbered("saved", saved), ())
         return PolicyFunctions(name, plain, recompute, full.backward, full.saved)
 
     def _backward(self, name: str, saved: list[fx.Node]) -> BlockFunction:
@@ -279,18 +291,9 @@ class _Cutter:
         return {n for n in graph.nodes if n.op == "placeholder" and n.name in names}
 
 
-def _nbytes(node: fx.Node) -> int:
-    return storage_nbytes(node.meta["val"])
+def _bytes(nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+    return tuple(storage_nbytes(node.meta["val"]) for node in nodes)
 
 
-def _total(nodes: Iterable[fx.Node]) -> int:
-    return sum(map(_nbytes, nodes))
-
-
-def _saved_list(saved: Sequence[fx.Node]) -> list[tuple[Ref, fx.Node]]:
-    return [(("saved", j), node) for j, node in enumerate(saved)]
-
-
-def _identifier(name: str) -> str:
-    text = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
-    return f"block_{text}" if text[0].isdigit() else text
+def _numbered(kind: Literal["out", "saved"], nodes: Sequence[fx.Node]) -> list[tuple[Ref, fx.Node]]:
+    return [((kind, k), node) for k, node in enumerate(nodes)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ class Study:
         self.model, self.progress, self._dtype = model, progress, dtype
         self._known: Known = {}  # so that sweeps never get slower
         self._repeated: dict[Kind, Repeated] = {}
+        self._least: dict[tuple[Any, ...], tuple[LeastBudgets, Compiled]] = {}  # by what it depends on
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
@@ -76,7 +78,12 @@ class Study:
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
+        key = question.kind, question.micro_batches, question.hbm_budget, question.gpus
+        if key not in self._least:
+            self._least[key] = self._find_least(question)
+        return self._least[key]
 
+    def _find_least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         mode, budget = question.mode(True), question.hbm_budget
         best: tuple[int, Compiled] | None = None
 

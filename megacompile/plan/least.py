@@ -33,8 +33,17 @@ class Least(NamedTuple):
 
 def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
     """The plan of least device bytes among those of small peak; the first that needs at most ``enough``."""
-    if lowest_bytes(work, mode) > enough:
-        return _least(work, mode)
+    lowest = lowest_bytes(work, mode)
+    return _least(work, mode, lowest) if lowest > enough else _first(work, mode, enough)
+
+
+@lru_cache(maxsize=_KEPT)
+def _least(work: Workload, mode: Mode, lowest: int) -> Least:
+    return _first(work, mode, lowest)
+
+
+def _first(work: Workload, mode: Mode, enough: int) -> Least:
+    """The first small plan that needs at most ``enough``; where none does, the one of least bytes."""
     best: Least | None = None
     for found in small_plans(work, mode):
         if best is None or found.nbytes < best.nbytes:
@@ -43,11 +52,6 @@ def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
             break
     assert best is not None
     return best
-
-
-@lru_cache(maxsize=_KEPT)
-def _least(work: Workload, mode: Mode) -> Least:
-    return min(small_plans(work, mode), key=lambda found: found.nbytes)
 
 
 def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:

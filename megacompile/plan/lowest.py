@@ -3,13 +3,14 @@
 In: a workload and a mode; then, if need be, the checkpoint policies of a plan. Out: bytes, found without
 lowering anything. While a block's function runs, what it reads is on the device beside its own tensors, and
 so is what passes by it: values of earlier blocks that later forwards read, gradients that earlier blocks
-await. Only what a block's own backward alone still reads may wait elsewhere. So no cuts are weighed that
-cannot help, and no budget is searched that nothing meets.
+await, leaves of the batch that anything still reads. Only what a block's own backward alone still reads may
+wait elsewhere. So no cuts are weighed that cannot help, and no budget is searched that nothing meets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -22,11 +23,13 @@ _COPIES = 4  # of a block's weights at most: its slot, its gradient, and a sum o
 
 def lowest_bytes(work: Workload, mode: Mode, checkpoints: Sequence[str] = ()) -> int:
     """Device bytes below which no step of this mode stays, or none with these checkpoint policies."""
-    needs = _needs(work, mode)
-    if not checkpoints:
-        return work.constant_bytes + max((min(n.values()) for n in needs), default=0)
-    chosen = (n[name if name in n else "none"] for n, name in zip(needs, checkpoints, strict=True))
-    return work.constant_bytes + max(chosen, default=0)
+    if checkpoints:
+        pairs = zip(work.blocks, checkpoints, strict=True)
+        chosen = tuple(replace(block, policies=(block.policy(name),)) for block, name in pairs)
+        needs = _find_needs(replace(work, blocks=chosen), mode)
+    else:
+        needs = _needs(work, mode)
+    return work.constant_bytes + max((min(n.values()) for n in needs), default=0)
 
 
 def activations_bytes(work: Workload, mode: Mode) -> int:
@@ -51,30 +54,66 @@ def _weights(block: BlockWork) -> set[int]:
 
 @lru_cache(maxsize=_KEPT)
 def _needs(work: Workload, mode: Mode) -> list[dict[str, int]]:
+    return _find_needs(work, mode)
+
+
+def _find_needs(work: Workload, mode: Mode) -> list[dict[str, int]]:
     """Per block and checkpoint policy, bytes at the highest of its functions."""
     if mode.kind == "update":
         return [dict.fromkeys((p.name for p in block.policies), 0) for block in work.blocks]
     trains = mode.kind != "evaluate"
     passing, awaited = _passing(work), _awaited(work)
+    waiting, left = _batch_leaves(work, trains)
     return [
-        {p.name: _highest(work, block, p, trains, passing[b], awaited[b]) for p in block.policies}
+        {
+            p.name: _highest(work, block, p, trains, (passing[b], waiting[b]), (awaited[b], left[b]))
+            for p in block.policies
+        }
         for b, block in enumerate(work.blocks)
     ]
 
 
+_Others = tuple[int, set[int]]
+"""What is on the device whatever a function reads: bytes, and leaves of the batch."""
+
+
 def _highest(
-    work: Workload, block: BlockWork, policy: CheckpointPolicy, trains: bool, passing: int, awaited: int
+    work: Workload, block: BlockWork, policy: CheckpointPolicy, trains: bool, before: _Others, after: _Others
 ) -> int:
-    given = awaited + policy.saved_bytes + sum(work.values[v].nbytes for v in block.tangents)
-    calls = [(policy.forward, passing), (policy.recompute, awaited), (policy.backward, given)]
+    """The highest of a block's functions, with what stays beside its forward and what does afterwards."""
+    given = policy.saved_bytes + sum(work.values[v].nbytes for v in block.tangents)
+    calls = [(policy.forward, 0, before), (policy.recompute, 0, after), (policy.backward, given, after)]
     return max(
-        others
-        + sum(work.values[v].nbytes for v in call.reads)
+        kept
+        + others
+        + sum(work.values[v].nbytes for v in leaves.union(call.reads))
         + sum(work.groups[g].nbytes for g in call.groups)
         + call.peak_bytes
-        for call, others in (calls if trains else calls[:1])
+        for call, kept, (others, leaves) in (calls if trains else calls[:1])
         if call is not None
     )
+
+
+def _batch_leaves(work: Workload, trains: bool) -> tuple[list[set[int]], list[set[int]]]:
+    """Per block, leaves of the batch that later functions read: those of its forward, those of its backward.
+
+    Leaves are loaded first, stay until the last function that reads them, and never wait elsewhere.
+    """
+    leaves = {v for v, value in enumerate(work.values) if value.batch}
+
+    def read(block: BlockWork, forward: bool) -> set[int]:
+        """By whatever policy."""
+        found = leaves
+        for policy in block.policies:
+            calls = [policy.forward] if forward else [policy.recompute, policy.backward]
+            found = found & {v for call in calls if call is not None for v in call.reads}
+        return found
+
+    backwards = [read(block, False) for block in work.blocks] if trains else [set[int]()] * len(work.blocks)
+    after = list(accumulate(backwards, set.union, initial=set[int]()))
+    forwards = [read(block, True) for block in reversed(work.blocks)]
+    before = list(accumulate(forwards, set.union, initial=after[-1]))
+    return before[-2::-1], after[:-1]
 
 
 def _passing(work: Workload) -> list[int]:
