@@ -132,6 +132,14 @@ def _all_labels_count(graph: fx.Graph) -> None:
             node.update_arg(1, -1)
 
 
+def _a_mean_without_its_share(graph: fx.Graph) -> None:
+    """The sums of chunks are added, and not divided by the number of labels."""
+    _MEANS(graph)
+    losses = [n for n in graph.nodes if n.target is torch.ops.aten.nll_loss_forward.default]
+    for mean in [mean for loss in losses for given in loss.users for mean in given.users]:
+        mean.replace_all_uses_with(mean.args[0])
+
+
 _ADD, _FETCH, _MEANS = loops._Body._add, loops._Body._fetch, loops.means_as_sums
 _FAULTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
     (1, stages, "role", _attention_is_local),
@@ -139,6 +147,7 @@ _FAULTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
     (1, loops._Body, "_fetch", _of_another_dimension),
     (1, "megacompile.differentiate.codegen", "spans", _loops_end_early),
     (2, loops, "means_as_sums", _all_labels_count),
+    (2, loops, "means_as_sums", _a_mean_without_its_share),
 ]
 
 
