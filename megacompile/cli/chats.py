@@ -15,8 +15,12 @@ _SPEAKERS = {  # of ShareGPT's turns, as roles
 }
 
 
-def as_messages(data: Any) -> Any:
-    """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts as they are."""
+_OTHERS = ({"prompt"}, {"chosen"}, {"input_ids"})  # columns that TRL reads as they are
+
+
+def as_messages(data: Any, text: str = "text") -> Any:
+    """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts, which are in the
+    column ``text``, as they are."""
     names = set(data.column_names or ())
     kinds: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, str]]]] = {
         ("conversations",): _from_sharegpt,
@@ -24,6 +28,11 @@ def as_messages(data: Any) -> Any:
         ("messages",): lambda row: list(row["messages"]),
     }
     read = next((kind for columns, kind in kinds.items() if names.issuperset(columns)), None)
+    if read is None and names and not any(map(names.issuperset, ({text}, *_OTHERS))):
+        raise MegacompileError(
+            f"data: its columns are {', '.join(sorted(names))}: rename them to messages, conversations, "
+            f"instruction and output, prompt and completion, chosen and rejected, or {text}."
+        )
     if read is None or "chosen" in names:
         return data
 
@@ -31,10 +40,21 @@ def as_messages(data: Any) -> Any:
         turns = read(row)
         if not turns:
             raise MegacompileError(f"data: row {index + 1} is a chat without a turn: remove it.")
+        for turn in turns:
+            _check_said(turn, index + 1)
         return {"messages": _system(row) + turns}
 
     others = [name for name in data.column_names if name not in ("tools", "chat_template_kwargs")]
     return data.map(chat, with_indices=True, remove_columns=others)
+
+
+def _check_said(turn: Mapping[str, Any], row: int) -> None:
+    """Chat templates fail, or print None, where a turn says nothing."""
+    if turn.get("content") is None and not turn.get("tool_calls"):
+        keys = ", ".join(name for name, value in turn.items() if value is not None)
+        raise MegacompileError(
+            f"data: row {row} has a turn without content, only {keys}: give each turn a role and content."
+        )
 
 
 def _system(row: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -205,7 +205,8 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         test = None
     elif test is None:
         raise MegacompileError("eval_strategy needs data for evaluation: give test_split_size, or 'no'.")
-    return tuple(part if part is None else as_messages(part) for part in (train, test))  # type: ignore
+    text = getattr(arguments, "dataset_text_field", "text")
+    return tuple(part if part is None else as_messages(part, text) for part in (train, test))  # type: ignore
 
 
 def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:

@@ -285,8 +285,16 @@ def test_packed_rows_hold_the_same_labels(cut: int, tmp_path: Path) -> None:
             [{"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "hi"}]}],
             "a turn is from 'bot', which is none of human, gpt",
         ),
+        (
+            [{"messages": [{"role": "user", "text": "hi"}]}],
+            "row 2 has a turn without content, only role, text: give each turn a role and content",
+        ),
+        (
+            [{"question": "hi", "answer": "hi"}],
+            "its columns are answer, question: rename them to messages",
+        ),
     ],
-    ids=["no turn of the assistant", "no turn", "another speaker"],
+    ids=["no turn of the assistant", "no turn", "another speaker", "no content", "other columns"],
 )
 def test_a_chat_that_teaches_nothing_is_refused(
     rows: Rows, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
