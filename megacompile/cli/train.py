@@ -29,6 +29,7 @@ _FILES = {
     ".txt": "text",
     ".md": "text",
 }
+_TOKENIZERS = ("*token*", "*vocab*", "*.model")  # of any kind; without, transformers makes one up
 
 
 @dataclass
@@ -224,6 +225,10 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     folder, template = Path(name), getattr(arguments, "chat_template_path", None)
     if name.startswith((".", "/")) and not folder.is_dir():
         raise MegacompileError(f"model_name_or_path: there is no folder {name}.")
+    if folder.is_dir() and not any(next(folder.glob(files), None) for files in _TOKENIZERS):
+        raise MegacompileError(
+            f"model_name_or_path: {name} has no tokenizer: tokenizer.save_pretrained({name!r}) puts it there."
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
     if getattr(arguments, "assistant_only_loss", False) and not (tokenizer.chat_template or template):
         raise MegacompileError(

@@ -209,6 +209,7 @@ def test_an_instruction_with_an_input() -> None:
             ["train", "config.yaml", "--model_name_or_path", "base"],
             "of base has no chat template: give chat_t",
         ),
+        (["train", "config.yaml", "--model_name_or_path", "silent"], "silent has no tokenizer"),
         (["train", "missing.yaml"], "missing.yaml is no YAML file that can be read"),
         (["train", "model/config.json", "--output_dir", "x"], "there is no key 'architectures'"),
         (["train", "config.yaml", "--eval_strategy", "no"], "sample_prompts are answered at evaluations"),
@@ -222,6 +223,8 @@ def test_a_mistake_is_one_sentence(
     (folder / "broken.jsonl").write_text("\n".join([*rows, '{"messages": [']))
     shutil.copytree(folder / "model", folder / "base")
     (folder / "base" / "chat_template.jinja").unlink()
+    (folder / "silent").mkdir()
+    shutil.copy(folder / "model" / "config.json", folder / "silent")
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert words in said
