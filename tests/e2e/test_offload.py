@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
@@ -19,7 +18,7 @@ from megacompile.assemble.plan import Plan
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
 from megacompile.program import Program
 from tests.support.models import Residual, Stack
-from tests.support.ranks import run_ranks, whole
+from tests.support.ranks import run_ranks, saved, whole
 from tests.support.scripts import output_of
 
 
@@ -334,10 +333,7 @@ def test_ranks_have_their_shares_on_a_drive(
     assert [losses for losses, _ in found] == [losses for losses, _ in expected]
     assert found[0][1] == where
     assert {path.name for path in (folders[1] / "drive").iterdir()} == {"rank-0", "rank-1"}
-    before, after = (
-        {n: t for file in (folder / "last").glob("*.safetensors") for n, t in load_file(file).items()}
-        for folder in folders
-    )
+    before, after = (saved(folder / "last") for folder in folders)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
 
