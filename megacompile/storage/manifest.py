@@ -6,6 +6,7 @@ In:  a folder. Out: :class:`Manifest`, and the spans of tensors in files, all of
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, Places]:
 
 
 def places_of(folder: Path, files: dict[str, Shard]) -> Places:
+    """By tensor its files and checksums; each file is there and of its size, or it is named."""
     places: Places = {}
     for name, entry in sorted(files.items()):
         if not _FILE.fullmatch(name):
@@ -103,10 +105,14 @@ def find_spans(folder: Path, places: Places, expected: Mapping[str, Tensor]) -> 
         where = "misses" if name in expected else "has in excess"
         raise MegacompileError(f"{folder} {where} {name}: it is of another model.")
     spans: dict[str, list[Span]] = {name: [] for name in expected}
-    for file in sorted({f for parts in places.values() for f, _ in parts}):
+    of_files: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for name, parts in places.items():
+        for file, crc in parts:
+            of_files[file].append((name, crc))
+    for file, named in sorted(of_files.items()):
         with open_shard(folder / file) as handle:
             held = set(handle.keys())
-            for name, crc in ((n, crc) for n, parts in places.items() for f, crc in parts if f == file):
+            for name, crc in named:
                 if name not in held:
                     raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
                 part, before = handle.get_slice(name), spans[name]
