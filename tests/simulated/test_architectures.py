@@ -14,6 +14,7 @@ from megacompile.compiler import Compiler
 from tests.e2e.test_architectures import BF16, FP32
 from tests.simulated.test_budgets import taken_beside
 from tests.support.cuda_programs import program
+from tests.support.judge_eager import cast_floats
 from tests.support.zoo import Case, cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -36,7 +37,8 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor], tuple[int, ...]]:
     """Losses, state, and the groups whose state stays on the device."""
     trained = program(case.build(), device, budget, max_grad_norm=0.5, **options)
-    losses = [float(trained.train_step(case.batch(i)).loss) for i in range(steps)]
+    batches = cast_floats([case.batch(i) for i in range(steps)], options["compute_dtype"])
+    losses = [float(trained.train_step(batch).loss) for batch in batches]
     state, resident = trained.state_dict(), trained._session.scheduled().planned.step.resident
     trained.close()
     return losses, state, resident
@@ -54,9 +56,10 @@ def test_it_trains_streamed_at_its_least_budget_and_resident(
 
 
 def check_streamed(case: Case, options: dict[str, Any]) -> None:
-    little = f"{taken_beside() + (64 << 10)}B"
+    little = f"{taken_beside() + (16 << 10)}B"
+    (batch,) = cast_floats([case.batch(0)], options["compute_dtype"])
     with pytest.raises(megacompile.BudgetError, match="has to be at least") as error:
-        program(case.build(), "cuda", little, example_batch=case.batch(0), **options)
+        program(case.build(), "cuda", little, example_batch=batch, **options)
     expected, state, _ = train(case, "cpu", planner="double-buffer", **options)
     losses, ours, _ = train(case, "cuda", f"{error.value.least_bytes}B", **options)
     assert losses == expected

@@ -62,7 +62,7 @@ class EagerRuns:
 
     def given(self, micro: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Micro-batches as eager in ``dtype`` and programs take them."""
-        return _cast(micro, self.floats)
+        return cast_floats(micro, self.floats)
 
     def _batch(self, seed: int) -> dict[str, Any]:
         """A batch whose values fp32 and bf16 hold alike; a plain module is given its compute dtype."""
@@ -120,7 +120,7 @@ class EagerRuns:
             value = _rounded_by_chance(parameter.data, seed or 0) if chance else parameter.data
             parameter.data = value.to(form)
         trainer = self.case.habits.trainer(model)
-        micro = _cast(self.steps[0], floats)
+        micro = cast_floats(self.steps[0], floats)
         trainer.backward(micro, trainer.weights(micro), by_hand=by_hand)
         return _gradients(model)
 
@@ -157,7 +157,7 @@ class EagerRuns:
         trainer = self.case.habits.trainer(model)
         try:
             trainer.backward(
-                _cast(self.steps[0], torch.float64), trainer.weights(self.steps[0]), by_hand=True
+                cast_floats(self.steps[0], torch.float64), trainer.weights(self.steps[0]), by_hand=True
             )
         except RuntimeError:
             return {}
@@ -179,7 +179,8 @@ class EagerRuns:
         return train_eager(self.case.habits.trainer(model), self.steps)
 
 
-def _cast(micro: Sequence[dict[str, Any]], dtype: torch.dtype | None) -> list[dict[str, Any]]:
+def cast_floats(micro: Sequence[dict[str, Any]], dtype: torch.dtype | None) -> list[dict[str, Any]]:
+    """Micro-batches with their floats in ``dtype``; None leaves them as they are."""
     return [
         {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in b.items()}
         for b in micro

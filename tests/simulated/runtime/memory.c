@@ -140,14 +140,34 @@ API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAlloc
   *granularity = GRANULE;
   return 0;
 }
+typedef struct Free { uint64_t start, bytes; struct Free *next; } Free;
+static Free *freed;  // reserved once, to be had again: torch reserves more than the device holds for every segment
 API CUresult cuMemAddressReserve(CUdeviceptr *p, size_t bytes, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
+  bytes = ROUND_UP(bytes, GRANULE);
   pthread_mutex_lock(&lock);
-  *p = next_address;
-  next_address += ROUND_UP(bytes, GRANULE) + GRANULE;
+  Free **at = &freed;
+  while (*at && (*at)->bytes != bytes) at = &(*at)->next;
+  Free *again = *at;
+  int ok = again || next_address + bytes + GRANULE < BASE + SPAN;
+  if (again) {
+    *at = again->next;
+    *p = again->start;
+    free(again);
+  } else if (ok) {
+    *p = next_address;
+    next_address += bytes + GRANULE;
+  }
+  pthread_mutex_unlock(&lock);
+  return ok ? 0 : CUDA_ERROR_OUT_OF_MEMORY;
+}
+API CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) {
+  Free *f = malloc(sizeof *f);
+  pthread_mutex_lock(&lock);
+  *f = (Free){p, ROUND_UP(bytes, GRANULE), freed};
+  freed = f;
   pthread_mutex_unlock(&lock);
   return 0;
 }
-API CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) { return 0; }
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
                          unsigned long long flags) {
   pthread_mutex_lock(&lock);
