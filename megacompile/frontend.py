@@ -6,11 +6,12 @@ the form of each parameter and the layout of the weight groups.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from megacompile.fuse.report import Fusions
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import param_group_of
 from megacompile.partition.blocks import Partition, Template, partition
+from megacompile.plan.lowest import held_bytes
 from megacompile.plan.residency import with_state
-from megacompile.plan.tiling import tiling_candidates
+from megacompile.plan.tiling import Candidate, tiling_candidates
 from megacompile.tile.cuts import families, tables
 from megacompile.tile.rewrite import Cuts, Tiled, tile
 
@@ -49,7 +51,7 @@ class Front:
     fused: Captured
     fusions: Fusions
 
-    @cached_property
+    @functools.cached_property
     def tables(self) -> Cuts:
         """Tables of which the host can gather rows."""
         return tables(self.fused)
@@ -108,6 +110,7 @@ class Frontend:
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
+        self._parts: dict[tuple[Any, ...], tuple[Tiled, Partition]] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
 
@@ -129,16 +132,18 @@ class Frontend:
         whole = self.tables(batch, evaluate=evaluate)
         return tiling_candidates(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
 
-    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[Compiled]:
+    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
         """One kind of batch cut in each of these ways; each made when asked for."""
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
-            yield self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            _, part = self._part(batch, cuts, evaluate)
+            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk)
+            yield Candidate(held_bytes(part), build)
 
     def chunks(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
         has loops with weights cut in this way."""
         yield 0
-        templates = self.build(batch, cuts, evaluate=evaluate).part.templates
+        templates = self._part(batch, cuts, evaluate)[1].templates
         longest = max((length_of(t) or 0 for t in templates), default=0)
         for chunk in (c for c in CHUNKS if c < longest):
             found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
@@ -162,10 +167,8 @@ class Frontend:
         key = (batch.key, tuple(cuts.items()), chunk)
         with _TRACING:
             if key not in self._compiled:
-                alike = (made for other, made in self._compiled.items() if other[:2] == key[:2])
-                self._compiled[key] = self._build(
-                    self._front(batch, evaluate), cuts, chunk, next(alike, None)
-                )
+                front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
+                self._compiled[key] = self._build(front, tiled, part, chunk)
             return self._compiled[key]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
@@ -177,6 +180,7 @@ class Frontend:
     def forget(self) -> None:
         """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
         self._fronts.clear()
+        self._parts.clear()
         self._compiled.clear()
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
@@ -199,21 +203,35 @@ class Frontend:
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
             return self._fronts[batch.key]
 
-    def _build(self, front: Front, cuts: Cuts, chunk: int, alike: Compiled | None) -> Compiled:
-        """``alike``, cut in the same way, has the same templates, whose traces are not made again."""
+    def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
+        """One kind of batch with its weights cut in this way, before it is differentiated."""
+        key = (batch.key, tuple(cuts.items()))
+        with _TRACING:
+            if key not in self._parts:
+                fused = self._front(batch, evaluate).fused
+                with self._running():
+                    tiled = tile(fused, cuts, gather=self._gathers)
+                    self._parts[key] = tiled, partition(tiled.captured)
+            return self._parts[key]
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """What an operator says about its arguments is an error of the model on this batch."""
         try:
-            tiled = alike.tiled if alike else tile(front.fused, cuts, gather=self._gathers)
-            part = alike.part if alike else partition(tiled.captured)
-            mode = front.fused.fake_mode
-            templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
+            yield
         except MegacompileError:
             raise
-        except RuntimeError as error:  # what an operator says about its arguments
+        except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
+
+    def _build(self, front: Front, tiled: Tiled, part: Partition, chunk: int) -> Compiled:
+        with self._running():
+            mode = front.fused.fake_mode
+            templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
         _check_uses(part, self.layouts)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
-        parameters = cut_parameters(self.parameters, cuts)
+        parameters = cut_parameters(self.parameters, tiled.cuts)
         assembly = assemble(
             part,
             templates,

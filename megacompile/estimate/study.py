@@ -8,6 +8,7 @@ fit, an answer holds the least budgets instead of predictions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from megacompile.passes import lower_memory
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
 from megacompile.plan.plan_program import Known, first_that_fits, plan_program
-from megacompile.plan.tiling import tried
+from megacompile.plan.tiling import Candidate, tried
 
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -45,15 +46,17 @@ class Study:
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return next(self._rungs((batch, seq, False, None, 1)))[0]
+        return self._whole((batch, seq, False, None, 1))[0]
 
-    def _rungs(self, kind: Kind, chunk: int = 0) -> Iterator[tuple[Compiled, float]]:
-        """The batch with no weight cut, then with ever smaller pieces, and the share of model FLOPs that the
-        graph misses."""
-        flops = self.model.step_flops(*kind[:2])
-        for compiled in self._repeat(kind).tilings(chunk):
-            work, missed = complete_flops(compiled.assembly.work, flops)
-            yield replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+    def _whole(self, kind: Kind) -> tuple[Compiled, float]:
+        """The batch with no weight cut, and the share of model FLOPs that the graph misses."""
+        return self._complete(kind, next(self._repeat(kind).tilings()))
+
+    def _complete(self, kind: Kind, candidate: Candidate[Compiled]) -> tuple[Compiled, float]:
+        """A batch that is cut in some way, with all FLOPs in its work, and the share that was missed."""
+        compiled = candidate.build()
+        work, missed = complete_flops(compiled.assembly.work, self.model.step_flops(*kind[:2]))
+        return replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
 
     def _repeat(self, kind: Kind) -> Repeated:
         """The batch's captures, made once."""
@@ -67,13 +70,18 @@ class Study:
             )
         return self._repeated[kind]
 
-    def tilings(self, question: Question, chunk: int = 0) -> Iterator[Compiled]:
-        return (compiled for compiled, _ in self._rungs(question.kind, chunk))
+    def tilings(self, question: Question, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
+        """The batch with no weight cut, then with ever smaller pieces; its work has all FLOPs."""
+        for candidate in self._repeat(question.kind).tilings(chunk):
+            yield replace(candidate, build=functools.partial(self._build, question.kind, candidate))
 
-    def _told(self, question: Question, chunk: int) -> Iterator[Compiled]:
+    def _build(self, kind: Kind, candidate: Candidate[Compiled]) -> Compiled:
+        return self._complete(kind, candidate)[0]
+
+    def _told(self, question: Question, chunk: int) -> Iterator[Candidate[Compiled]]:
         """The same, and says when pieces get smaller."""
-        for compiled in self.tilings(question, chunk):
-            yield compiled
+        for candidate in self.tilings(question, chunk):
+            yield candidate
             self.progress("cutting large weights into smaller pieces")
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
@@ -114,7 +122,7 @@ class Study:
 
         What ``known``, an answer to the same question, has planned is not planned again.
         """
-        _, missed = next(self._rungs(question.kind))
+        _, missed = self._whole(question.kind)
         needs, compiled = (known.least, known.compiled) if known else self.least(question)
         predictions = dict(known.predictions) if known else {}
         for clipping in (True, False) if both else (clip,):

@@ -26,6 +26,7 @@ from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.residency import with_state
+from megacompile.plan.tiling import Candidate
 from megacompile.tile.rewrite import Cuts
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
@@ -66,16 +67,20 @@ class Repeated:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
         return self._few.chunks(self._batch, {}, evaluate=False)
 
-    def tilings(self, chunk: int = 0) -> Iterator[Compiled]:
+    def tilings(self, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
         """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
-        for compiled in self._few.tilings(self._batch, evaluate=False, chunk=chunk):
-            key = tuple(compiled.tiled.cuts.items()), chunk
-            if key not in self._made:
-                self._made[key] = self._repeat(compiled)
-            yield self._made[key]
+        for few in self._few.tilings(self._batch, evaluate=False, chunk=chunk):
+            yield replace(few, build=functools.partial(self._build, few, chunk))
+
+    def _build(self, few: Candidate[Compiled], chunk: int) -> Compiled:
+        compiled = few.build()
+        key = tuple(compiled.tiled.cuts.items()), chunk
+        if key not in self._made:
+            self._made[key] = self._repeat(compiled)
+        return self._made[key]
 
     @property
     def gathers(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -61,17 +61,34 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     Blocks that differ may need less when they are treated differently.
     """
     best: Least | None = None
-    for plan in _alike(work, mode):
+    seen: set[Plan] = set()
+    for plan in _unseen(work, _alike(work, mode), seen):
         found = _lowered(work, plan, mode, best)
         best = found if best is None or found.nbytes < best.nbytes else best
         yield found
     assert best is not None
     alike = best.plan
-    for names in _mixed(len(work.blocks)):
-        blocks = (replace(block, checkpoint=name) for block, name in zip(alike.blocks, names, strict=True))
-        found = _lowered(work, replace(alike, blocks=tuple(blocks)), mode, best)
+    for plan in _unseen(work, (_with(alike, names) for names in _mixed(len(work.blocks))), seen):
+        found = _lowered(work, plan, mode, best)
         best = min(best, found, key=lambda f: f.nbytes)
         yield found
+
+
+def _unseen(work: Workload, plans: Iterable[Plan], seen: set[Plan]) -> Iterator[Plan]:
+    """The plans that differ from all before: a block that lacks a policy has another in its place."""
+    for plan in plans:
+        same = _with(
+            plan, [b.policy(p.checkpoint).name for b, p in zip(work.blocks, plan.blocks, strict=True)]
+        )
+        if same not in seen:
+            seen.add(same)
+            yield plan
+
+
+def _with(plan: Plan, checkpoints: Sequence[str]) -> Plan:
+    """The plan with other checkpoint policies, one for each block."""
+    blocks = zip(plan.blocks, checkpoints, strict=True)
+    return replace(plan, blocks=tuple(replace(block, checkpoint=name) for block, name in blocks))
 
 
 def least_alike(work: Workload, mode: Mode) -> int:

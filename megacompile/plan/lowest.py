@@ -9,13 +9,14 @@ wait elsewhere. So no cuts are weighed that cannot help, and no budget is search
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
 from megacompile.assemble.plan import Mode
 from megacompile.assemble.workload import BlockWork, CheckpointPolicy, Workload
+from megacompile.partition.blocks import Partition
 
 _KEPT = 64  # workloads whose bytes are remembered
 _COPIES = 4  # of a block's weights at most: its slot, its gradient, and a sum of that in FP32
@@ -30,6 +31,19 @@ def lowest_bytes(work: Workload, mode: Mode, checkpoints: Sequence[str] = ()) ->
     else:
         needs = _needs(work, mode)
     return work.constant_bytes + max((min(n.values()) for n in needs), default=0)
+
+
+def held_bytes(part: Partition) -> int:
+    """Of the lowest bytes what is known before blocks are differentiated: while the forward of a block runs,
+    the values that it reads, or those that it makes, and those that pass by it."""
+    reads = [{i.value for i in block.inputs if i.kind == "value"} for block in part.blocks]
+    made = {v: value.producer for v, value in enumerate(part.values) if value.producer >= 0}
+    sizes = [value.nbytes for value in part.values]
+    passing = _pass_by(reads, reads, made, sizes)
+    return max(
+        passing[b] + max(sum(sizes[v] for v in reads[b]), sum(sizes[v] for v in block.outputs))
+        for b, block in enumerate(part.blocks)
+    )
 
 
 def activations_bytes(work: Workload, mode: Mode) -> int:
@@ -119,15 +133,20 @@ def _batch_leaves(work: Workload, trains: bool) -> tuple[list[set[int]], list[se
 def _passing(work: Workload) -> list[int]:
     """Per block, bytes of values from earlier blocks for later forwards that it does not read itself."""
     made = {v: b for b, block in enumerate(work.blocks) for v in block.outputs}
-    last: dict[int, int] = {}
-    read: list[set[int]] = []
-    for b, block in enumerate(work.blocks):
-        reads = [set(policy.forward.reads) for policy in block.policies]
-        last |= dict.fromkeys(set.intersection(*reads) & made.keys(), b)
-        read.append(set.union(*reads))
-    total = _between(len(read), [(made[v], b, work.values[v].nbytes) for v, b in last.items()])
-    for b, values in enumerate(read):
-        total[b] -= sum(work.values[v].nbytes for v in values if v in last and made[v] < b < last[v])
+    reads = [[set(policy.forward.reads) for policy in block.policies] for block in work.blocks]
+    sure = [set.intersection(*values) for values in reads]
+    return _pass_by(sure, [set.union(*values) for values in reads], made, [v.nbytes for v in work.values])
+
+
+def _pass_by(
+    sure: Sequence[set[int]], reads: Sequence[set[int]], made: Mapping[int, int], sizes: Sequence[int]
+) -> list[int]:
+    """Per block, bytes of values that an earlier one made and a later one is ``sure`` to read, without those
+    that it may read itself."""
+    last = {v: b for b, values in enumerate(sure) for v in values if v in made}
+    total = _between(len(reads), [(made[v], b, sizes[v]) for v, b in last.items()])
+    for b, values in enumerate(reads):
+        total[b] -= sum(sizes[v] for v in values if v in last and made[v] < b < last[v])
     return total
 
 

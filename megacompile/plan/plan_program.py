@@ -23,7 +23,7 @@ from megacompile.plan.candidates import Planned
 from megacompile.plan.planner import follow, search
 from megacompile.plan.residency import not_gathered, reside, trained_groups
 from megacompile.plan.tiers import Drive, Tiers
-from megacompile.plan.tiling import Tiling, choose
+from megacompile.plan.tiling import Candidate, Tiling, choose
 
 T = TypeVar("T")
 Known = dict[tuple[Mode, str], list[Plan]]
@@ -72,7 +72,7 @@ class Terms:
 
 
 def plan_program(
-    tilings: Iterable[Tiling],
+    candidates: Iterable[Candidate[Tiling]],
     mode: Mode,
     terms: Terms,
     *,
@@ -87,7 +87,7 @@ def plan_program(
     tilings up to one whose activations alone take more than ``most`` bytes.
     """
     tiling, planned = choose(
-        tilings, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
+        candidates, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
         gathers=gathers, resides=terms.places_state(mode), most=most,
     )  # fmt: skip
     if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from megacompile.assemble.assembly import Assembly
 from megacompile.assemble.plan import Mode
@@ -33,6 +34,14 @@ class _Cut(Protocol):
 Tiling = TypeVar("Tiling", bound=_Cut)
 
 
+@dataclass(frozen=True)
+class Candidate(Generic[Tiling]):
+    """A tiling that need not be built where its step holds too much: it needs at least ``held_bytes``."""
+
+    held_bytes: int
+    build: Callable[[], Tiling]
+
+
 def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> Iterator[Cuts]:
     """Nothing cut; rows of ``tables`` gathered, if there are any; then, beside that, pieces of a half, a
     quarter, ... of the largest family.
@@ -52,30 +61,39 @@ def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> It
 
 
 def tried(
-    tilings: Iterable[Tiling], mode: Mode, budget_bytes: int, *, enough: int, most: int = sys.maxsize
+    candidates: Iterable[Candidate[Tiling]],
+    mode: Mode,
+    budget_bytes: int,
+    *,
+    enough: int,
+    most: int = sys.maxsize,
 ) -> Iterator[tuple[Tiling, int]]:
     """Each tiling with the least device bytes of its step, or with some that are no more than ``enough``, or
     are over the budget and no less than what one before needs, until two in a row need no less than that.
 
     Finer pieces need less for weights, but more for what waits between the blocks that they make. None are
-    tried where activations alone take more than ``most`` bytes.
+    tried where activations alone take more than ``most`` bytes, and those that hold more than the budget and
+    than one before needs are not built.
     """
-    tightest, worse = -1, 0
-    for tiling in tilings:
-        need = lowest_bytes(tiling.assembly.work, mode)
-        if need <= budget_bytes or not 0 <= tightest <= need:
-            need = least(tiling.assembly.work, mode, enough).nbytes
-        yield tiling, need
-        if activations_bytes(tiling.assembly.work, mode) > most:
-            return
-        worse = worse + 1 if 0 <= tightest <= need else 0
-        tightest = min(tightest, need) if tightest >= 0 else need
+    tightest, worse = sys.maxsize, 0
+    for candidate in candidates:
+        need = candidate.held_bytes
+        if need <= budget_bytes or need < tightest:
+            tiling = candidate.build()
+            need = lowest_bytes(tiling.assembly.work, mode)
+            if need <= budget_bytes or need < tightest:
+                need = least(tiling.assembly.work, mode, enough).nbytes
+            yield tiling, need
+            if activations_bytes(tiling.assembly.work, mode) > most:
+                return
+        worse = worse + 1 if tightest <= need else 0
+        tightest = min(tightest, need)
         if worse == _WORSE:
             return
 
 
 def choose(
-    tilings: Iterable[Tiling],
+    candidates: Iterable[Candidate[Tiling]],
     mode: Mode,
     budget_bytes: int,
     plan: Callable[[Tiling], Planned],
@@ -84,7 +102,7 @@ def choose(
     resides: bool = False,
     most: int = sys.maxsize,
 ) -> tuple[Tiling, Planned]:
-    """The faster of the first tiling that fits and the one after it; tilings come coarsest first.
+    """The faster of the first tiling that fits and the one after it; candidates come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
     room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
@@ -96,7 +114,7 @@ def choose(
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
     coarser = 0
-    needs = tried(tilings, mode, budget_bytes, enough=budget_bytes // 2, most=most)
+    needs = tried(candidates, mode, budget_bytes, enough=budget_bytes // 2, most=most)
     for number, (tiling, need) in enumerate(needs):
         if tightest is None or need < tightest[0]:
             tightest = need, tiling

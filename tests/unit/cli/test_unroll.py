@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import read_batch
 from megacompile.estimate.models import Model, build
 from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Frontend
+from megacompile.plan.lowest import lowest_bytes
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _TILINGS = 3  # whole, and cut down to the layers
@@ -49,13 +51,15 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     whole = Frontend(model.module, torch.bfloat16)
     monkeypatch.setattr("megacompile.tile.cuts.LEAST_PIECE", 2048)
     monkeypatch.setattr("megacompile.plan.tiling.LEAST_PIECE", 2048)
-    found_tilings = islice(Repeated(model, batch, torch.bfloat16).tilings(), _TILINGS)
-    expected_tilings = islice(whole.tilings(batch, evaluate=False), _TILINGS)
-    cut = 0
-    for found, expected in zip(found_tilings, expected_tilings, strict=True):
+    found_candidates = islice(Repeated(model, batch, torch.bfloat16).tilings(), _TILINGS)
+    expected_candidates = islice(whole.tilings(batch, evaluate=False), _TILINGS)
+    cut, mode = 0, Mode("evaluate")
+    for few, all_of_it in zip(found_candidates, expected_candidates, strict=True):
+        found, expected = few.build(), all_of_it.build()
         assert len(found.captured.graph.nodes) < len(expected.captured.graph.nodes)
         assert found.tiled.cuts == expected.tiled.cuts
         assert found.assembly == expected.assembly
+        assert 0 < few.held_bytes <= all_of_it.held_bytes <= lowest_bytes(expected.assembly.work, mode)
         cut += any("layers." in name for name in found.tiled.cuts)
     assert cut
 
@@ -65,5 +69,5 @@ def test_a_model_of_few_layers_is_captured_whole() -> None:
     model = build("llama", config)
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
-    found = next(Repeated(model, batch, torch.bfloat16).tilings())
+    found = next(Repeated(model, batch, torch.bfloat16).tilings()).build()
     assert len(found.assembly.work.blocks) >= 3

@@ -37,7 +37,7 @@ class Attention(nn.Module):
 def compiled(processors: int | None) -> Compiled:
     model = Attention()
     batch = read_batch(torch.zeros(BATCH, LENGTH, HEADS * DIM, dtype=torch.bfloat16), model)
-    return next(Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False))
+    return next(Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False)).build()
 
 
 def sums(processors: int) -> int:
@@ -68,7 +68,9 @@ def test_the_least_peak_grows_by_what_sums_of_columns_take_beside() -> None:
     for processors in (None, 108, 132):
         model = Biased()
         batch = read_batch(torch.zeros(1, 4096, 16, dtype=torch.bfloat16), model)
-        made = next(Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False))
+        made = next(
+            Frontend(model, torch.bfloat16, processors=processors).tilings(batch, evaluate=False)
+        ).build()
         peaks[processors] = least(made.assembly.work, Mode("train")).nbytes
     sums = 4 * 1024 * 64 * 128  # FP32, for each thread of the 64 thread blocks that share a column
     assert sums / 2 < peaks[132] - peaks[None] <= sums

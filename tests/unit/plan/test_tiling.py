@@ -48,11 +48,25 @@ def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
 def test_no_smaller_pieces_where_activations_alone_are_too_much() -> None:
     work = chain(4)
     work = replace(work, groups=tuple(replace(group, nbytes=10) for group in work.groups))
-    tilings = [SimpleNamespace(assembly=SimpleNamespace(work=work)) for _ in range(2)]
+    tiling_of_work = SimpleNamespace(assembly=SimpleNamespace(work=work))
+    tilings = [tiling.Candidate(0, lambda: tiling_of_work) for _ in range(2)]
     alone = activations_bytes(work, MODE)
     assert 0 < alone < lowest_bytes(work, MODE) <= least(work, MODE).nbytes
     for most, count in ((alone, 2), (alone - 1, 1)):
         assert len(list(tiling.tried(tilings, MODE, most, enough=0, most=most))) == count
+
+
+@pytest.mark.parametrize(("held", "count"), [(0, 2), (10**9, 1)])
+def test_what_holds_too_much_is_not_built(held: int, count: int) -> None:
+    work = chain(4)
+    built = []
+
+    def build() -> SimpleNamespace:
+        built.append(held)
+        return SimpleNamespace(assembly=SimpleNamespace(work=work))
+
+    found = tiling.tried([tiling.Candidate(0, build), tiling.Candidate(held, build)], MODE, 1, enough=0)
+    assert len(list(found)) == len(built) == count
 
 
 def test_where_no_chunk_fits_the_least_of_all_is_named() -> None:
