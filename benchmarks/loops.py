@@ -73,20 +73,21 @@ def _judge(name: str) -> Result:
 _INTRODUCTION = """# Loops of architectures
 
 Made by `python -m benchmarks.loops`: every set-up of [the models' page](models.md) that reads tokens, at one
-sequence of {length} tokens in FP32 on the CPU backend. Its blocks run over chunks of {chunks} tokens and as a
-whole on the same random numbers, forward and backward. Where all results are within 1e-5 of scale, a block
-has loops. One that stays whole trains too, in more memory. [How loops are made](architecture/blocks.md).
+sequence of {lengths} tokens in FP32 on the CPU backend. Its blocks run over chunks of {chunks} tokens, over
+one of all tokens, and as a whole on the same random numbers, forward and backward. Where all results are
+within 1e-5 of scale, a block has loops. One that stays whole trains too, in more memory.
+[How loops are made](architecture/blocks.md).
 """
 
 
 def page(results: dict[str, Result]) -> str:
     """The whole page in Markdown: architectures by what mixes their positions."""
-    from tests.support.looped import CHUNKS, LENGTH
+    from tests.support.looped import CHUNKS, LENGTHS
 
-    chunks = f"{', '.join(map(str, CHUNKS[:-1]))} and {CHUNKS[-1]}"
+    lengths, chunks = (" and ".join(map(str, numbers)) for numbers in (LENGTHS, CHUNKS[:-1]))
     right = {n: r for n, r in results.items() if r["status"] == "right"}
     mixes = _grouped((", ".join(r["mixes"]) or "–", n) for n, r in right.items() if r["looped"])
-    parts = [_INTRODUCTION.format(length=LENGTH, chunks=chunks)]
+    parts = [_INTRODUCTION.format(lengths=lengths, chunks=chunks)]
     parts += ["| mixes positions, in blocks with loops | set-ups | |", "|---|--:|---|"]
     parts += [f"| {what} | {len(which)} | {'; '.join(which)} |" for what, which in mixes]
     parts += ["", "## Blocks that stay whole", "", "| set-up | blocks | why |", "|---|---|---|"]
