@@ -1,8 +1,9 @@
-"""What nodes of a graph share storage: views, their bases, and bytes."""
+"""What nodes of a graph share storage: views, their bases, and bytes; and which are reached from others."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,3 +35,15 @@ def view_base(node: fx.Node) -> fx.Node:
 def storage_nbytes(value: Tensor) -> int:
     """Bytes of a dense tensor's storage."""
     return value.untyped_storage().nbytes() if value.layout == torch.strided else 0
+
+
+def reached(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes that are reached from ``starts``, these included; ``onward`` is asked about each once."""
+    found: set[fx.Node] = set()
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += onward(node)
+    return found

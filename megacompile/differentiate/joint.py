@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.capture.patching import graphs_alone
-from megacompile.capture.views import storage_nbytes
+from megacompile.capture.views import reached, storage_nbytes
 from megacompile.differentiate.meter import is_oversized
 from megacompile.errors import CaptureError
 from megacompile.partition.blocks import Template
@@ -144,12 +144,4 @@ def extract(joint: fx.Graph, results: list[fx.Node], given: dict[fx.Node, Ref]) 
 
 
 def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            if node not in given:
-                stack += node.all_input_nodes
-    return needed
+    return reached(results, lambda node: [] if node in given else node.all_input_nodes)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.capture.views import is_view
+from megacompile.capture.views import is_view, reached
 from megacompile.differentiate.costs import ATTENTION, flat, is_heavy
 from megacompile.differentiate.joint import Ref, trace_joint
 from megacompile.partition.blocks import Template
@@ -93,20 +93,17 @@ def saved_set(joint: Joint, keeps: Callable[[fx.Node], bool]) -> list[fx.Node]:
     from them is derived again.
     """
     saved: set[fx.Node] = set()
-    visited: set[fx.Node] = set()
-    pending = _read_by_backward(joint)
-    while pending:
-        node = pending.pop()
-        if node in visited:
-            continue
-        visited.add(node)
+
+    def onward(node: fx.Node) -> list[fx.Node]:
         if node in joint.refs:
-            continue
+            return []
         passes_on = is_view(node) or node in joint.static or _is_tuple(node)
-        if not passes_on and (keeps(node) or not node.all_input_nodes):
-            saved.add(node)
-        else:
-            pending += node.all_input_nodes
+        if passes_on or (node.all_input_nodes and not keeps(node)):
+            return node.all_input_nodes
+        saved.add(node)
+        return []
+
+    reached(_read_by_backward(joint), onward)
     return [n for n in joint.graph.nodes if n in saved]
 
 

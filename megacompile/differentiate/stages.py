@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from megacompile.capture.views import is_view
+from megacompile.capture.views import is_view, reached
 from megacompile.differentiate.costs import is_heavy
 from megacompile.differentiate.sequence import role
 
@@ -110,25 +110,30 @@ class Stages:
     def sinks(self, loop: int) -> list[fx.Node]:
         """What a loop is for: whole values and sums; values of earlier loops that it reads become whole."""
         sinks = [n for n in self.nodes if self._ends_in(n, loop)]
-        pending, seen = list(sinks), set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for argument in node.all_input_nodes:
-                if self.roles[argument] != "local" or self.before(argument, loop):
-                    continue
-                stays = self.home[argument] < loop and isinstance(argument.meta["val"], Tensor)
-                if stays and not is_view(argument) and not self._derived_cheaply(argument):
+
+        def onward(node: fx.Node) -> list[fx.Node]:
+            derived = []
+            for argument in (a for a in node.all_input_nodes if self._in_loop(a, loop)):
+                if self._stays(argument, loop):
                     self.whole.add(argument)
                 else:
-                    pending.append(argument)
+                    derived.append(argument)
+            return derived
+
+        reached(sinks, onward)
         return sinks
+
+    def _stays(self, node: fx.Node, loop: int) -> bool:
+        """Whether an earlier loop leaves a node whole for this one, as that costs less than to derive it."""
+        made = self.home[node] < loop and isinstance(node.meta["val"], Tensor) and not is_view(node)
+        return made and not self._derived_cheaply(node)
 
     def before(self, node: fx.Node, loop: int) -> bool:
         """Whether a local node is whole when a loop begins."""
         return node in self.whole and self.home[node] < loop
+
+    def _in_loop(self, node: fx.Node, loop: int) -> bool:
+        return self.roles[node] == "local" and not self.before(node, loop)
 
     def _ends_in(self, node: fx.Node, loop: int) -> bool:
         if self.roles[node] == "sum":
@@ -137,14 +142,4 @@ class Stages:
 
     def _inside(self, sinks: list[fx.Node], loop: int) -> set[fx.Node]:
         """What a loop computes for its sinks, these included."""
-        found: set[fx.Node] = set()
-        pending = list(sinks)
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            for argument in node.all_input_nodes:
-                if self.roles[argument] == "local" and not self.before(argument, loop):
-                    pending.append(argument)
-        return found
+        return reached(sinks, lambda n: [a for a in n.all_input_nodes if self._in_loop(a, loop)])
