@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megacompile.capture.batch import Batch
 from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.errors import BudgetError, DeviceFullError, ProgramError
+from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
 from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
@@ -240,7 +240,7 @@ class Session:
         """Return when the losses of all steps so far can be read."""
         self.same_process()
         if self.runtime is not None:
-            with self.world.together():
+            with self._noting_faults(Exception), self.world.together():
                 self.runtime.await_losses()
 
     def await_norm(self) -> None:
@@ -288,6 +288,9 @@ class Session:
             with naming_failures(self.settings.device):
                 yield
         except kind as error:
+            if self.runtime is not None and isinstance(error, DeviceLostError):
+                with suppress(Exception):  # which the caller is told now, and not by the next call again
+                    self.runtime.synchronize()
             if self.runtime is not None and self.runtime.inconsistent:
                 self.inconsistent = (
                     f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
