@@ -26,7 +26,7 @@ SLOW = (
     r"test_right_padding\.py::test_a_mask_that_more_than_attention_reads_stays\[(?!opt)",
     r"test_right_padding\.py::test_padding_at_the_right_needs_no_mask\[(?!llama|gemma2)",
     r"test_right_padding\.py::test_losses_and_gradients_are_bitwise\w+\[(?!llama|gemma2)",
-    r"/test_padding\.py::test_padded_only_where_the_model_does_not_see_it\[(convbert|bert)",
+    r"/test_padding\.py::test_padded_only_where_the_model_does_not_see_it\[(convbert|bert|fnet)",
     r"/test_padding\.py::test_a_length_that_is_the_size_of_another_dimension_is_padded_to\[Llama",
     r"/test_padding\.py::test_losses_of_the_user_s_own_do_not_see_padding\[<lambda>[12]",
     r"/test_padding\.py::test_entries_of_the_batch_that_padding_does_not_know\[<lambda>[0-2]",
@@ -34,13 +34,13 @@ SLOW = (
     r"test_lengths\.py::test_predictions_of_many_lengths_need_few_programs\[None",
     r"test_substitute\.py::test_models_that_make_their_own_mask_make_it_in_a_capture_too\[LongT5",
     r"test_gated_delta_rule\.py::test_every_model_of_transformers_means_the_same_rule\[.*(?<!qwen3_next\])$",
-    r"test_gated_delta_rule\.py::test_(a_graph|loss_and)\w+\[(?!qwen3_next)",
+    r"test_gated_delta_rule\.py::test_(a_graph|loss_and\w+\[(?!qwen3_next))",
     r"test_functional\.py::test_forms_decompose_as_the_whole_graph_does\[(gpt2|gemma3)",
     r"test_query_chunks\.py::test_memory_grows_with_the_tokens\[0-",
     r"test_draws\.py::test_a_program_trains_as_eager_does_with_the_same_draws\[1GB",
     r"test_requests\.py::test_requests_take_what_the_plan_counts\[(True-llama|False-gemma3)",
-    # Loops: a layer and a head of one model, a layer of another stay.
-    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-|qwen3|gemma3|gpt2-)",
+    # Loops: a head of one model, a layer of another stay.
+    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-1|llama f|qwen3|gemma3|gpt2-)",
     r"test_loops\.py::test_gradients_of_weights_in_bf16_are_rounded_once\[512",
     r"test_loops_of_models\.py::test_loops_of_a_model_compute_what_whole_functions_do\[(BART|gpt_neox)",
     r"test_long\.py::test_a_long_sequence_trains_far_below_what_it_needs_whole\[gpt2",
@@ -65,6 +65,7 @@ SLOW = (
     r"test_rows\.py::test_gathered_rows_train_as_a_streamed_table\[(True-dtype0|False-dtype1)",
     # Trainers: the first of each kind stays.
     r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|experts)",
+    r"test_trainer\.py::test_predictions_of_many_lengths",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[Prefix",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
@@ -80,7 +81,7 @@ SLOW = (
     r"test_docs\.py::test_the_figures_of_a_guide_are_those_of_its_commands\[(?!long)",
     # Inductor: a small model at one budget.
     r"test_inductor\.py::test_a_model_trains_as_well_as_in_eager",
-    r"test_inductor\.py::test_the_same_run_gives_the_same_bits\[1GB",
+    r"test_inductor\.py::test_the_same_run_gives_the_same_bits",
     r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
     r"cuda/test_runtime\.py::test_a_checkpoint_that_is_written\w+\[(clipped-False|immediate-True)",
@@ -90,7 +91,7 @@ SLOW = (
     r"test_several_devices\.py::test_updates_by_hand_and_several_shapes",
     r"test_offload\.py::test_ranks_have_their_shares_on_a_drive\[4",
     r"test_several_devices\.py::test_more_ranks_and_models_are_bitwise_one_process\[(2|4|3-(?!dropout))",
-    r"test_several_devices\.py::test_a_tied_table",
+    r"test_several_devices\.py::test_(a_tied_table|losses_outside|a_checkpoint_goes_on)",
     r"test_ranks_schedules\.py::test_plans_and_delays_change_no_bit\[2",
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[killed-all_(to_all|numbers)",
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[(raises-all_to_all|stalls)",
@@ -110,7 +111,8 @@ SLOW = (
     r"test_checkpoint\.py::test_killed_at_any_moment_the_last_checkpoint_is_found\[6",
     r"test_checkpoint\.py::test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well\[(?!lambda)",
     r"test_tiers\.py::test_the_search_gives_up_host_bytes_for_less_on_the_drive\[0\.9-0\.93-mode1",
-    # The command line.
+    # The command line; it plans by the code that compile plans by.
+    r"test_plan_agrees\.py",
     r"test_cli\.py::test_the_estimate_of_the_largest_batch_is_about_right",
     r"test_cli\.py::test_what_the_host_has_no_room_for_goes_to_a_drive\[several0",
     # The suite itself: each signal once, with workers or without.
@@ -122,14 +124,15 @@ SLOW = (
     r"simulated/test_out_of_memory\.py::test_at_each_operator",
     # Kernels in triton's interpreter: one shape for each kernel and dtype.
     r"interpreted/test_(glu|clamped_glu|layer_norm|rms_norm|rope|cross_entropy)\.py::\w+\[shape[02]-\S*dtype",
-    r"interpreted/test_qk_norm_rope\.py::test_forward_and_backward\[(shape[023]|.*dtype1-gemma|.*dtype0-qwen)",
+    r"interpreted/test_qk_norm_rope\.py::test_forward_and_backward\[(shape[023]|.*dtype[12]-gemma|.*dtype0-qwen)",
+    r"interpreted/test_qk_norm_rope\.py::test_gradcheck\[6",
     r"interpreted/test_cross_entropy\.py::test_linear\[dtype\d-plain",
     r"interpreted/test_glu\.py::test_forward_and_backward\[shape1-dtype\d-(gelu_erf|relu)",
     r"interpreted/test_attention\.py::test_rules\[.*-True",
     r"interpreted/test_attention\.py::test_rules\[(?!causal-).*dtype1",  # float16
     r"interpreted/test_attention\.py::test_packed_documents\[(False|True-dtype1)",
     r"interpreted/test_attention\.py::test_the_compilers_operator_takes_this_kernel\[dtype1-features[0-2]",
-    r"interpreted/test_rope\.py::test_forward_and_backward\[.*dtype[01]-True",
+    r"interpreted/test_rope\.py::test_forward_and_backward\[.*dtype([01]-True|2-False)",
     r"interpreted/test_attention\.py::test_tiles_of_other_chips\[.*-90",
     r"interpreted/test_cross_entropy\.py::test_logits_gradcheck\[(plain|softcap|smoothing)",
     r"interpreted/test_clamped_glu\.py::test_(strided|gradcheck)\[halves",

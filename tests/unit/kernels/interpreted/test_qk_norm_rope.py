@@ -60,8 +60,8 @@ def test_weights_of_another_type():
     torch.testing.assert_close(dw, torch.autograd.grad(exact.sum(), weight)[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("rotary", [6, 4])
+@pytest.mark.parametrize("rotary", [4, 6])
 def test_gradcheck(rotary):
     """With tables whose halves differ, of all columns or of some."""
-    cos, sin = torch.randn(2, 1, 1, 3, rotary).double()
-    gradcheck(lambda x, w: qk_norm_rope(spread(x), w, cos, sin, offset=1.0), randn(1, 2, 3, 6), randn(6))
+    cos, sin = torch.randn(2, 1, 1, 2, rotary).double()
+    gradcheck(lambda x, w: qk_norm_rope(spread(x), w, cos, sin, offset=1.0), randn(1, 2, 2, 6), randn(6))
