@@ -28,7 +28,6 @@ from megacompile.host.state import Weights
 from megacompile.intake import Intake
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.padder import OfRanks
-from megacompile.runtime.allocation import check_beside
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.runtime import Runtime
@@ -116,9 +115,8 @@ class Session:
         if self.runtime is None:
             self._take_over(scheduled)
         else:
-            work, budget = scheduled.compiled.assembly.work, self.settings.host_budget_bytes
-            state, step = self.runtime.state, scheduled.planned.step
-            self.world.agree(lambda: check_beside(state, step, work, budget))
+            state = self.runtime.state
+            self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
@@ -139,6 +137,7 @@ class Session:
     def _take_over(self, scheduled: Scheduled) -> None:
         def allocated() -> Allocated:
             self.values.refuse_taken()
+            self._bindings.make_ready(scheduled, self.settings.device)
             return allocate(scheduled, self.settings)
 
         assembly = scheduled.compiled.assembly

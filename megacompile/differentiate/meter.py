@@ -102,7 +102,7 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inner = _implementation(func)
+        inner = implementation(func)
         if inner is not None:
             return self._inside(func, inner, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
@@ -185,7 +185,7 @@ class StorageMeter(TorchDispatchMode):
             self._ask(watch.number, nbytes)
 
 
-def _implementation(func: Any) -> Callable[..., Any] | None:
+def implementation(func: Any) -> Callable[..., Any] | None:
     """The Python body of one of our operators, so that what it allocates is seen; else None."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "megacompile":
         return None
@@ -198,7 +198,7 @@ def call_bytes(
 ) -> tuple[int, list[int]]:
     """What a call on fake tensors takes on a CPU: its highest bytes where it runs as Python, and those that
     each of its ``results`` stands in."""
-    if _implementation(func) is None:
+    if implementation(func) is None:
         stored = [t.untyped_storage().nbytes() for t in results]
         return 0, [max(nbytes, _at_least(func, i, args)) for i, nbytes in enumerate(stored)]
     key = func, None, _form(_without_defaults(func, args)), _form(kwargs)

@@ -32,12 +32,17 @@ def check_triton(device: torch.device, *, needed: bool) -> bool:
     except Exception as error:  # of Triton, of the compiler that it calls, or of the driver
         if needed:
             raise MegacompileError(
-                f"Triton is installed and cannot launch a kernel: {_missing() or _first_line(error)}, or "
+                f"Triton is installed and cannot launch a kernel: {reason(error)}, or "
                 "give compile kernels=False without inductor=True to run plain torch."
             ) from error
         _triton.give_up()
         return False
     return True
+
+
+def reason(error: BaseException) -> str:
+    """Why Triton fails, and the cure: what is missing on this machine, else the error's first line."""
+    return _missing() or _first_line(error.__cause__ or error)
 
 
 def _missing() -> str:
@@ -55,5 +60,5 @@ def _missing() -> str:
     return ""
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}; mend that"

@@ -15,6 +15,7 @@ import torch
 
 import megacompile
 from megacompile import api as api_module
+from megacompile.bindings import Bindings
 from megacompile.errors import BudgetExceededError
 from megacompile.machine.pages import PAGE_BYTES
 from megacompile.runtime import cuda as cuda_module
@@ -336,6 +337,7 @@ def test_a_gpu_with_triton_gets_the_fused_kernels_unless_told(
         api_module, "open_backend", lambda *given: replace(opened(*given), device=torch.device("cuda"))
     )
     monkeypatch.setattr(api_module, "check_triton", lambda device, needed: launches)
+    monkeypatch.setattr(Bindings, "make_ready", lambda *_: None)  # no GPU to compile kernels for
     for kernels in (None, False):
         trained = program(build("llama"), "cuda", "1GB", kernels=kernels, example_batch=batch_for("llama"))
         assert bool(trained.fusions.counts) == (launches and kernels is None)
