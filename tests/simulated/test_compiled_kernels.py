@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def none_left() -> bool:
 def test_a_kernel_that_does_not_compile_is_named_before_the_model_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, batch = build("llama"), batch_for("llama", size=2, length=16)
+    model, batch = build("plain"), batch_for("plain", size=2)
     with monkeypatch.context() as patch:
         patch.setattr(bindings, "launches_of", lambda *_: [broken(4), broken(3), broken(8)])
         with pytest.raises(megacompile.MegacompileError, match=r"broken_kernel.*power of 2.*kernels=False"):
@@ -145,6 +146,24 @@ def test_after_an_interrupt_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
         compile_kernels([broken(block) for block in (1, 2, 4, 8)], CUDA)
     assert none_left()
     assert len(begun) < 4
+
+
+def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    told, go = list[str](), threading.Event()
+
+    class Bar(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            go.set()
+
+    bar, log = Bar(), logging.getLogger("megacompile.compiler")  # whose handler a trainer's bar is
+    monkeypatch.setattr(compiled_kernels, "_compile", lambda launch: go.wait(60))
+    monkeypatch.setattr(compiled_kernels, "_PATIENCE", 0.0)
+    caplog.set_level(logging.INFO, log.name)
+    log.addHandler(bar)
+    compile_kernels([broken(2), broken(4)], CUDA)
+    log.removeHandler(bar)
+    assert told == ["compiling 2 kernels for the GPU"]
 
 
 def test_what_fails_beside_other_threads_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
