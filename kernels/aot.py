@@ -118,7 +118,8 @@ def _widths(ptx: str, prefix: str) -> list[int]:
     found = [match for line in lines if (match := WIDTH.search(line))]
     widths = [int(vector or 1) * int(bits) // 8 for vector, bits in (m.groups() for m in found)]
     if prefix == "ld":
-        widths += map(int, re.findall(r"cp\.async\S*global\S*.*?, (?:0x)?(\d+)\b(?=[,;\s])", ptx))
+        copies = re.findall(r"cp\.async\S*global\S*.*?, (0x[0-9a-f]+|\d+)\b(?=[,;\s])", ptx)
+        widths += [int(size, 0) for size in copies]
     return widths
 
 

@@ -22,6 +22,14 @@ MAX_CTAS = 32
 REGISTERS = 65536
 
 
+def _of_delta_rule(launch: Launch) -> int:
+    """Of the gated delta rule's kernels: some columns of a chunk's products, or a chunk's way through."""
+    given = launch.constants
+    if launch.kernel.__name__ == "gated_delta_chunk_kernel":
+        return int(2 * 2 * given["CHUNK"] ** 2 * given["BLOCK_D"])
+    return int(2 * given["CHUNK"] * given["BLOCK_V"] * (3 * given["DIM"] + 2 * given["CHUNK"]))
+
+
 def needed_flops(launch: Launch) -> int:
     """Flops of products that one iteration of a kernel's loop needs; 0 for kernels without products.
 
@@ -30,6 +38,8 @@ def needed_flops(launch: Launch) -> int:
     given = launch.constants
     if "DIM" not in given:
         return 0
+    if "CHUNK" in given:
+        return _of_delta_rule(launch)
     if launch.kernel.__name__ == "attention_forward_kernel":
         keys, values = 1, 1
     elif launch.kernel.__name__ == "attention_backward_q_kernel":

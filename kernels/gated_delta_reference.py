@@ -145,7 +145,7 @@ def forward_reference(given: Inputs) -> tuple[Tensor, Tensor]:
 def backward_reference(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta."""
     found = tuple(torch.empty_like(x).contiguous() for x in (given.q, given.k, given.v, given.g, given.beta))
-    d_state = torch.zeros_like(states[0])
+    d_state = states.new_zeros(given.state_shape)
     for index, part in reversed(list(enumerate(given.spans()))):
         span = _span(given, part)
         d_out = _chunks(grad, part, given.q.shape[2])

@@ -7,7 +7,8 @@ Each value head has a state S [Dk, Dv], zero at first, and for each token t
 
 with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk].
 v: [B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
-(float64 for float64 q). Saves the inputs and the states before every 256th token.
+(float64 for float64 q); products of the kernels take q's type and accumulate in float32. Saves the inputs and
+the states before every 256th token.
 
 Tokens are taken in chunks of 64. With c the sum of g from a chunk's start, z its last, D_ij = exp(c_i - c_j),
 W what the chunk writes, and S the state before it:
@@ -15,23 +16,105 @@ W what the chunk writes, and S the state before it:
     W = (1 + tril(beta K K^T * D, -1))^-1 (beta (V - exp(c) K S))
     out = exp(c) Q S + tril(Q K^T * D) W        S' = exp(z) S + (exp(z - c) K)^T W
 
-so that all but S is a product of matrices.
+so that all but S is a product of matrices. The forward is two kernels on bfloat16: one makes the inverse and
+the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per token
+and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the second.
+The 128 are there for all tokens between the two. The backward is plain torch.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels._triton import ceil_div, wide
+from megacompile.kernels._triton import (
+    AotCase,
+    accumulator,
+    aot_cases,
+    arch_of,
+    ceil_div,
+    launch,
+    next_power_of_2,
+    on_gpu,
+    runs_triton,
+    wide,
+)
+from megacompile.kernels.gated_delta_kernels import gated_delta_chunk_kernel, gated_delta_forward_kernel
 from megacompile.kernels.gated_delta_reference import (
     CHUNK,
+    SPAN,
     Inputs,
     backward_reference,
     forward_reference,
     spans_of,
 )
+
+MAX_WIDTH = 128  # of a key
+MAX_GRID = 65535  # CUDA's, beyond the first dimension
+# Columns of the state that a program carries, and its warps: 10.0 spills with four, 12.0 with 32 columns.
+_CARRIED = {80: (32, 4), 90: (32, 4), 100: (32, 8), 103: (32, 8)}
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
+    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of batch, tokens and heads."""
+    return [x.stride(d) for x in tensors for d in range(3)]
+
+
+def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, states before each span)."""
+    q, k, v = map(_dense, (given.q, given.k, given.v))
+    batch, tokens, groups, width = q.shape
+    heads, inner = v.shape[2:]
+    chunks = ceil_div(tokens, CHUNK)
+    columns, warps = _CARRIED.get(arch_of(q), (16, 4))
+    solves, scores = q.new_empty(2, batch, heads, chunks, CHUNK, CHUNK)
+    factors = q.new_empty(batch, heads, chunks, 4, CHUNK, dtype=wide(q.dtype))
+    out = q.new_empty(v.shape)
+    states = factors.new_empty(spans_of(tokens), *given.state_shape)
+    sizes = {"ACC": accumulator(q.dtype), "DIM": width, "CHUNK": CHUNK}
+    launch(
+        gated_delta_chunk_kernel,
+        (chunks, heads, batch),
+        *(q, k, given.g, given.beta, solves, scores, factors),
+        *_strides(q, k, given.g, given.beta),
+        *(heads, heads // groups, tokens, width**-0.5),
+        NORMALISED=given.normalised,
+        BLOCK_D=32,
+        num_stages=2,
+        **sizes,
+    )
+    launch(
+        gated_delta_forward_kernel,
+        (ceil_div(inner, columns), heads, batch),
+        *(q, k, v, solves, scores, factors, out, states),
+        *_strides(q, k, v, out),
+        *(states.stride(0), heads, heads // groups, tokens),
+        SPAN=SPAN // CHUNK,
+        V_DIM=inner,
+        BLOCK_D=max(16, next_power_of_2(width)),
+        BLOCK_V=columns,
+        num_warps=warps,
+        num_stages=2,
+        **sizes,
+    )
+    return out, states
+
+
+def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a forward of these launches kernels: keys up to 128 wide, a grid that fits; on a GPU, bfloat16.
+
+    float16 lacks the range for the norms of long keys; exact float32 products pass by the tensor cores.
+    """
+    same = q.dtype == k.dtype == v.dtype and q.dtype != torch.float16
+    fits = max(v.shape[0], v.shape[2]) <= MAX_GRID and q.shape[3] <= MAX_WIDTH and v.numel() > 0
+    return runs_triton(q) and same and fits and (q.dtype == torch.bfloat16 or not on_gpu(q))
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
@@ -39,7 +122,8 @@ def gated_delta_rule_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(out, states that the backward starts from); see the module's docstring."""
-    return forward_reference(Inputs(q, k, v, g, beta, normalised))
+    run = forward_triton if runs_kernels(q, k, v) else forward_reference
+    return run(Inputs(q, k, v, g, beta, normalised))
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule_backward", mutates_args=())
@@ -106,3 +190,17 @@ def gated_delta_rule_backward_flops(
 ) -> int:
     """The same, of the forward's states once more and of the gradients."""
     return gated_delta_rule_flops(q, k, v, products=(5, 5, 8))
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(groups: int, heads: int, width: int, inner: int) -> None:
+        q = torch.empty((2, 4096, groups, width), dtype=torch.bfloat16, device="meta")
+        v = torch.empty((2, 4096, heads, inner), dtype=torch.bfloat16, device="meta")
+        beta = v[..., 0].contiguous()
+        forward_triton(Inputs(q, q, v, beta.float(), beta, True))
+
+    return [
+        ("128/128 bf16", partial(case, 16, 32, 128, 128)),
+        ("96/192 bf16", partial(case, 30, 30, 96, 192)),
+    ]

@@ -26,9 +26,10 @@ NARROW = {
     ("uniform", "fp32", "uniform_kernel"): 8,
 }
 # Kernels that execute more products than their formula needs, by head widths and chip, and why: warps compute
-# the same rows of the scores where a tile has fewer than 16 per warp; 192 columns are padded to 256; dv alone
-# needs the scores again.
+# the same rows of the scores where a tile has fewer than 16 per warp; 192 columns are padded to 256, 96 to
+# 128; dv alone needs the scores again.
 _FORWARD, _Q, _KV = (f"attention_{name}_kernel" for name in ("forward", "backward_q", "backward_kv"))
+_DELTA = "gated_delta_forward_kernel"
 _SMALL = 80, 86, 89, 120
 EXECUTED = {
     **{("192/128", _FORWARD, arch): 1.2 for arch in SHARED_LIMIT},
@@ -37,6 +38,7 @@ EXECUTED = {
     **{("128", _KV, arch): 1.5 for arch in _SMALL},
     **{("192/128", _KV, arch): 3.0 if arch == 90 else 1.8 for arch in SHARED_LIMIT},
     **{("256", _KV, arch): 2.0 if arch == 90 else 1.5 for arch in SHARED_LIMIT},
+    **{("96/192", _DELTA, arch): 1.23 for arch in SHARED_LIMIT},
 }
 # Spills that are known, bytes per thread: outside the hot loop's path, where masks and the kernel's ends are.
 # All other tiles that were tried have lower ceilings (docs/kernels.md).

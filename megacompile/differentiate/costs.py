@@ -16,6 +16,7 @@ from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
 from megacompile.kernels._triton import ceil_div
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
+from megacompile.kernels.gated_delta_rule import runs_kernels
 from megacompile.kernels.linear_cross_entropy import tile_width
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ _HEADS = {  # the hidden states' place among the arguments, launches, and launch
     torch.ops.megacompile.linear_cross_entropy.default: (0, 16, 2),
     torch.ops.megacompile.linear_cross_entropy_backward.default: (1, 2, 4),
 }
-_DELTA_RULES = {  # launches for each span of tokens, and for each chunk
+_DELTA_RULES = {  # in plain torch, launches for each span of tokens, and for each chunk
     torch.ops.megacompile.gated_delta_rule.default: (45, 11),
     torch.ops.megacompile.gated_delta_rule_backward.default: (125, 17),
 }
@@ -126,12 +127,20 @@ def launches(node: fx.Node) -> int:
     if target in _HEADS:
         return _head_launches(node)
     if target in _DELTA_RULES:
-        spans, chunks = (ceil_div(arguments(node)["q"].meta["val"].shape[1], n) for n in (SPAN, CHUNK))
-        return sum(map(operator.mul, _DELTA_RULES[target], (spans, chunks)))
+        return _delta_rule_launches(node)
     if target is _BACKWARD:
         return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
     return _LAUNCHES.get(target, 1) + copies
+
+
+def _delta_rule_launches(node: fx.Node) -> int:
+    """Our kernels', or plain torch's, span by span and chunk by chunk."""
+    q, k, v = (arguments(node)[name].meta["val"] for name in "qkv")
+    if node.target is torch.ops.megacompile.gated_delta_rule.default and runs_kernels(q, k, v):
+        return 2
+    spans, chunks = (ceil_div(q.shape[1], n) for n in (SPAN, CHUNK))
+    return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
 
 
 def runs_our_attention(node: fx.Node) -> bool:

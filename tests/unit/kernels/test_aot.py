@@ -13,6 +13,7 @@ import torch
 
 from megacompile import kernels
 from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile, triton
+from megacompile.kernels.aot import _widths
 from megacompile.kernels.tables import (
     CEILINGS,
     SHARED_LIMIT,
@@ -146,6 +147,17 @@ def row(**changed: object) -> Resources:
         "store": 16,
     }
     return Resources(**{**values, **changed})
+
+
+def test_widths_of_loads() -> None:
+    """Those of copies are hexadecimal, as triton prints them."""
+    ptx = """
+        ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        @%p1 ld.global.b16 { %rs1 }, [ %rd2 + 0 ];
+        cp.async.cg.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x10, %r6;
+        cp.async.ca.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x4, %r6;
+    """
+    assert sorted(_widths(ptx, "ld")) == [2, 4, 16, 16]
 
 
 def test_faults_are_found() -> None:

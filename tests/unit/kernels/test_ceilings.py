@@ -204,3 +204,17 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
     given = launch(DIM=192, V_DIM=128, BLOCK_M=32, BLOCK_N=64, **more)
     given.kernel.__name__ = kernel
     assert ceilings.needed_flops(given) == 2 * 32 * 64 * widths
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flops"),
+    [
+        ("gated_delta_chunk_kernel", 2 * 2 * 64 * 64 * 32),  # q and k with k, 32 columns an iteration
+        ("gated_delta_forward_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
+    ],
+)
+def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:
+    widths = {"gated_delta_chunk_kernel": 32}.get(kernel, 128)
+    given = launch(DIM=96, CHUNK=64, BLOCK_D=widths, BLOCK_V=16)
+    given.kernel.__name__ = kernel
+    assert ceilings.needed_flops(given) == flops

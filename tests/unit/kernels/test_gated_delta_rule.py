@@ -9,10 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from megacompile.differentiate.costs import launches
 from megacompile.kernels import gated_delta_rule
+from megacompile.kernels._triton import recording
+from megacompile.kernels.gated_delta_reference import Inputs
+
+rule = importlib.import_module("megacompile.kernels.gated_delta_rule")
 
 HOMES = sorted(
     path.stem.removeprefix("modeling_")
@@ -93,17 +98,33 @@ def test_equal_keys_do_not_overflow() -> None:
 
 def test_flops_are_those_of_the_products_that_run() -> None:
     """The operator's own rule, beside what torch counts inside; a triangular inverse is no product to it."""
-    from megacompile.kernels.gated_delta_reference import Inputs, backward_reference, forward_reference
-
     given = Inputs(*(x.detach() for x in inputs(256, torch.float32)), True)
     inverses = 2 * 2 * 4 * 256 * 64 * 64 // 2
     with FlopCounterMode(display=False) as inside:
-        out, states = forward_reference(given)
+        out, states = rule.forward_reference(given)
     forward = inside.get_total_flops()
     with FlopCounterMode(display=False) as inside:
-        backward_reference(out, given, states)
+        rule.backward_reference(out, given, states)
     backward = inside.get_total_flops()
     with FlopCounterMode(display=False) as outside:
         leaves = inputs(256, torch.float32)
         gated_delta_rule(*leaves).backward(out)
     assert outside.get_total_flops() == forward + backward + 2 * inverses
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_plans_for_a_gpu_count_the_launches_that_run(dtype: torch.dtype, kernels: bool) -> None:
+    """Those of our kernels, where they take the inputs; elsewhere torch's, which grow with the tokens."""
+    given = [x.detach().to("meta") for x in inputs(330, dtype)]
+    graph = fx.Graph()
+    leaves = [graph.placeholder(name) for name in ("q", "k", "v", "g", "beta")]
+    for leaf, value in zip(leaves, given, strict=True):
+        leaf.meta["val"] = value
+    node = graph.call_function(torch.ops.megacompile.gated_delta_rule.default, (*leaves, True))
+    on_cpu = launches(node)
+    with recording(processors=4):
+        on_gpu = launches(node)
+    with recording(90) as recorded:
+        rule.forward_triton(Inputs(*given, True))
+    assert len(recorded) == 2 and all(x.kernel.__name__.startswith("gated_delta_") for x in recorded)
+    assert on_gpu == (len(recorded) if kernels else on_cpu) and on_cpu > 100

@@ -12,10 +12,21 @@ from triton.runtime import interpreter
 
 from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference
 from megacompile.kernels.cross_entropy_tiles import Terms
+from megacompile.kernels.gated_delta_reference import Inputs
+from megacompile.kernels.gated_delta_reference import forward_reference as delta_reference
+from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, clamped_glu, cross_entropy_tiles, glu, rope = (
+attention, clamped_glu, cross_entropy_tiles, gated_delta_rule, glu, qk_norm_rope, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("attention", "clamped_glu", "cross_entropy_tiles", "glu", "rope")
+    for name in (
+        "attention",
+        "clamped_glu",
+        "cross_entropy_tiles",
+        "gated_delta_rule",
+        "glu",
+        "qk_norm_rope",
+        "rope",
+    )
 )
 FAR = 1 << 31
 builder = interpreter.interpreter_builder
@@ -137,3 +148,40 @@ def test_rope(lazy, dim):
     expected = rope.rope_reference(x.contiguous(), cos, sin, False, False, torch.empty(x.shape).half())
     rope.rope_triton(x, cos, sin, False, False, x)
     torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_qk_norm_rope(lazy, dim):
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, *[4 if d == dim else 2 for d in range(3)], 8, dtype=LOW[0])
+    given = torch.ones(8), *torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
+    far = far_apart(x, dim)
+    y, rstd = qk_norm_rope.forward_triton(far, *given, 1e-6, 0.0)
+    torch.testing.assert_close((y, rstd), qk_norm_rope_reference(x, *given, 1e-6, 0.0), atol=2e-3, rtol=2e-3)
+    found = qk_norm_rope.backward_triton(far_apart(grad, dim), far, *given, rstd, 0.0)
+    expected = qk_norm_rope_backward_reference(grad, x, *given, rstd, 0.0)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gated_delta_rule(lazy, dim):
+    """[B, T, H, D], and gates without D."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    gates = [x.half() for x in (-torch.rand(v.shape[:3]), torch.rand(v.shape[:3]))]
+    far = [far_apart(x, dim) for x in (q, k, v, *gates)]
+    found = gated_delta_rule.forward_triton(Inputs(*far, True))
+    torch.testing.assert_close(found, delta_reference(Inputs(q, k, v, *gates, True)), atol=5e-3, rtol=5e-3)
+
+
+def test_gated_delta_rule_of_many_heads(last):
+    """What its kernels leave each other passes 2**31 elements: [CHUNK, CHUNK] of each head."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 1, 64, 1, 16, dtype=LOW[0])
+    gates = [x.half() for x in (-torch.rand(1, 64, 1), torch.rand(1, 64, 1))]
+    expected, _ = delta_reference(Inputs(q, k, v, *gates, True))
+    many = [x.expand(1024, 64, 520, *x.shape[3:]) for x in (v, *gates)]
+    out, _ = gated_delta_rule.forward_triton(
+        Inputs(*(x.expand(1024, 64, 1, 16) for x in (q, k)), *many, True)
+    )
+    torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_clamped_glu
 import test_cross_entropy
+import test_gated_delta_rule
 import test_glu
 import test_layer_norm
 import test_qk_norm_rope
@@ -23,6 +24,7 @@ from megacompile.kernels import dropout as dropout_module
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference
 from megacompile.kernels.add_rms_norm import add_rms_norm
 from megacompile.kernels.clamped_glu import clamped_glu
+from megacompile.kernels.gated_delta_rule import gated_delta_rule
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
@@ -88,6 +90,13 @@ def one_head(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, w, cos, sin: call(*(t[None, None] if t is not w else t for t in (x, w, cos, sin)))[0, 0]
 
 
+def one_rule(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of tokens' values, queries and keys, gates and strengths."""
+    return lambda v, q, k, gates: call(
+        *(x[None, :, None] for x in (q, k, v)), *(x[None] for x in gates.split(1, 1))
+    )[0, :, 0]
+
+
 CASES = {
     "rms_norm": Case(rms_norm, lambda x, w: test_rms_norm.eager(x, w, 0, True), lambda r, c: (randn(c),)),
     "add_rms_norm": Case(add_rms_norm, plain_add_norm, lambda r, c: (randn(r, c), randn(c))),
@@ -104,6 +113,11 @@ CASES = {
     "rope": Case(rope, test_rope.eager, table),
     "qk_norm_rope": Case(
         one_head(qk_norm_rope), one_head(test_qk_norm_rope.eager), lambda r, c: (randn(c), *table(r, c))
+    ),
+    "gated_delta_rule": Case(
+        one_rule(gated_delta_rule),
+        one_rule(test_gated_delta_rule.eager),
+        lambda r, c: (randn(r, 24), randn(r, 24), torch.tensor([-0.1, 0.5]).repeat(r, 1).requires_grad_()),
     ),
     "linear_cross_entropy": Case(
         lambda h, w: linear_cross_entropy(h, w, labels(len(h), len(w))),

@@ -1,0 +1,117 @@
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import compare, randn, results, strided
+
+from megacompile.kernels.gated_delta_reference import Inputs, forward_reference
+from megacompile.kernels.gated_delta_rule import gated_delta_rule
+
+rule = importlib.import_module("megacompile.kernels.gated_delta_rule")
+
+
+def eager(q, k, v, g, beta, normalised=True):
+    """Token by token, in float32 as transformers does, rounded once."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    to, (q, k, v, g, beta) = q.dtype, (x.to(dtype) for x in (q, k, v, g, beta))
+    if normalised:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state, found = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), []
+    for t in range(v.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        lacking = v[:, t] - (k[:, t, :, None] @ state)[:, :, 0]
+        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * lacking)[:, :, None]
+        found.append((q[:, t, :, None] @ state)[:, :, 0] * k.shape[3] ** -0.5)
+    nothing = v * (q * k).sum(-1, keepdim=True) * (g * beta)[..., None]
+    return torch.stack(found, 1).to(to) if found else nothing.to(to)
+
+
+def given(batch, tokens, groups, heads, width, inner):
+    """Heads that forget slowly and at once; strengths beyond one, as OLMo Hybrid has them."""
+    torch.manual_seed(1)
+    q, k = randn(batch, tokens, groups, width), randn(batch, tokens, groups, width)
+    g = -torch.logspace(-3, 1, heads) * F.softplus(torch.randn(batch, tokens, heads))
+    beta = 2 * torch.rand(batch, tokens, heads)
+    return q, k, randn(batch, tokens, heads, inner), g.requires_grad_(), beta.requires_grad_()
+
+
+SHAPES = [
+    (1, 330, 1, 2, 24, 40),  # two spans, a chunk of ten tokens, columns of two programs, some masked
+    (2, 64, 2, 4, 128, 32),
+    (1, 65, 2, 2, 96, 20),
+    (1, 1, 1, 1, 16, 16),
+    (1, 5, 1, 1, 200, 8),  # keys too wide for the kernels
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_backward(shape, dtype):
+    compare(gated_delta_rule, eager, given(*shape), dtype)
+
+
+def test_half_precision_runs_in_torch():
+    compare(gated_delta_rule, eager, given(1, 70, 1, 2, 16, 8), torch.float16)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_formulas_in_float64(normalised):
+    """To the last digits: the states beside the other implementation's, all else beside the definition's."""
+    q, k, v, g, beta = (x.detach().double().requires_grad_() for x in given(1, 330, 1, 2, 24, 40))
+    k = k if normalised else (k.detach() / 12).requires_grad_()
+    inputs, grad = (q, k, v, g, beta), torch.randn(v.shape)
+    _, states = rule.gated_delta_rule_op(*inputs, normalised)
+    _, expected = forward_reference(Inputs(*(x.detach() for x in inputs), normalised))
+    torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
+    both = [results(lambda *x, f=f: f(*x, normalised), inputs, [grad]) for f in (gated_delta_rule, eager)]
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_keys_do_not_overflow():
+    """Powers of what is inverted would grow beyond all digits."""
+    q, k, v, g, beta = (x.detach() for x in given(1, 128, 1, 2, 16, 8))
+    inputs = q, torch.ones_like(k), v, torch.zeros_like(g), torch.ones_like(beta)
+    exact, _ = forward_reference(Inputs(*(x.double() for x in inputs), True))
+    torch.testing.assert_close(gated_delta_rule(*inputs).double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_layouts():
+    """Slices of one projection, tokens before the batch, columns apart, one row for a batch."""
+    q, k, v, g, beta = (x.detach() for x in given(2, 70, 2, 2, 16, 16))
+    expected = gated_delta_rule(q, k, v, g, beta)
+    whole = torch.cat((q, k, v), -1)
+    for layout in (
+        (*whole.split(16, -1), g, beta),
+        [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, g, beta)],
+        [strided(x) for x in (q, k, v, g, beta)],
+    ):
+        assert torch.equal(gated_delta_rule(*layout), expected)
+    ones = [x[:1] for x in (q, k, v, g, beta)]
+    both = gated_delta_rule(*(x.expand(2, *x.shape[1:]) for x in ones))
+    assert torch.equal(both, expected[:1].expand_as(both))
+
+
+FAULTS = {  # what the second kernel is given of the first
+    "no decay of the state": lambda solves, scores, factors: factors[..., 3, :].fill_(1.0),
+    "no norm of written keys": lambda solves, scores, factors: factors[..., 2, :].mul_(1.05),
+    "a chunk that reads no state": lambda solves, scores, factors: factors[:, :, 1, 1].zero_(),
+    "one block of the inverse": lambda solves, scores, factors: solves[..., 32:, :32].zero_(),
+    "scores of the next token": lambda solves, scores, factors: scores.copy_(scores.roll(1, -1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, monkeypatch):
+    """The tolerance rule for bfloat16 is narrow enough to see each."""
+    launch = rule.launch
+
+    def spoiled(kernel, grid, *args, **constants):
+        if kernel is rule.gated_delta_forward_kernel:
+            FAULTS[fault](*args[3:6])
+        launch(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(rule, "launch", spoiled)
+    with pytest.raises(AssertionError, match="result 0"):
+        compare(gated_delta_rule, eager, given(1, 130, 1, 2, 16, 16), torch.bfloat16)
