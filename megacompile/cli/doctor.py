@@ -27,10 +27,12 @@ def _trains_on_gpu() -> bool:
     import torch
 
     from megacompile.cli.first_run import findings
+    from megacompile.machine.profile import measure_link
 
     if not torch.cuda.is_available():
         print(f"{'gpu':<15} FAILED: torch {torch.__version__} finds no CUDA device")
         return False
+    print(f"{'link':<15} {measure_link()}", flush=True)
     good = True
     for found in findings("cuda"):
         print(f"{'gpu':<15} {'OK' if found.good else 'FAILED'}: {found.what}: {found.text}", flush=True)

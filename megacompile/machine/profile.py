@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,23 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _device(flops: float, sources: dict[str, str]) -> Machine:
-    """Rates of the first CUDA device and its link."""
+@dataclass(frozen=True)
+class Link:
+    """Bytes per second between page-locked memory and the first CUDA device, and each way of both at once."""
+
+    down: float
+    up: float
+    together: float
+
+    def __str__(self) -> str:
+        return (
+            f"to the device {self.down / 1e9:.3g} GB/s, from it {self.up / 1e9:.3g} GB/s, both at once "
+            f"{self.together / 1e9:.3g} GB/s each"
+        )
+
+
+def measure_link() -> Link:
+    """Time copies of 256 MiB."""
     host, device = (
         torch.empty(_COPY, dtype=torch.uint8).pin_memory(),
         torch.empty(_COPY, dtype=torch.uint8, device="cuda"),
@@ -109,11 +124,13 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
 
     down = _COPY / _seconds(lambda: device.copy_(host, non_blocking=True))
     up = _COPY / _seconds(lambda: other_host.copy_(other, non_blocking=True))
-    together = _COPY / _seconds(both)
-    sources["link"] = (
-        f"to the device {down / 1e9:.3g} GB/s, from it {up / 1e9:.3g} GB/s, both at once "
-        f"{together / 1e9:.3g} GB/s each"
-    )
+    return Link(down, up, _COPY / _seconds(both))
+
+
+def _device(flops: float, sources: dict[str, str]) -> Machine:
+    """Rates of the first CUDA device and its link."""
+    link = measure_link()
+    sources["link"] = str(link)
     x, y = (torch.ones(64 << 20, device="cuda") for _ in range(2))
     memory = 3 * x.nbytes / _seconds(lambda: torch.mul(x, y, out=y))
     sources["device bandwidth"] = f"{memory / 1e9:.4g} GB/s, elementwise"
@@ -124,7 +141,8 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
         f"forward {forward / 1e12:.3g} TFLOP/s, deterministic backward {backward / 1e12:.3g} TFLOP/s"
     )
     return Machine(
-        torch.cuda.get_device_name(0), flops, memory, min(down, 1.1 * together), min(up, 1.1 * together),
+        torch.cuda.get_device_name(0), flops, memory,
+        min(link.down, 1.1 * link.together), min(link.up, 1.1 * link.together),
         memory, launch_seconds=launch, copy_seconds=10e-6, shared_memory=True,
         processors=torch.cuda.get_device_properties(0).multi_processor_count,
         attention_forward=forward, attention_backward=backward,

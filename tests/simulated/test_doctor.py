@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ def test_a_tiny_model_trains_as_by_plain_torch(
     monkeypatch.setattr(first_run, "OURS", {})  # their inputs are drawn on the device, which has no numbers
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
+    assert re.search(
+        r"^link +to the device \S+ GB/s, from it \S+ GB/s, both at once \S+ GB/s each$", said, re.M
+    )
     assert said.count("OK: ") == said.count("; 0 allocator retries") == 3
 
 
