@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.assemble.assembly import Parameter, cut_parameters
-from megacompile.assemble.plan import Mode, Plan, check_shared
+from megacompile.assemble.plan import Mode, Plan
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.frontend import Compiled, Frontend
@@ -196,7 +196,6 @@ class Compiler:
         def decide() -> bytes:
             compiled, planned = self._within(batch, mode)
             found.append((compiled, planned))
-            check_shared(planned.plan)
             assert self.cuts is not None
             decided = {
                 "cuts": [[n, list(c)] for n, c in self.cuts.items()],

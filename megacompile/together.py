@@ -49,7 +49,7 @@ def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, An
             f"seed={settings.seed}, optimizer_state={settings.optimizer_state!r}"
         ),
         "layout": _digest(str(slots)),
-        "source": _digest(f"{scheduled.source}{moved}{step.shards}{step.exchange_bytes}"),
+        "source": _digest(f"{scheduled.source}{moved}{step.resident}{step.shards}{step.exchange_bytes}"),
     }
 
 

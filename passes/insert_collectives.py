@@ -2,8 +2,8 @@
 
 Each rank holds a shard of every group's state. A prefetch brings the own shard over the own link into its
 place in the slot; an all_gather fills in the rest. A gradient is reduced to the own shard of its sum over all
-ranks, in their order and in FP32, and only that leaves for the host. No rank updates anything before it knows
-that the losses of all are finite.
+ranks, in their order and in FP32, and only that leaves for the host, or is added to what waits on the device.
+No rank updates anything before it knows that the losses of all are finite.
 
 All ranks run the same program, and all collectives are in order on one stream: so no two ranks can wait for
 each other's. With one rank the step stays as it is.
@@ -14,14 +14,24 @@ from __future__ import annotations
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Agreed, Loss, Shard, Value, WeightGrad, Weights
+from megacompile.step.spec import (
+    Agreed,
+    Kind,
+    Loss,
+    ResidentGrad,
+    Shard,
+    Stream,
+    Value,
+    WeightGrad,
+    Weights,
+)
 
 SHARD_BUFFERS = 2  # that one is summed into while another leaves
 PIECE_BYTES = 8 << 20  # of a gradient that a rank sends to each other one at a time, at most
 
 
 def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert all_gather after each prefetch, reduce before each push, and agree after the last loss."""
+    """Insert all_gather after each prefetch, reduce before each use of a gradient, agree after the losses."""
     if work.ranks == 1:
         return step
     ops: list[Op] = []
@@ -73,7 +83,10 @@ def _pushed(push: Op, shard: Shard, work: Workload) -> list[Op]:
     assert all(isinstance(token, WeightGrad) for token in push.reads)
     nbytes, kept = work.groups[push.group].nbytes, work.groups[push.group].shard_bytes
     reduce = Op("reduce", "comm", reads=push.reads, writes=(shard,), nbytes=nbytes, ranks=work.ranks, **place)  # type: ignore[arg-type]
-    return [reduce, Op("push_shard", "d2h", reads=(shard,), writes=push.writes, nbytes=kept, **place)]  # type: ignore[arg-type]
+    stays = isinstance(push.writes[0], ResidentGrad)
+    kind: Kind = "add_shard" if stays else "push_shard"
+    stream: Stream = "comm" if stays else "d2h"
+    return [reduce, Op(kind, stream, reads=(shard,), writes=push.writes, nbytes=kept, **place)]  # type: ignore[arg-type]
 
 
 def _with_buffers(step: Step, work: Workload) -> Step:

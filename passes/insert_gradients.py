@@ -11,13 +11,15 @@ A gradient's memory is given back as late as the next operation allows: after th
 filled again in between, which need not wait until the gradient has left.
 
 Of groups whose state is on the device, gradients stay there, in a buffer of their own where they wait
-for their update, and adam runs on the compute stream.
+for their update, and adam runs on the compute stream. Where ranks share them, norms and updates come at the
+end: before, compute would wait for the exchange of each gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacompile.assemble.assembly import SQUARED
 from megacompile.assemble.plan import Mode, Plan, norm_bytes, updated_groups
 from megacompile.assemble.workload import Workload
 from megacompile.passes.keep_state import gradients_that_wait
@@ -71,7 +73,8 @@ class _Inserter:
         self.after_fetch: set[int] = set()  # groups whose adam waits for a prefetch after the last of them
         if not mode.keeps_gradients:
             self.kept = {g for g in last if plan.groups[g].update == "deferred"} - self.resident
-            self.after_fetch = {g for g, i in last.items() if self.fetched.get(g, -1) > i} - self.kept
+            late = {g for g, i in last.items() if self.fetched.get(g, -1) > i}
+            self.after_fetch = late - self.kept - self.resident
 
     def pass_by(self, index: int, op: Op) -> None:
         if op.kind not in ("evict", "prefetch", "free_offloaded"):
@@ -83,7 +86,7 @@ class _Inserter:
             self.due += [free for lag, free in self.frees if lag <= 0]
             self.frees = [(lag, free) for lag, free in self.frees if lag > 0]
             for group, nbytes in self.work.blocks[op.block].grad_groups:
-                if group in self.resident:
+                if group in self.resident and self.work.ranks == 1:
                     self._accumulate(op, group, nbytes)
                 else:
                     self._push(op, group, nbytes)
@@ -110,7 +113,9 @@ class _Inserter:
                 self._use(landed, home)
 
     def _use(self, group: int, home: Token) -> None:
-        """What follows the last contribution to a gradient on the host."""
+        """What follows the last contribution to a gradient that went to the host."""
+        if group in self.resident:
+            return
         if self.mode.kind == "train" and self.mode.keeps_gradients:
             self.ops.append(self._norm(group))
         elif not self.mode.keeps_gradients and group not in self.after_fetch | self.kept:
@@ -132,6 +137,8 @@ class _Inserter:
             self.ops.append(self._adam(group, home))
 
     def _home(self, group: int) -> Token:
+        if group in self.resident:
+            return ResidentGrad(group)
         shared = len(self.work.contributions[group]) > 1
         if self.mode.keeps_gradients or shared or group in self.after_fetch | self.kept:
             return HostGrad(group)
@@ -143,6 +150,8 @@ class _Inserter:
         groups = sorted(updated_groups(self.work, self.mode), key=lambda g: g in self.resident)
         if self.mode.kind == "update":
             self.ops += [self._norm(group) for group in reversed(groups)]
+        elif self.mode.kind == "train" and self.mode.keeps_gradients and self.work.ranks > 1:
+            self.ops += [self._norm(group) for group in reversed(groups) if group in self.resident]
         if self.mode.kind == "update" or (self.mode.kind == "train" and self.mode.keeps_gradients):
             self.ops += self._updates(groups)
         elif self.mode.kind == "train":
@@ -153,9 +162,13 @@ class _Inserter:
         return ResidentGrad(group) if group in self.resident else HostGrad(group)
 
     def _norm(self, group: int) -> Op:
-        there = group in self.resident  # in FP32, as all gradients that wait on the device
-        nbytes = 4 * self.work.groups[group].elements if there else norm_bytes(self.work, self.mode, group)
-        return Op("norm", "compute" if there else "host", group=group, nbytes=nbytes,
+        there, ranks = group in self.resident, self.work.ranks
+        nbytes, squares = norm_bytes(self.work, self.mode, group), 0
+        if there and ranks == 1:  # in FP32, as all gradients that wait on the device
+            nbytes = 4 * self.work.groups[group].elements
+        elif there:
+            squares = 8 * min(SQUARED, nbytes // 4)
+        return Op("norm", "compute" if there else "host", group=group, nbytes=nbytes, peak_bytes=squares,
                   reads=(self._kept_home(group),), writes=(Norm(group),))  # fmt: skip
 
     def _adam(self, group: int, home: Token, *extra: Token) -> Op:

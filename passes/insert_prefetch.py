@@ -3,6 +3,8 @@
 A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps
 the group between them, or if they are so close that the next prefetch would start before the group
 could leave.
+
+Of ranks that share a group whose state is on the device, each copies its shard within the device.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from megacompile.assemble.plan import GroupPlan, Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.passes.weave import weave
 from megacompile.step.operations import Op, Step
-from megacompile.step.spec import COMPUTES, Master, Weights
+from megacompile.step.spec import COMPUTES, Master, Resident, Weights
 
 
 def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -32,12 +34,13 @@ def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> St
     ):
         start = max(0, first - plan.groups[group].prefetch_depth)
         nbytes = work.groups[group].nbytes
+        here = group in step.resident
         before[compute[start]].append(
             Op(
                 "prefetch",
-                "h2d",
+                "comm" if here else "h2d",
                 group=group,
-                reads=(Master(group),),
+                reads=(Resident(group) if here else Master(group),),
                 writes=(Weights(group),),
                 nbytes=nbytes,
             )

@@ -3,6 +3,9 @@
 Such a group is never fetched and its gradient never leaves. It takes its weights, masters and moments
 all the time, its gradient in FP32 where that has to wait (clipping, several contributions), and all such
 groups together one buffer for a gradient that is used at once.
+
+Where ranks share the group, each keeps its shards. Blocks then read what is gathered from those, and a
+gradient always waits, as a shard in FP32, so that no block waits for an exchange.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from megacompile.step.spec import Resident, Token, Weights
 
 
 def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Let blocks read Resident for Weights, and count what the groups take."""
+    """Let blocks of one rank read Resident for Weights, and count what the groups take."""
     resident = tuple(g for g, group in enumerate(plan.groups) if group.state == "device")
     if not resident:
         return step
@@ -23,8 +26,10 @@ def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     def where(token: Token) -> Token:
         return Resident(token.group) if isinstance(token, Weights) and token.group in kept else token
 
-    ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in step.ops)
-    nbytes = sum(work.groups[g].nbytes + work.groups[g].state_bytes for g in resident)
+    ops = step.ops
+    if work.ranks == 1:
+        ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in ops)
+    nbytes = sum(work.groups[g].held_bytes for g in resident)
     waiting = gradients_that_wait(ops, work, mode) & kept
     nbytes += sum(work.groups[g].gradient_bytes for g in waiting)
     used = [g for g in resident if g in updated_groups(work, mode) and g not in waiting]
@@ -37,7 +42,7 @@ def gradients_that_wait(ops: tuple[Op, ...], work: Workload, mode: Mode) -> set[
 
     Between steps of accumulation, gradients wait through other steps too.
     """
-    if mode.keeps_gradients:
+    if mode.keeps_gradients or work.ranks > 1:
         return set(updated_groups(work, mode))
     waiting = {g for g, blocks in work.contributions.items() if len(blocks) > 1}
     given: dict[int, int] = {}

@@ -32,6 +32,7 @@ from megacompile.partition.blocks import Block, Input, Partition, Value
 
 SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
+SQUARED = 1 << 20  # elements of a gradient that are squared in FP64 at a time
 _SHARD = 256  # elements that a rank's shard of a bucket, and parameters there, are multiples of
 
 

@@ -34,7 +34,8 @@ class GroupPlan:
     backward, "step" holds it for the whole step. ``prefetch_depth`` counts compute operations between the
     start of a prefetch and the first use. ``state``: "host" holds masters and moments in RAM; "nvme"
     leaves only the streamed weights there; "nvme-all" leaves nothing there;
-    "device" keeps all of it on the device, where it is updated. ``update``: where updates
+    "device" keeps all of it on the device, where it is updated; of several ranks each keeps its shard, from
+    which the weights are gathered. ``update``: where updates
     need not wait for the end of the backward, "immediate" updates when the gradient has landed, "deferred"
     after the backward, in the order of the next forward, with the gradient kept on the host until then. A
     forward waits for its own groups alone, so deferred updates of some groups let it start sooner.
@@ -109,15 +110,6 @@ def _check_counts(plan: Plan) -> None:
     for name, value in (counts | buffers).items():
         if value < (name in buffers):
             raise MegacompileError(f"The plan file.{name} is {value}, which cannot be.")
-
-
-def check_shared(plan: Plan) -> None:
-    """Refuse a plan that keeps state on the device, of which several ranks have shards alone."""
-    if any(group.state == "device" for group in plan.groups):
-        raise MegacompileError(
-            "The plan keeps state on the device, which is not there for several devices yet: keep it in host "
-            "memory or on NVMe."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,11 @@ class GroupWork:
         return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of a rank's weights, masters and moments, where its device keeps them."""
+        return -(-self.nbytes // self.ranks) + self.state_bytes
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of one rank's shard of the gradient in FP32."""
         return self.gradient_bytes or 4 * -(-self.elements // self.ranks)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-
-_PIECE = 1 << 20  # elements that are squared at a time
+from megacompile.assemble.assembly import SQUARED, GroupLayout, Parameter, Slot
 
 
 def is_dense(x: Tensor) -> bool:
@@ -81,8 +80,7 @@ def _copy_rows(target: Tensor, source: Tensor, start: int) -> None:
 
 def sum_of_squares(flat: Tensor) -> float:
     """In FP64, a piece at a time."""
-    pieces = (flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
-    return math.fsum(float(piece.double().square_().sum()) for piece in pieces)
+    return math.fsum(float(piece.double().square_().sum()) for piece in torch.split(flat, SQUARED))
 
 
 def add_gradients(

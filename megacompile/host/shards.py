@@ -18,7 +18,7 @@ def collected(world: World, group: GroupLayout, slot: Slot, shard: Tensor) -> Te
     tensor on the meta device."""
     parts = [own_part(group, slot, rank)[1] for rank in range(world.size)]
     counts = [part.stop - part.start for part in parts]
-    mine, own = shard.new_zeros(max(counts)), parts[world.rank]
+    mine, own = torch.zeros(max(counts), dtype=shard.dtype), parts[world.rank]  # shards may be on a device
     mine[: own.stop - own.start].copy_(shard[own])
     whole = world.gather(mine)
     if whole is None:

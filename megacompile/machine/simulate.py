@@ -125,10 +125,17 @@ def _fabric_seconds(op: Op, machine: Machine) -> float:
     return machine.fabric_seconds + max(within, between)
 
 
+def _upload_seconds(op: Op, machine: Machine) -> float:
+    """Over the link; what is on the device already is read and written there."""
+    if op.stream == "comm":
+        return 2 * op.nbytes / op.ranks / machine.memory_bandwidth
+    return machine.copy_seconds + op.nbytes / op.ranks / machine.h2d_bandwidth
+
+
 _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "nothing": lambda op, machine: 0.0,
     "call": call_seconds,
-    "upload": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.h2d_bandwidth,
+    "upload": _upload_seconds,
     "download": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.d2h_bandwidth,
     "device": lambda op, machine: op.nbytes / machine.memory_bandwidth,
     "state": _state_seconds,

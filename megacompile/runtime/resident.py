@@ -1,7 +1,8 @@
 """State on the device: weights, moments and gradients of the groups that a plan keeps there.
 
 The runtime's operations on such groups all belong to the compute stream. What their memory takes is
-part of the step's constant bytes; it is given back when a step wants it on the host again.
+part of the step's constant bytes; it is given back when a step wants it on the host again. Where ranks share
+a group, what is here of it are this rank's shards.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import GroupLayout
-from megacompile.host.bucket import slot_view
+from megacompile.assemble.assembly import SQUARED, GroupLayout
+from megacompile.host.bucket import own_part, slot_view
 from megacompile.host.state import HostState
 from megacompile.runtime.device import Device
 from megacompile.step.operations import Step
@@ -20,12 +21,12 @@ from megacompile.step.spec import PassingGrad, ResidentGrad, Token
 
 
 class ResidentState:
-    """Views of the weights that blocks read, and buffers for gradients, by group."""
+    """Views of the weights that blocks read (of shards none), and buffers for gradients, by group."""
 
     def __init__(self, state: HostState, device: Device) -> None:
         self.state = state
         self.device = device.torch_device
-        self._hold = device.hold
+        self._hold, self._counted = device.hold, device.counted
         self.weights: dict[int, list[Tensor]] = {}
         self.landed: set[int] = set()
         self._gradients: dict[int, Tensor] = {}
@@ -47,17 +48,19 @@ class ResidentState:
                 self.state.move(group, self.device)
                 weights = self.state.arrays[group]["weights"]
                 self._hold(weights)
-                self.weights[group] = [slot_view(weights, s) for s in self.state.groups[group].slots]
+                layout = self.state.groups[group]
+                whole = layout.slots if layout.ranks == 1 else ()
+                self.weights[group] = [slot_view(weights, s) for s in whole]
 
     def prepare(self, step: Step) -> None:
         """Buffers for the gradients of a step; those that it does not use are given back."""
-        homes = {op.writes[0]: op.group for op in step.ops if op.kind == "accumulate"}
-        waiting = {group for home, group in homes.items() if isinstance(home, ResidentGrad)} | self.landed
+        homes = (token for op in step.ops for token in op.writes)
+        waiting = {home.group for home in homes if isinstance(home, ResidentGrad)} | self.landed
         for group in set(self._gradients) - waiting:
             del self._gradients[group]
         for group in sorted(waiting - set(self._gradients)):
-            elements = self.state.groups[group].elements
-            self._gradients[group] = torch.zeros(elements, dtype=torch.float32, device=self.device)
+            share = self.state.groups[group].share
+            self._gradients[group] = torch.zeros(share, dtype=torch.float32, device=self.device)
         passing = [
             op.group for op in step.ops if op.kind == "accumulate" and isinstance(op.writes[0], PassingGrad)
         ]
@@ -79,6 +82,19 @@ class ResidentState:
         return torch.stack(
             [torch.linalg.vector_norm(slot_view(grad, s), 2, dtype=torch.float32) for s in layout.slots]
         )
+
+    def squares(self, group: int) -> Tensor:
+        """Sums of squares of what is this rank's of a group's gradient, by parameter, FP64, on the device."""
+        layout, rank = self.state.groups[group], self.state.world.rank
+        found = torch.zeros(len(layout.slots), dtype=torch.float64, device=self.device)
+        for index, slot in enumerate(layout.slots):
+            _, own = own_part(layout, slot, rank)
+            for piece in torch.split(self._gradients[group][own], SQUARED):
+                with self._counted():
+                    wide = piece.double()
+                found[index].add_(wide.square_().sum())
+                del wide
+        return found
 
     def names(self, group: int) -> Sequence[str]:
         """Parameters of a group in the order of :meth:`norms`."""

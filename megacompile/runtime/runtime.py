@@ -167,7 +167,7 @@ class Runtime:
         for group, gradient in carried.items():
             self.buffers.gradient(program, group, HostGrad(group)).copy_(gradient)
         for group in coming:
-            waiting = self.buffers.gradients[group][: 4 * program.assembly.groups[group].elements]
+            waiting = self.buffers.gradients[group][: 4 * program.assembly.groups[group].share]
             self.resident.gradient(group, ResidentGrad(group)).copy_(waiting.view(torch.float32))
 
     def _abandon(self, error: BaseException, *, pushed: bool) -> None:

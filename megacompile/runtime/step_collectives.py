@@ -47,6 +47,22 @@ class StepCollectives(StepUpdates):
         event = ("push_shard", group, block, micro)
         device.submit("d2h", event, after, lambda: device.land([source], use))
 
+    def add_shard(
+        self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
+    ) -> None:
+        place, waits = typed(shard), typed(to)
+        assert isinstance(place, Shard)
+        source = self._held.fabric.shard(self._bound.assembly.groups[group], place)
+        home, landed = self._held.resident.gradient(group, waits), self._held.resident.landed
+        fresh = group not in landed
+        landed.add(group)
+        self.pushed = True
+
+        def add() -> None:
+            home.copy_(source) if fresh else home.add_(source)
+
+        self._device.submit("comm", ("add_shard", group, block, micro), after, add)
+
     def agree(self, *, after: Sequence[Event] = ()) -> None:
         results, world, checks = self.results, self._held.world, self._inputs.check_loss
         own = list(results.losses)

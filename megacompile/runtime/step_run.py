@@ -76,9 +76,10 @@ class StepRun(StepCollectives):
         self, *, group: int, offset: int, slot: int | None = None, after: Sequence[Event] = ()
     ) -> None:
         device, source = self._device, self._held.state.streamed(group, slot)
+        stream: Stream = "comm" if group in self._held.resident.weights else "h2d"
         layout = self._bound.assembly.groups[group]
         place = self._blocks.arrive(layout, offset)[layout.shard(self._held.world.rank)]
-        device.submit("h2d", ("prefetch", group), after, lambda: device.copy([place], [source]))
+        device.submit(stream, ("prefetch", group), after, lambda: device.copy([place], [source]))
 
     def evict(self, *, group: int, after: Sequence[Event] = ()) -> None:
         self._device.wait(after)

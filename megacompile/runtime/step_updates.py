@@ -80,7 +80,7 @@ class StepUpdates:
         self._held, self._bound, self._inputs = held, bound, inputs
         self._device, self._blocks = held.device, held.blocks
         self._norms: dict[str, torch.Tensor] = {}
-        self._squares: dict[str, float] = {}  # of what is this rank's of each gradient
+        self._squares: dict[str, float | torch.Tensor] = {}  # of what is this rank's of each gradient
         self._scale = 1.0
         self._loss_checked = False
         self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
@@ -150,10 +150,12 @@ class StepUpdates:
             del parts
 
     def norm(self, *, group: int, after: Sequence[Event] = ()) -> None:
-        if group in self._held.resident.weights:
+        resident, shared = self._held.resident, self._held.world.size > 1
+        if group in resident.weights:
             with self._computing(("norm", group), after):
-                taken = self._device.read(self._held.resident.norms(group))
-                self._norms |= dict(zip(self._held.resident.names(group), taken, strict=True))
+                taken = self._device.read(resident.squares(group) if shared else resident.norms(group))
+                known: dict[str, Any] = self._squares if shared else self._norms
+                known |= dict(zip(resident.names(group), taken, strict=True))
             return
         layout, norms, squares = self._bound.assembly.groups[group], self._norms, self._squares
         rank = self._held.world.rank
@@ -161,9 +163,8 @@ class StepUpdates:
 
         def measure() -> None:
             for slot in layout.slots:
-                if layout.ranks > 1:
-                    _, own = own_part(layout, slot, rank)
-                    squares[slot.parameter.name] = sum_of_squares(grad[own])
+                if shared:
+                    squares[slot.parameter.name] = sum_of_squares(grad[own_part(layout, slot, rank)[1]])
                     continue
                 view = slot_view(grad, slot)
                 norms[slot.parameter.name] = torch.linalg.vector_norm(view, 2, dtype=torch.float32)
@@ -175,8 +176,8 @@ class StepUpdates:
         order, squares, world = self._bound.norm_order, self._squares, self._held.world
 
         def clip() -> None:
-            if squares:
-                norms.update(_norms_of_all(squares, world))
+            if squares:  # on every rank in one order
+                norms.update(_norms_of_all({n: float(squares[n]) for n in order if n in squares}, world))
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
             results.skipped = not bool(torch.isfinite(total))
@@ -251,11 +252,11 @@ class StepUpdates:
         self._device.submit("host", ("adam", group), after, update)
 
     def _update_resident(self, group: int, place: ResidentGrad | PassingGrad) -> None:
-        """One update on the compute stream; what clip_scale found is known by now."""
+        """One update on the compute stream; what agree and clip_scale found is known by now."""
         self._held.resident.landed.discard(group)
         progress = self._held.progress.steps[self._device.step]
         deferred = isinstance(place, ResidentGrad) and "clip_scale" in self._bound.kinds
-        if deferred and self.results.skipped:
+        if self.results.stopped or (deferred and self.results.skipped):
             progress.planned -= 1
         else:
             progress.begun += 1

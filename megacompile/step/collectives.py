@@ -11,15 +11,16 @@ from __future__ import annotations
 from megacompile.assemble.workload import Workload
 from megacompile.errors import ScheduleError
 from megacompile.step.operations import Op, Step, name
-from megacompile.step.spec import COLLECTIVES, Agreed, Shard, Weights
+from megacompile.step.spec import COLLECTIVES, Agreed, Resident, Shard, Weights
 
 
 def check_collectives(step: Step, work: Workload) -> None:
-    """Of several ranks: every stay is gathered once, before its first use; every sum leaves once; no update
-    comes before the losses are agreed on. Of one rank: there is nothing of the kind.
+    """Of several ranks: every stay is gathered once, before its first use; every sum is used once;
+    no update comes before the losses are agreed on. Of one rank: there is nothing of the kind.
     """
     if work.ranks == 1:
-        alone = next((op for op in step.ops if op.kind in (*COLLECTIVES, "push_shard", "agree")), None)
+        shared = (*COLLECTIVES, "push_shard", "add_shard", "agree")
+        alone = next((op for op in step.ops if op.kind in shared), None)
         if alone is not None:
             raise ScheduleError(f"{name(alone)} is for several ranks, and there is one.")
         return
@@ -46,6 +47,9 @@ def _check_gathers(step: Step) -> None:
             parts = [t for t in op.reads if isinstance(t, Weights) and not here.get(t.group, True)]
             if parts:
                 raise ScheduleError(f"{name(op)} reads {parts[0]} before its all_gather: it holds one shard.")
+            kept = [t for t in op.reads if isinstance(t, Resident)]
+            if kept:
+                raise ScheduleError(f"{name(op)} reads {kept[0]}, which is one shard: a prefetch is missing.")
 
 
 def _check_sums(step: Step) -> None:
@@ -58,14 +62,14 @@ def _check_sums(step: Step) -> None:
                 held[token] = op
         if op.kind in ("push_grad", "push_rows", "accumulate"):
             raise ScheduleError(f"{name(op)} takes one rank's gradient: reduce is missing.")
-        if op.kind == "push_shard":
+        if op.kind in ("push_shard", "add_shard"):
             token = op.reads[0]
             last = held.pop(token, None) if isinstance(token, Shard) else None
             if last is None or (last.group, last.block, last.micro) != (op.group, op.block, op.micro):
                 found = name(last) if last is not None else "nothing"
                 raise ScheduleError(f"{name(op)} finds in {token} what {found} left there.")
     for op in held.values():
-        raise ScheduleError(f"What {name(op)} left goes nowhere: push_shard is missing.")
+        raise ScheduleError(f"What {name(op)} left goes nowhere: push_shard or add_shard is missing.")
 
 
 def _check_agreement(step: Step) -> None:

@@ -42,7 +42,7 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
     # (push into a buffer that adam awaits, group whose gradient it holds there)
     held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
     for op in repeated:
-        if op.kind in ("push_grad", "push_rows", "push_shard", "accumulate"):
+        if op.kind in ("push_grad", "push_rows", "push_shard", "add_shard", "accumulate"):
             for token in op.writes:
                 group = token.group if isinstance(token, HostGrad | ResidentGrad) else op.group
                 landed = held[token]
@@ -90,6 +90,8 @@ def check_weights(step: Step) -> None:
     for op in step.ops:
         if _fetched(op) & set(step.resident):
             raise ScheduleError(f"{name(op)} fetches masters whose state is on the device.")
+        if any(isinstance(t, Resident) and t.group not in step.resident for t in op.reads):
+            raise ScheduleError(f"{name(op)} reads on the device what is kept on the host.")
     if not any(op.kind == "backward" for op in step.ops):
         return
     updated: set[int] = set()

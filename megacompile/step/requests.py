@@ -66,6 +66,7 @@ class _Walk:
             self._reload(op)
         elif op.kind in ("norm", "adam") and op.stream == "compute":
             numbers = [self._new(_NUMBER) for _ in self._assembly.groups[op.group].slots]
+            numbers.append(self._new(op.peak_bytes))
             for number in numbers:
                 self._drop(number)
         for token in op.frees:

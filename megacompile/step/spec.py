@@ -106,11 +106,11 @@ class Weights(OfGroup, tag="w"):
 
 
 class Resident(OfGroup, tag="resident", lasting=True):
-    """A group's weights, masters and moments on the device."""
+    """A group's weights, masters and moments on the device; of several ranks, this one's shards of them."""
 
 
 class ResidentGrad(OfGroup, tag="dgrad", lasting=True):
-    """A gradient that waits on the device for its update."""
+    """A gradient, or this rank's shard of its sum, that waits on the device for its update."""
 
 
 class PassingGrad(Token, tag="dring"):
@@ -180,7 +180,7 @@ Kind = Literal[
     "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
     "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
     "push_rows", "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
-    "all_gather", "reduce", "push_shard", "agree",
+    "all_gather", "reduce", "push_shard", "add_shard", "agree",
 ]  # fmt: skip
 
 Cost = Literal[
@@ -196,11 +196,12 @@ Tokens = type[Token] | UnionType | tuple[()]
 class Spec:
     """One kind of operation.
 
-    What costs "state" runs on the compute stream where that state is on the device. ``place`` names the
-    fields that follow the kind in its event. ``arguments`` are what its method is given in emitted source: a
-    field, or a name and what it stands for: "read" and "write" are the first token, "reads", "writes" and
-    "frees" all of them. ``slot=``, ``after=`` and ``free=`` are printed besides where an operation has a
-    buffer of the host window, waits, or frees.
+    What costs "state" runs on the compute stream where that state is on the device; a prefetch of weights
+    that are on the device, on the stream of collectives. ``place`` names the fields that follow the kind in
+    its event. ``arguments`` are what its method is given in emitted source: a field, or a name and what it
+    stands for: "read" and "write" are the first token, "reads", "writes" and "frees" all of them.
+    ``slot=``, ``after=`` and ``free=`` are printed besides where an operation has a buffer of the host
+    window, waits, or frees.
     """
 
     meaning: str
@@ -225,8 +226,8 @@ SPECS: dict[Kind, Spec] = {
                         "compute", "value micro", "value micro", "download", Value, Result),
     "load_grad": Spec("the gradient by a result, of a loss that is computed outside, to the device",
                       "compute", "value micro", "value micro", "upload", Result, ValueGrad | Loss),
-    "prefetch": Spec("a weight group from the host to a slot",
-                     "h2d", "group", "group offset", "upload", Master | Staged, Weights),
+    "prefetch": Spec("a weight group from the host, or a rank's shard of it from its device, to a slot",
+                     "h2d", "group", "group offset", "upload", Master | Staged | Resident, Weights),
     "evict": Spec("the end of a weight group's stay in its slot",
                   "compute", "group", "group", "nothing", (), Weights),
     "forward": Spec("a block's forward, with what it keeps for the backward",
@@ -278,6 +279,9 @@ SPECS: dict[Kind, Spec] = {
     "push_shard": Spec("that shard from the device to the host",
                        "d2h", "group block micro", "group block micro shard=read to=write", "download",
                        Shard, HostGrad | Ring),
+    "add_shard": Spec("that shard into the gradient of a group whose state is on the device",
+                      "comm", "group block micro", "group block micro shard=read to=write", "device",
+                      Shard, ResidentGrad),
     "agree": Spec("the losses of all ranks, which update only if all are finite",
                   "host", "", "", "nothing", Loss, Agreed),
 }  # fmt: skip

@@ -24,7 +24,7 @@ from megacompile.step.contents import (
     check_window,
 )
 from megacompile.step.operations import Event, Op, Step, memory_curve, name, peak_bytes
-from megacompile.step.spec import SPECS, STREAMS, Token, ValueGrad, Weights
+from megacompile.step.spec import SPECS, STREAMS, Resident, Token, ValueGrad, Weights
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
 
@@ -79,8 +79,12 @@ def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes
 
 def _check_kind(op: Op) -> None:
     """An operation runs where its kind may, and touches nothing that its kind does not."""
-    spec = SPECS[op.kind]
-    if op.stream != spec.stream and (spec.cost, op.stream) != ("state", "compute"):
+    spec, stream = SPECS[op.kind], op.stream
+    if op.kind == "prefetch" and any(isinstance(t, Resident) for t in op.reads):
+        runs = stream == "comm"
+    else:
+        runs = stream == spec.stream or (spec.cost, stream) == ("state", "compute")
+    if not runs:
         raise ScheduleError(f"{name(op)} runs on a stream that is not its own.")
     for tokens, kinds in ((op.reads, spec.reads), (op.writes, spec.writes)):
         for token in tokens:

@@ -11,6 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.machine.rates import Machine
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.baselines import Planner
+from megacompile.plan.residency import trained_groups
 from megacompile.world.control import World
 from tests.e2e.test_schedules import STEPS, Setup, any_plan, start
 from tests.support.ranks import run_ranks, whole
@@ -41,6 +47,16 @@ def trained(setup: Setup, rank: int, **options: Any) -> str:
     return digest.hexdigest()
 
 
+def any_plan_of_ranks(seed: int) -> Planner:
+    """Any plan, with the state of any groups on the devices."""
+
+    def plan(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+        groups = [g for g in trained_groups(work) if random.Random(f"{seed} {g}").random() < 0.5]
+        return with_state_at(any_plan(seed)(work, mode, machine, budget_bytes), groups, "device")
+
+    return plan
+
+
 def with_delays(rank: int, plans: int) -> list[list[str]]:
     """Every setup by so many plans, each rank late at moments of its own."""
     delay, collective = random.Random(rank), World._collective
@@ -50,7 +66,7 @@ def with_delays(rank: int, plans: int) -> list[list[str]]:
         collective(world, run)
 
     with mock.patch.object(World, "_collective", late):
-        return [[trained(s, rank, planner=any_plan(seed)) for seed in range(plans)] for s in SETUPS]
+        return [[trained(s, rank, planner=any_plan_of_ranks(seed)) for seed in range(plans)] for s in SETUPS]
 
 
 @pytest.mark.parametrize("plans", [2, pytest.param(67, marks=pytest.mark.nightly)])

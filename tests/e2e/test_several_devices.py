@@ -14,6 +14,12 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import Program
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.machine.rates import Machine
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.planner import search
+from megacompile.plan.residency import trained_groups
 from tests.support.models import Plain, batch_for, build
 from tests.support.ranks import raising, run_ranks, saved, whole
 from tests.support.reference import EagerTrainer
@@ -23,6 +29,18 @@ STEPS = 3
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 Case = tuple[str, dict[str, Any]]
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
+
+
+def on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """All trained state on the devices."""
+    return with_state_at(search(work, mode, machine, budget_bytes).plan, trained_groups(work), "device")
+
+
+def partly_on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """That of every second group."""
+    return with_state_at(search(work, mode, machine, budget_bytes).plan, trained_groups(work)[::2], "device")
+
+
 CASES: dict[str, Case] = {
     "plain": ("plain", FP32),
     "llama": ("llama", FP32),
@@ -36,6 +54,10 @@ CASES: dict[str, Case] = {
     "in 4 bits": ("wide", FP32 | {"optimizer_state": "int4"}),
     "clipped": ("plain", FP32 | {"max_grad_norm": 0.1}),
     "never clipped": ("plain", FP32 | {"max_grad_norm": 1e9}),
+    "state on devices": ("llama", {"planner": on_devices}),
+    "some on devices": ("plain", FP32 | {"planner": partly_on_devices}),
+    "clipped on devices": ("plain", FP32 | {"max_grad_norm": 0.1, "planner": partly_on_devices}),
+    "never clipped on devices": ("plain", FP32 | {"max_grad_norm": 1e9, "planner": partly_on_devices}),
 }
 
 
@@ -124,11 +146,12 @@ class Run:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     names = ["plain", "llama", "in small pieces", "in 8 bits", "in 4 bits", "clipped", "never clipped"]
+    names += ["state on devices", "some on devices", "clipped on devices", "never clipped on devices"]
     return Run(2, names, tmp_path_factory.mktemp("two"))
 
 
 def test_masters_and_moments_are_bitwise_those_of_one_process(two: Run) -> None:
-    for name in two.state.keys() - {"clipped"}:
+    for name in two.state.keys() - {"clipped", "clipped on devices"}:
         ranks, one = two.state[name]
         assert ranks.keys() == one.keys()
         assert [n for n in one if not torch.equal(ranks[n], one[n])] == [], name
@@ -140,12 +163,13 @@ def test_losses_are_those_of_all_ranks_on_each_of_them(two: Run) -> None:
             assert all(map(torch.equal, rank[name]["losses"], one["losses"])), name
 
 
-def test_every_rank_clips_by_one_norm(two: Run) -> None:
-    first, second = (rank["clipped"]["norms"] for rank in two.ranks)
+@pytest.mark.parametrize("case", ["clipped", "clipped on devices"])
+def test_every_rank_clips_by_one_norm(case: str, two: Run) -> None:
+    first, second = (rank[case]["norms"] for rank in two.ranks)
     assert all(map(torch.equal, first, second))
     assert all(n > 0.1 for n in first)
-    torch.testing.assert_close(first, two.one["clipped"]["norms"], rtol=1e-6, atol=0)
-    ranks, one = two.state["clipped"]
+    torch.testing.assert_close(first, two.one[case]["norms"], rtol=1e-6, atol=0)
+    ranks, one = two.state[case]
     for name in one:
         torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-6)
 
@@ -159,6 +183,13 @@ def test_each_rank_keeps_its_predicted_peak_and_its_share_of_the_state(two: Run)
         for rank in two.ranks:
             assert rank[name]["peak"] == rank[name]["predicted"], name
             assert rank[name]["source"] == two.ranks[0][name]["source"]
+
+
+def test_state_on_the_devices_needs_no_link(two: Run) -> None:
+    source = two.ranks[0]["state on devices"]["source"]
+    assert "rt.add_shard(" in source and "rt.push_shard(" not in source
+    mixed = two.ranks[0]["some on devices"]["source"]
+    assert "rt.add_shard(" in mixed and "rt.push_shard(" in mixed
 
 
 @pytest.mark.parametrize(
@@ -199,21 +230,22 @@ def summed_over_ranks_first(size: int, micro: int) -> dict[str, Tensor]:
 
 def test_micro_batches_are_summed_over_ranks_first(tmp_path: Path) -> None:
     """Within rounding of one process, and bitwise what plain PyTorch gives in that order."""
-    run = Run(2, ["plain"], tmp_path, micro=2)
-    ranks, one = run.state["plain"]
-    for name in one:
-        torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-5)
-    for name, value in summed_over_ranks_first(2, 2).items():
-        assert torch.equal(ranks[f"{name}/weights"], value.reshape(-1)), name
-    for rank in run.ranks:
-        torch.testing.assert_close(rank["plain"]["losses"], run.one["plain"]["losses"])
-        assert rank["plain"]["peak"] == rank["plain"]["predicted"]
+    run, expected = Run(2, ["plain", "some on devices"], tmp_path, micro=2), summed_over_ranks_first(2, 2)
+    for case, (ranks, one) in run.state.items():
+        for name in one:
+            torch.testing.assert_close(ranks[name], one[name], rtol=1e-4, atol=1e-5)
+        for name, value in expected.items():
+            assert torch.equal(ranks[f"{name}/weights"], value.reshape(-1)), name
+        for rank in run.ranks:
+            torch.testing.assert_close(rank[case]["losses"], run.one[case]["losses"])
+            assert rank[case]["peak"] == rank[case]["predicted"]
 
 
 def resume(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Go on from a checkpoint of one process, and give all that can be given."""
     first, second = batches("plain", 7, range(max(0, rank), size, size)), batches("plain", 8, range(size))
-    with compiled("plain", FP32, seed=3 + rank) as program:
+    options = CASES["some on devices"][1] if rank >= 0 else FP32
+    with compiled("plain", options, seed=3 + rank) as program:
         program.prepare(first if rank >= 0 else second)
         program.load(folder / "one" / "plain")
         if rank < 0:
@@ -273,7 +305,8 @@ def test_a_tied_table_is_that_of_one_process_within_rounding(tmp_path: Path) -> 
 def outside(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Steps whose loss is computed by torch, one of them not finite on the last rank; then a prediction."""
     ranks = range(size) if rank < 0 else range(rank, size, size)
-    with compiled("llama", FP32, seed=max(0, rank)) as program:
+    options = FP32 | {"planner": partly_on_devices} if rank >= 0 else FP32
+    with compiled("llama", options, seed=max(0, rank)) as program:
 
         def step(number: int, factor: float = 1.0) -> Tensor:
             micro = batches("llama", number, ranks)
@@ -294,7 +327,8 @@ def outside(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def by_hand(rank: int, size: int, folder: Path) -> list[Tensor]:
     """Updates by hand, then a step of micro-batches of two shapes."""
     ranks, found = range(size) if rank < 0 else range(rank, size, size), []
-    with compiled("plain", FP32, seed=max(0, rank)) as program:
+    options = CASES["some on devices"][1] if rank >= 0 else FP32
+    with compiled("plain", options, seed=max(0, rank)) as program:
         with raising(megacompile.ProgramError, "No gradient is waiting"):
             program.optimizer_step()
         for step in range(2):

@@ -18,7 +18,7 @@ from megacompile.passes.synchronize import synchronize
 from megacompile.step.collectives import check_collectives
 from megacompile.step.emit import emit_step
 from megacompile.step.operations import Op, Step, peak_bytes
-from megacompile.step.spec import COLLECTIVES, Agreed, Shard
+from megacompile.step.spec import COLLECTIVES, Agreed, Resident, Shard, Weights
 from megacompile.step.verify import verify
 from tests.support.oracle import execute, sees_garbage, unordered
 from tests.support.problems import MODES, chain, find, plans, uniform, with_op, workloads
@@ -43,6 +43,9 @@ WORK = shared(chain(5), 2)
 PLAN = uniform(WORK)
 STEP = lower(WORK, PLAN, Mode("train"))
 DEFERRED = lower(WORK, PLAN, Mode("train", deferred=True))
+ON_DEVICE = uniform(WORK, state="device")
+RESIDENT = lower(WORK, ON_DEVICE, Mode("train"))
+CLIPPED = lower(WORK, ON_DEVICE, Mode("train", deferred=True))
 
 
 def refuse(step: Step, *words: str, work: Workload = WORK) -> None:
@@ -83,7 +86,7 @@ def several(draw: st.DrawFn) -> tuple[Workload, Step]:
     work = shared(draw(workloads(4)), draw(st.integers(2, 4)))
     plan: Plan = draw(plans(work))
     blocks = tuple(replace(b, saved_on="device" if b.saved_on == "nvme" else b.saved_on) for b in plan.blocks)
-    groups = tuple(replace(g, state="host") for g in plan.groups)
+    groups = tuple(replace(g, state="device" if g.state == "device" else "host") for g in plan.groups)
     mode = draw(st.sampled_from([m for m in MODES if m.kind in ("train", "evaluate")]))
     return work, lower(work, replace(plan, blocks=blocks, groups=groups), mode)
 
@@ -104,7 +107,7 @@ def test_steps_of_several_ranks_are_proven_and_safe_in_every_order(
 def test_every_missing_collective_and_wait_is_refused(problem: tuple[Workload, Step]) -> None:
     work, step = problem
     for index, op in enumerate(step.ops):
-        if op.kind in (*COLLECTIVES, "push_shard", "agree"):
+        if op.kind in (*COLLECTIVES, "push_shard", "add_shard", "agree"):
             refuse(with_op(step, index), work=work)
         for event in op.waits:
             refuse(with_op(step, index, op.with_(waits=tuple(e for e in op.waits if e != event))), work=work)
@@ -130,8 +133,11 @@ def test_buffers_are_counted_with_the_constants() -> None:
 
 def test_a_rank_moves_its_part_over_its_link_and_the_rest_between_devices() -> None:
     machine = replace(UNIT, fabric_bandwidth=100.0, fabric_seconds=3.0)
-    ops = [Op(kind, "comm", nbytes=600, ranks=3) for kind in ("prefetch", "all_gather", "reduce")]
-    assert [duration(op, machine) for op in ops] == [0.2, 7.0, 7.0]
+    ops = [Op(kind, "comm", nbytes=600, ranks=3) for kind in ("all_gather", "reduce")]
+    assert [duration(op, machine) for op in ops] == [7.0, 7.0]
+    fetch = Op("prefetch", "h2d", nbytes=600, ranks=3)
+    assert duration(fetch, machine) == 200 / machine.h2d_bandwidth
+    assert duration(fetch.with_(stream="comm"), machine) == 400 / machine.memory_bandwidth  # read and written
     assert simulate(STEP, machine).busy["comm"] > 0
 
 
@@ -148,6 +154,26 @@ def test_emitted_source_numbers_buffers_in_turn() -> None:
     assert "comm exchanges with the other 1 of 2 ranks." in source
     assert source.count("rt.reduce(") < 5, "equal blocks are not in a loop"
     assert 'shard=("shard", ' in source and " % 2)" in source
+
+
+def test_state_on_the_devices_crosses_no_link_and_each_rank_holds_its_shards() -> None:
+    kinds = {(op.kind, op.stream) for op in RESIDENT.ops}
+    assert {stream for _, stream in kinds} == {"compute", "comm", "host"}
+    assert {stream for kind, stream in kinds if kind == "prefetch"} == {"comm"}
+    (shard,) = {g.shard_bytes for g in WORK.groups}
+    held = sum(g.nbytes // 2 + g.state_bytes + shard for g in WORK.groups)  # with gradients, which wait
+    assert RESIDENT.constant_bytes == WORK.constant_bytes + held + 2 * shard + 2 * RESIDENT.exchange_bytes
+    assert RESIDENT.slab_bytes == STEP.slab_bytes and RESIDENT.ring == ()
+
+
+def test_compute_waits_for_the_exchange_of_gradients_after_the_last_backward() -> None:
+    """But where it gives back a gradient, as late as the plan allows."""
+    for step in (RESIDENT, CLIPPED):
+        last = [i for i, op in enumerate(step.ops) if op.kind == "backward"][-1]
+        first = next(i for i, op in enumerate(step.ops) if op.kind in ("norm", "adam"))
+        assert first > last
+        early = [op for op in step.ops[:last] if op.stream == "compute" and op.kind not in ("free", "evict")]
+        assert not [event for op in early for event in op.waits if event[0] in ("reduce", "add_shard")]
 
 
 # ---- planted faults -----------------------------------------------------------------------------
@@ -213,6 +239,51 @@ def test_a_sum_of_another_gradient() -> None:
     ops[first] = ops[first].with_(reads=ops[second].reads)
     bad = waiting_again(STEP.with_(ops=tuple(ops)))
     refuse_collectives(bad, "push_shard of group 4", "finds in ('shard', 1)")
+
+
+def test_a_shard_on_the_device_read_for_whole_weights() -> None:
+    index = find(RESIDENT, "forward", block=2)
+    op = RESIDENT.ops[index]
+    reads = tuple(Resident(2) if t == Weights(2) else t for t in op.reads)
+    bad = waiting_again(with_op(RESIDENT, index, op.with_(reads=reads)))
+    refuse(bad, "forward of block 2", "('resident', 2), which is one shard")
+
+
+def test_a_shard_fetched_from_the_device_that_is_kept_on_the_host() -> None:
+    bad = RESIDENT.with_(resident=RESIDENT.resident[1:])
+    refuse(bad, "prefetch of group 0", "reads on the device what is kept on the host")
+
+
+def test_a_shard_fetched_after_its_update() -> None:
+    late = moved(RESIDENT, find(RESIDENT, "adam", group=0), find(RESIDENT, "prefetch", group=0, nth=1))
+    refuse(late, "adam of group 0", "0 of 1 contributions")
+    gradient = find(RESIDENT, "evict", group=0, nth=-1) + 1
+    again = [RESIDENT.ops[find(RESIDENT, kind, group=0)] for kind in ("prefetch", "all_gather", "evict")]
+    end = len(RESIDENT.ops)
+    assert gradient < end
+    bad = waiting_again(RESIDENT.with_(ops=(*RESIDENT.ops, *again)))
+    refuse(bad, "prefetch of group 0", "reads weights that this step has updated already")
+
+
+def test_a_sum_on_the_device_that_is_never_added() -> None:
+    bad = waiting_again(with_op(RESIDENT, find(RESIDENT, "add_shard", group=1)))
+    refuse_collectives(bad, "What reduce of group 1", "goes nowhere")
+
+
+def test_a_slot_filled_from_the_device_while_a_gather_still_fills_it() -> None:
+    """In the order of one stream, but for compute, which reads it until the stay ends."""
+    index = find(RESIDENT, "prefetch", group=0, nth=1)
+    op = RESIDENT.ops[index]
+    evicts = tuple(e for e in op.waits if e[0] == "evict")
+    assert evicts
+    bad = with_op(RESIDENT, index, op.with_(waits=tuple(e for e in op.waits if e not in evicts)))
+    refuse(bad, "prefetch of group 0", "may")
+
+
+def test_a_link_where_none_is_needed() -> None:
+    index = find(RESIDENT, "prefetch", group=1)
+    bad = waiting_again(with_op(RESIDENT, index, RESIDENT.ops[index].with_(stream="h2d")))
+    refuse(bad, "prefetch of group 1", "a stream that is not its own")
 
 
 def test_an_update_before_the_losses_are_agreed_on() -> None:
