@@ -182,7 +182,6 @@ def _compiler(
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
     form, world, stores = settings.optimizer_state, settings.world, bool(settings.offload_dirs)
     plannable, lacking = _plannable(backend, budget, world)
-    on_device = world.size == 1 and form == "fp32"
     return Compiler(
         frontend,
         plannable,
@@ -192,7 +191,7 @@ def _compiler(
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
         planner=planner,
-        device_state=on_device and (backend.machine is None or updates_like_adamw(optimizer)),
+        device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
         world=world,
     )
 

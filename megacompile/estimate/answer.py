@@ -76,10 +76,9 @@ class Question:
         if self.host_budget is not None:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
             tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
-        if self.ranks == 1:
-            return Terms(machine, self.hbm_budget, tiers)
-        machine = machine.shared_by(self.gpus, self.nodes)
-        return Terms(machine, self.hbm_budget, tiers, residents=())  # several keep no state on devices
+        if self.ranks > 1:
+            machine = machine.shared_by(self.gpus, self.nodes)
+        return Terms(machine, self.hbm_budget, tiers)
 
     def mode(self, clip: bool) -> Mode:
         return Mode("train", self.micro_batches, deferred=clip)

@@ -6,11 +6,10 @@ combination with the name of what binds. The one implementation for plans, progr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.assemble.plan import Mode, Plan, norm_bytes
-from megacompile.assemble.workload import Call, CheckpointPolicy, GroupWork, Workload
+from megacompile.assemble.workload import Call, CheckpointPolicy, Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import asking_seconds, attention_delay, duration
 from megacompile.step.operations import Op
@@ -52,8 +51,9 @@ def lower_bound(
     Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
     accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
     needs weights that were updated after it. Groups whose state ``plan`` keeps on the device do without
-    transfers and host updates. ``model_flops`` are of the whole step; None takes those of the least
-    functions of all blocks. Of several ranks the bound is that of one, and of its own link and host.
+    copies over the link and host updates, not without exchanges. ``model_flops`` are of the whole step; None
+    takes those of the least functions of all blocks. Of several ranks the bound is that of one, and of its
+    own link and host.
     """
     there = [g for g in work.contributions if plan is None or plan.groups[g].state != "device"]
     trained = [work.groups[g] for g in there]
@@ -69,7 +69,7 @@ def lower_bound(
     down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth
 
-    gathers, sums = (_exchange(kind, trained, machine) for kind in ("all_gather", "reduce"))
+    gathers, sums = (_exchange(kind, work, machine) for kind in ("all_gather", "reduce"))
 
     def bound(seconds: float, binding: str) -> Bound:
         return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums)
@@ -89,8 +89,9 @@ def lower_bound(
     return bound(first[a] + then[b], f"{a}, then {b}")
 
 
-def _exchange(kind: Kind, groups: Sequence[GroupWork], machine: Machine) -> float:
-    """Seconds of one collective over each group; none where one rank is alone."""
+def _exchange(kind: Kind, work: Workload, machine: Machine) -> float:
+    """Seconds of one collective over each trained group, wherever its state is; none of one rank."""
+    groups = [work.groups[g] for g in work.contributions]
     ops = (Op(kind, "comm", nbytes=g.nbytes, ranks=g.ranks) for g in groups if g.ranks > 1)
     return sum(duration(op, machine) for op in ops)
 

@@ -24,7 +24,7 @@ def moves(work: Workload, mode: Mode, residents: Collection[int]) -> Iterator[Mo
     if mode.kind == "train" and not mode.keeps_gradients:
         yield partial(_updates, work)
     yield partial(_prefetch_depths_of_small, work)
-    yield _groups
+    yield partial(_groups, work)
     yield _windows
     if residents:
         yield partial(_states, residents)
@@ -117,10 +117,11 @@ def _states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
             yield with_state_at(plan, stretch, other)
 
 
-def _groups(plan: Plan) -> Iterator[Plan]:
+def _groups(work: Workload, plan: Plan) -> Iterator[Plan]:
     """Hold more groups, or fewer, by halving stretches from either end."""
-    streamed = [i for i, g in enumerate(plan.groups) if g.residency == "stream" and g.state != "device"]
-    held = [i for i, g in enumerate(plan.groups) if g.residency != "stream" and g.state != "device"]
+    come = [i for i, g in enumerate(plan.groups) if g.state != "device" or work.ranks > 1]
+    streamed = [i for i in come if plan.groups[i].residency == "stream"]
+    held = [i for i in come if plan.groups[i].residency != "stream"]
     for places, residency in ((streamed, "step"), (held, "stream")):
         for stretch in _stretches(places):
             yield replace(plan, groups=tuple(

@@ -137,12 +137,11 @@ def fixed(candidates: Candidates) -> None:
 def all_resident(candidates: Candidates) -> None:
     """All state on the device, where that leaves room: of each shape the plan that keeps most and fits."""
     groups = [candidates.work.groups[g] for g in candidates.residents]
-    if not groups or sum(g.nbytes + g.state_bytes for g in groups) > candidates.budget_bytes:
+    if not groups or sum(g.held_bytes for g in groups) > candidates.budget_bytes:
         return
     for shape in shapes(candidates.mode):
-        for checkpoint, residency in product(
-            policies_of(candidates.work), ("step", "stream")
-        ):  # of frozen groups
+        # of frozen groups, and of what ranks gather
+        for checkpoint, residency in product(policies_of(candidates.work), ("step", "stream")):
             plan = uniform(candidates.work, shape, checkpoint, "device", residency)
             plan = with_state_at(plan, candidates.residents, "device")
             candidates.score(plan)

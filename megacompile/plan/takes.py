@@ -141,10 +141,10 @@ class Treatments:
         return found | resident
 
     def _resident(self, g: int) -> Takes[float]:
-        """State on the device: updated there, nothing of it on any other stream."""
-        group, m = self.work.groups[g], self.mode.micro_batches
-        waits = self.mode.keeps_gradients or len(self.work.contributions[g]) > 1
-        held = group.nbytes + group.state_bytes + waits * group.gradient_bytes
+        """State on the device: updated there, nothing of it on the link or the host."""
+        group, m, ranks = self.work.groups[g], self.mode.micro_batches, self.work.ranks
+        waits = self.mode.keeps_gradients or len(self.work.contributions[g]) > 1 or ranks > 1
+        held = group.held_bytes + waits * group.gradient_bytes
         update = group.update_bytes / self.machine.memory_bandwidth
         pushes = [n for block in self.work.blocks for other, n in block.grad_groups if other == g]
         norm = norm_bytes(self.work, self.mode, g)
@@ -155,7 +155,8 @@ class Treatments:
             device=float(held),
             adam=-duration(Op("adam", "host", nbytes=group.update_bytes), self.machine),
             norm=-duration(Op("norm", "host", nbytes=norm), self.machine),
-            push=-m * sum(duration(Op("push_grad", "d2h", nbytes=n), self.machine) for n in pushes),
+            push=-m
+            * sum(duration(Op("push_grad", "d2h", nbytes=n, ranks=ranks), self.machine) for n in pushes),
         )
 
     def offloaded_bytes(self, b: int, policy: CheckpointPolicy) -> int:

@@ -19,7 +19,7 @@ from megacompile import MegacompileError, NonFiniteError, Program, ProgramError
 from megacompile.runtime.blocks import Blocks
 from megacompile.world.control import World
 from tests.support.models import batch_for, build
-from tests.support.ranks import raising, run_ranks, whole
+from tests.support.ranks import partly_on_devices, raising, run_ranks, whole
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
@@ -27,7 +27,8 @@ collectives = importlib.import_module("megacompile.passes.insert_collectives")  
 def compiled(rank: int = 0, lr: float = 1e-3, **options: Any) -> Program:
     model = build("plain")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    given: dict[str, Any] = {"compute_dtype": torch.float32, "device": "cpu"} | options
+    given: dict[str, Any] = {"compute_dtype": torch.float32, "device": "cpu", "planner": partly_on_devices}
+    given |= options
     return megacompile.compile(model, 1, optimizer=optimizer, **given)
 
 

@@ -14,14 +14,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import Program
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.plan.arrange import with_state_at
-from megacompile.plan.planner import search
-from megacompile.plan.residency import trained_groups
 from tests.support.models import Plain, batch_for, build
-from tests.support.ranks import raising, run_ranks, saved, whole
+from tests.support.ranks import on_devices, on_host, partly_on_devices, raising, run_ranks, saved, whole
 from tests.support.reference import EagerTrainer
 from tests.support.zoo import cases
 
@@ -29,31 +23,22 @@ STEPS = 3
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 Case = tuple[str, dict[str, Any]]
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
-
-
-def on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
-    """All trained state on the devices."""
-    return with_state_at(search(work, mode, machine, budget_bytes).plan, trained_groups(work), "device")
-
-
-def partly_on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
-    """That of every second group."""
-    return with_state_at(search(work, mode, machine, budget_bytes).plan, trained_groups(work)[::2], "device")
+HOST: dict[str, Any] = FP32 | {"planner": on_host}
 
 
 CASES: dict[str, Case] = {
-    "plain": ("plain", FP32),
-    "llama": ("llama", FP32),
+    "plain": ("plain", HOST),
+    "llama": ("llama", HOST),
     "llama in bf16": ("llama", {}),
     "gpt2 with dropout": ("gpt2-dropout", {}),
     "dropout in bf16": ("dropping", {}),
-    "in small pieces": ("plain", FP32),  # of what ranks exchange at once
+    "in small pieces": ("plain", HOST),  # of what ranks exchange at once
     "experts": ("mixtral", FP32),
     "tied and frozen": ("gpt2", FP32),
     "in 8 bits": ("wide", FP32 | {"optimizer_state": "int8"}),
     "in 4 bits": ("wide", FP32 | {"optimizer_state": "int4"}),
-    "clipped": ("plain", FP32 | {"max_grad_norm": 0.1}),
-    "never clipped": ("plain", FP32 | {"max_grad_norm": 1e9}),
+    "clipped": ("plain", HOST | {"max_grad_norm": 0.1}),
+    "never clipped": ("plain", HOST | {"max_grad_norm": 1e9}),
     "state on devices": ("llama", {"planner": on_devices}),
     "some on devices": ("plain", FP32 | {"planner": partly_on_devices}),
     "clipped on devices": ("plain", FP32 | {"max_grad_norm": 0.1, "planner": partly_on_devices}),

@@ -24,6 +24,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
+from megacompile.machine.rates import Machine
+from megacompile.plan.arrange import with_state_at
+from megacompile.plan.planner import search
+from megacompile.plan.residency import trained_groups
 from tests.support.scripts import context
 
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
@@ -83,6 +89,21 @@ def saved(folder: Path) -> dict[str, Tensor]:
             parts[name].append(part)
     assert parts, folder
     return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
+
+
+def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """A planner that keeps no state on devices."""
+    return search(work, mode, machine, budget_bytes).plan
+
+
+def on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """One that keeps all trained state there."""
+    return with_state_at(on_host(work, mode, machine, budget_bytes), trained_groups(work), "device")
+
+
+def partly_on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """One that keeps that of every second group there."""
+    return with_state_at(on_host(work, mode, machine, budget_bytes), trained_groups(work)[::2], "device")
 
 
 def _answers(receivers: list[Any]) -> list[Any]:
