@@ -7,11 +7,17 @@ differs from rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
+import torch
+
+_PACKAGES = ("megacompile", "torch", "triton", "transformers")  # what programs and their numbers depend on
 _SENTENCES = {  # in the order in which they are looked at
     "device": "Rank {rank} trains on {theirs}, and rank 0 on {first}: give all ranks one kind of device.",
-    "version": "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions.",
+    **dict.fromkeys(
+        _PACKAGES, "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions on all machines."
+    ),
     "settings": "Rank {rank} was compiled with {theirs}, and rank 0 with {first}: give all ranks the same.",
     "layout": "The weight groups of rank {rank} are not those of rank 0: make the same model on every rank.",
     "source": "Rank {rank} compiled another program than rank 0: please report this schedule.",
@@ -36,6 +42,20 @@ _SENTENCES = {  # in the order in which they are looked at
     ),
     "names": "Rank {rank} loads other names, shapes or dtypes than rank 0: give every rank the same state.",
 }
+
+
+def versions() -> dict[str, str]:
+    """What of the packages that ranks must have alike is installed here, by name."""
+    return {name: _installed(name) for name in _PACKAGES}
+
+
+def _installed(name: str) -> str:
+    if name == "torch":
+        return f"torch {torch.__version__}"  # with what it was built for
+    try:
+        return f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return f"no {name}"
 
 
 def difference(said: Sequence[Mapping[str, Any]]) -> str:

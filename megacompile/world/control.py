@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.world import faults
-from megacompile.world.agreement import difference, shared_gpu
+from megacompile.world.agreement import difference, shared_gpu, versions
 from megacompile.world.collectives import Collectives, GpuCollectives
 from megacompile.world.faults import LastWords, LostError, is_of_a_collective, told, within
 from megacompile.world.ranks import TIMEOUT, Ranks
@@ -165,8 +165,7 @@ class World:
 
     def _connect(self, device: torch.device) -> None:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        version = f"torch {torch.__version__}"
-        said = self.compare(lambda: {"device": device.type, "gpu": gpu, "version": version})
+        said = self.compare(lambda: {"device": device.type, "gpu": gpu, **versions()})
         if shared := shared_gpu([rank["gpu"] for rank in said]):
             raise self.agreed(MegacompileError(shared))
         if gpu:

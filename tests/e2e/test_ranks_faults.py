@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -64,6 +65,12 @@ def unlike_programs(rank: int) -> None:
         raising(MegacompileError, "Rank 1 runs torch 2.0, and rank 0 torch "),
     ):
         compiled()
+    for package in ("megacompile", "transformers", "triton"):
+        with (
+            mock.patch.object(metadata, "version", lambda name, p=package: f"{rank if name == p else 9}.0"),
+            raising(MegacompileError, f"Rank 1 runs {package} 1.0, and rank 0 {package} 0.0"),
+        ):
+            compiled()
     piece = 1000 if rank else collectives.PIECE_BYTES
     with (
         mock.patch.object(collectives, "PIECE_BYTES", piece),
