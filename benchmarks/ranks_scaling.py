@@ -3,7 +3,7 @@
     python -m benchmarks.ranks_scaling [--models llama-3.1-8b] [--machine h100-sxm]
 
 Steps with clipping, planned as ``megacompile plan --gpus --nodes`` plans them: up to 8 GPUs in a machine, the
-batch of each GPU fixed, no state on devices, nothing measured. A host takes what the state needs; the table
+batch of each GPU fixed, nothing measured. A host takes what the state needs; the table
 says how much that is. "Efficiency" is tokens per second and GPU beside those of one GPU.
 """
 
