@@ -47,5 +47,9 @@ class ProgramError(RuntimeError):
     """A program is in a state in which the call cannot be served, and what to do about it."""
 
 
+class DiskError(ProgramError):
+    """A disk did not take a checkpoint; the one before it is still there."""
+
+
 class StorageError(RuntimeError):
     """State on storage could not be read or written, or is not what was written."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
+from megacompile.errors import DiskError
 from megacompile.integrations.adapters import save_adapters
 from megacompile.integrations.checkpoints import (
     STATE,
@@ -50,7 +51,7 @@ class Writing:
         self._model: Description | None = None  # whose weights are still to be written
         self._program: Program | None = None  # that writes
         self._error: BaseException | None = None
-        self._removed = False
+        self._goes_on = False  # training, although the disk did not take it
         self._over = threading.Event()
 
     def begin(self) -> None:
@@ -71,9 +72,9 @@ class Writing:
             with self._world.together():
                 self._world.agree(self._complete, saving=True)
         except BaseException as failure:  # for the thread that trains
-            first = self._world.rank == 0
-            self._removed = first and is_of_disk(failure) and not is_whole(self.folder)  # else it came later
-            if self._removed:
+            of_disk = is_of_disk(failure) if self._world.size == 1 else isinstance(failure, DiskError)
+            self._goes_on = of_disk and (self._world.rank > 0 or not is_whole(self.folder))
+            if self._goes_on and self._world.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self._error = failure
         finally:
@@ -82,10 +83,15 @@ class Writing:
     def _complete(self) -> None:
         if self._world.rank > 0:
             return
-        if self._model is not None:
-            values = saved_values(self.folder / STATE, self._model)
-            export_model(self.folder, self._model, values, None, beside=True)
-        finish(self.folder)
+        try:
+            if self._model is not None:
+                values = saved_values(self.folder / STATE, self._model)
+                export_model(self.folder, self._model, values, None, beside=True)
+            finish(self.folder)
+        except BaseException as error:
+            if not is_of_disk(error):
+                raise
+            raise DiskError(str(error)) from error  # as all ranks hear it
         best = self._state.best_model_checkpoint
         rotate_checkpoints(os.fspath(self.folder.parent), self._limit, best, use_mtime=True)
 
@@ -94,11 +100,12 @@ class Writing:
         error, self._error = self._error, None
         if error is None:
             return
-        if not self._removed or self._world.size > 1:
+        if not self._goes_on:
             raise error
         self._state.best_model_checkpoint = self._best_before
-        text = f"The disk did not take {self.folder}, which was removed; training goes on: {error}"
-        warnings.warn(text, stacklevel=2)
+        if self._world.rank == 0:
+            text = f"The disk did not take {self.folder}, which was removed; training goes on: {error}"
+            warnings.warn(text, stacklevel=2)
 
     def wait(self) -> None:
         """Return when it is over, and told."""

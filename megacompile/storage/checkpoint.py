@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble.codec import from_plain, to_plain
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import DiskError, MegacompileError
 from megacompile.host.bucket import own_part
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
@@ -57,9 +57,9 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
 
-    Raises :class:`ProgramError` where the disk does not take it, with the earlier one untouched. Several
-    ranks call it together, in the thread that saves. Each writes its part of the state. Once all have, the
-    first one writes the manifest and gives the folder its name; where one fails, all raise.
+    Raises :class:`~megacompile.errors.DiskError` where the disk does not take it, with the earlier one
+    untouched. Several ranks call it together, in the thread that saves. Each writes its part of the state.
+    Once all have, the first one writes the manifest and gives the folder its name; if one fails, all raise.
     """
     folder, world = checked_folder(folder), world or World()
     with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ def _on_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ProgramError(f"The checkpoint was not written to {folder}: {error}.") from error
+        raise DiskError(f"The checkpoint was not written to {folder}: {error}.") from error
 
 
 def _write_own(

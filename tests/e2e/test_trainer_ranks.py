@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,8 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
     assert same(first["values"], one["values"])
 
 
-def full_disk(rank: int, folder: Path) -> str:
-    """The last rank's disk does not take its part of the second checkpoint."""
+def full_disk(rank: int, folder: Path) -> tuple[int, list[str]]:
+    """The last rank's disk does not take its part of the second checkpoint of three."""
     write = checkpoint.save_shard
 
     def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -245,19 +246,22 @@ def full_disk(rank: int, folder: Path) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, tensors)
 
-    one = of(rank, folder, max_steps=5, eval_strategy="no", save_strategy="steps", save_steps=2)
-    with mock.patch.object(checkpoint, "save_shard", full if rank == RANKS - 1 else write):
-        try:
-            one.train()
-        except ProgramError as error:
-            return str(error)
-    return "trained on"
+    one = of(rank, folder, max_steps=6, eval_strategy="no", save_strategy="steps", save_steps=2)
+    taken = mock.patch.object(checkpoint, "save_shard", full if rank == RANKS - 1 else write)
+    with taken, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one.train()
+    told = [str(w.message) for w in caught if "The disk did not take" in str(w.message)]
+    return one.state.global_step, told
 
 
-def test_a_full_disk_of_one_rank_ends_the_training_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    first, second = whole(run_ranks(RANKS, full_disk, tmp_path))
-    assert "Rank 1: The checkpoint was not written to" in first and first.endswith(second)
-    assert Path(last_checkpoint(str(tmp_path))).name == "checkpoint-2"
+def test_a_full_disk_of_one_rank_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
+    (steps, told), second = whole(run_ranks(RANKS, full_disk, tmp_path))
+    assert steps == 6 and second == (6, [])
+    (warning,) = told
+    assert "checkpoint-4, which was removed; training goes on: Rank 1: The checkpoint was not" in warning
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    assert Path(last_checkpoint(str(tmp_path))).name == "checkpoint-6"
 
 
 def fails(rank: int, folder: Path, how: str) -> str:
