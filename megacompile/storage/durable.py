@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megacompile.errors import ProgramError
+from megacompile.errors import DiskError, ProgramError
 
 _TORCH_SAVE = ("inline_container.cc", "iostream error")  # of what torch.save raises where a write failed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
@@ -80,7 +80,7 @@ def is_of_disk(error: BaseException) -> bool:
     """Whether a disk did not take what was to be written, in whichever words the writer says so."""
     from safetensors import SafetensorError
 
-    if any(isinstance(e, (OSError, SafetensorError)) for e in (error, error.__cause__)):
+    if any(isinstance(e, (OSError, SafetensorError, DiskError)) for e in (error, error.__cause__)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_SAVE)
 
