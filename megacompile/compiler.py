@@ -24,7 +24,7 @@ from megacompile.plan.on_pages import plan_on_pages
 from megacompile.plan.plan_program import Terms, first_that_fits, plan_program
 from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
-from megacompile.plan.tiling import Candidate
+from megacompile.plan.tiling import TilingCandidate
 from megacompile.runtime.backends import Lacking
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
@@ -260,7 +260,7 @@ class Compiler:
                 gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
                 return plan_program(tilings, mode, terms, gathers=gathers, most=most)
             compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
-            return plan_program([Candidate(0, lambda: compiled)], mode, terms, most=most)
+            return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
 
         try:
             return first_that_fits(chunks, budget, plan)

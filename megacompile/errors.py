@@ -48,7 +48,7 @@ class ProgramError(RuntimeError):
 
 
 class DiskError(ProgramError):
-    """A disk did not take a checkpoint; the one before it is still there."""
+    """A disk did not take a checkpoint or a model; an earlier checkpoint is still there."""
 
 
 class StorageError(RuntimeError):

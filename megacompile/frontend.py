@@ -34,9 +34,9 @@ from megacompile.fuse.report import Fusions
 from megacompile.host.formats import StateFormat
 from megacompile.host.optimizer import param_group_of
 from megacompile.partition.blocks import Partition, Template, partition
-from megacompile.plan.lowest import held_bytes
+from megacompile.plan.lowest import values_bytes
 from megacompile.plan.residency import with_state
-from megacompile.plan.tiling import Candidate, tiling_candidates
+from megacompile.plan.tiling import TilingCandidate, tiling_candidates
 from megacompile.tile.cuts import families, tables
 from megacompile.tile.rewrite import Cuts, Tiled, tile
 
@@ -132,12 +132,12 @@ class Frontend:
         whole = self.tables(batch, evaluate=evaluate)
         return tiling_candidates(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
 
-    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
+    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """One kind of batch cut in each of these ways; each made when asked for."""
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
             _, part = self._part(batch, cuts, evaluate)
             build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk)
-            yield Candidate(held_bytes(part), build)
+            yield TilingCandidate(values_bytes(part), build)
 
     def chunks(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template

@@ -29,7 +29,7 @@ def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     ops = step.ops
     if work.ranks == 1:
         ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in ops)
-    nbytes = sum(work.groups[g].held_bytes for g in resident)
+    nbytes = sum(work.groups[g].resident_bytes for g in resident)
     waiting = gradients_that_wait(ops, work, mode) & kept
     nbytes += sum(work.groups[g].gradient_bytes for g in waiting)
     used = [g for g in resident if g in updated_groups(work, mode) and g not in waiting]

@@ -125,7 +125,7 @@ class GroupWork:
         return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of a rank's weights, masters and moments, where its device keeps them."""
         return -(-self.nbytes // self.ranks) + self.state_bytes
 

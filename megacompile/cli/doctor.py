@@ -27,17 +27,25 @@ def _trains_on_gpu() -> bool:
     import torch
 
     from megacompile.cli.first_run import findings
-    from megacompile.machine.profile import measure_link
 
     if not torch.cuda.is_available():
         print(f"{'gpu':<15} FAILED: torch {torch.__version__} finds no CUDA device")
         return False
-    print(f"{'link':<15} {measure_link()}", flush=True)
+    print(f"{'link':<15} {_link()}", flush=True)
     good = True
     for found in findings("cuda"):
         print(f"{'gpu':<15} {'OK' if found.good else 'FAILED'}: {found.what}: {found.text}", flush=True)
         good = good and found.good
     return good
+
+
+def _link() -> str:
+    from megacompile.machine.profile import measure_link
+
+    try:
+        return str(measure_link())
+    except Exception as error:  # of page-locking, say; what follows has to be shown all the same
+        return f"unknown: {type(error).__name__}: {error}"
 
 
 def examine() -> str:

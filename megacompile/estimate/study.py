@@ -28,7 +28,7 @@ from megacompile.passes import lower_memory
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
 from megacompile.plan.plan_program import Known, first_that_fits, plan_program
-from megacompile.plan.tiling import Candidate, tried
+from megacompile.plan.tiling import TilingCandidate, tried
 
 Progress = Callable[[str], None]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,7 +52,7 @@ class Study:
         """The batch with no weight cut, and the share of model FLOPs that the graph misses."""
         return self._complete(kind, next(self._repeat(kind).tilings()))
 
-    def _complete(self, kind: Kind, candidate: Candidate[Compiled]) -> tuple[Compiled, float]:
+    def _complete(self, kind: Kind, candidate: TilingCandidate[Compiled]) -> tuple[Compiled, float]:
         """A batch that is cut in some way, with all FLOPs in its work, and the share that was missed."""
         compiled = candidate.build()
         work, missed = complete_flops(compiled.assembly.work, self.model.step_flops(*kind[:2]))
@@ -70,15 +70,15 @@ class Study:
             )
         return self._repeated[kind]
 
-    def tilings(self, question: Question, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
+    def tilings(self, question: Question, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """The batch with no weight cut, then with ever smaller pieces; its work has all FLOPs."""
         for candidate in self._repeat(question.kind).tilings(chunk):
             yield replace(candidate, build=functools.partial(self._build, question.kind, candidate))
 
-    def _build(self, kind: Kind, candidate: Candidate[Compiled]) -> Compiled:
+    def _build(self, kind: Kind, candidate: TilingCandidate[Compiled]) -> Compiled:
         return self._complete(kind, candidate)[0]
 
-    def _told(self, question: Question, chunk: int) -> Iterator[Candidate[Compiled]]:
+    def _told(self, question: Question, chunk: int) -> Iterator[TilingCandidate[Compiled]]:
         """The same, and says when pieces get smaller."""
         for candidate in self.tilings(question, chunk):
             yield candidate

@@ -26,7 +26,7 @@ from megacompile.estimate.models import Model, build
 from megacompile.frontend import Compiled, Frontend
 from megacompile.partition.blocks import Block, Input, Partition, Value
 from megacompile.plan.residency import with_state
-from megacompile.plan.tiling import Candidate
+from megacompile.plan.tiling import TilingCandidate
 from megacompile.tile.rewrite import Cuts
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
@@ -67,7 +67,7 @@ class Repeated:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
         return self._few.chunks(self._batch, {}, evaluate=False)
 
-    def tilings(self, chunk: int = 0) -> Iterator[Candidate[Compiled]]:
+    def tilings(self, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
@@ -75,7 +75,7 @@ class Repeated:
         for few in self._few.tilings(self._batch, evaluate=False, chunk=chunk):
             yield replace(few, build=functools.partial(self._build, few, chunk))
 
-    def _build(self, few: Candidate[Compiled], chunk: int) -> Compiled:
+    def _build(self, few: TilingCandidate[Compiled], chunk: int) -> Compiled:
         compiled = few.build()
         key = tuple(compiled.tiled.cuts.items()), chunk
         if key not in self._made:

@@ -14,7 +14,7 @@ from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES
 from megacompile.plan.plan_program import plan_program
-from megacompile.plan.tiling import Candidate
+from megacompile.plan.tiling import TilingCandidate
 
 _ANY = 1 << 60  # no drive has more
 
@@ -117,7 +117,7 @@ def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
 
 def _to_drive(here: Prediction) -> Iterator[WayOut]:
     q = replace(here.question, nvme_budget=_ANY)
-    compiled, found = plan_program([Candidate(0, lambda: here.compiled)], here.mode, q.terms)
+    compiled, found = plan_program([TilingCandidate(0, lambda: here.compiled)], here.mode, q.terms)
     if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
         host = host_bytes(compiled.assembly, "fp32", found.plan, found.step).of_ranks(q.gpus)
         enough = host.total <= (q.host_budget or 0)

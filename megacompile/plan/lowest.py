@@ -33,7 +33,7 @@ def lowest_bytes(work: Workload, mode: Mode, checkpoints: Sequence[str] = ()) ->
     return work.constant_bytes + max((min(n.values()) for n in needs), default=0)
 
 
-def held_bytes(part: Partition) -> int:
+def values_bytes(part: Partition) -> int:
     """Of the lowest bytes what is known before blocks are differentiated: while the forward of a block runs,
     the values that it reads, or those that it makes, and those that pass by it."""
     reads = [{i.value for i in block.inputs if i.kind == "value"} for block in part.blocks]

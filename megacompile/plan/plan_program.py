@@ -23,7 +23,7 @@ from megacompile.plan.candidates import Planned
 from megacompile.plan.planner import follow, search
 from megacompile.plan.residency import not_gathered, reside, trained_groups
 from megacompile.plan.tiers import Drive, Tiers
-from megacompile.plan.tiling import Candidate, Tiling, choose
+from megacompile.plan.tiling import Tiling, TilingCandidate, choose
 
 T = TypeVar("T")
 Known = dict[tuple[Mode, str], list[Plan]]
@@ -72,7 +72,7 @@ class Terms:
 
 
 def plan_program(
-    candidates: Iterable[Candidate[Tiling]],
+    candidates: Iterable[TilingCandidate[Tiling]],
     mode: Mode,
     terms: Terms,
     *,

@@ -137,7 +137,7 @@ def fixed(candidates: Candidates) -> None:
 def all_resident(candidates: Candidates) -> None:
     """All state on the device, where that leaves room: of each shape the plan that keeps most and fits."""
     groups = [candidates.work.groups[g] for g in candidates.residents]
-    if not groups or sum(g.held_bytes for g in groups) > candidates.budget_bytes:
+    if not groups or sum(g.resident_bytes for g in groups) > candidates.budget_bytes:
         return
     for shape in shapes(candidates.mode):
         # of frozen groups, and of what ranks gather

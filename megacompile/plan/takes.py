@@ -144,7 +144,7 @@ class Treatments:
         """State on the device: updated there, nothing of it on the link or the host."""
         group, m, ranks = self.work.groups[g], self.mode.micro_batches, self.work.ranks
         waits = self.mode.keeps_gradients or len(self.work.contributions[g]) > 1 or ranks > 1
-        held = group.held_bytes + waits * group.gradient_bytes
+        held = group.resident_bytes + waits * group.gradient_bytes
         update = group.update_bytes / self.machine.memory_bandwidth
         pushes = [n for block in self.work.blocks for other, n in block.grad_groups if other == g]
         norm = norm_bytes(self.work, self.mode, g)

@@ -35,10 +35,10 @@ Tiling = TypeVar("Tiling", bound=_Cut)
 
 
 @dataclass(frozen=True)
-class Candidate(Generic[Tiling]):
-    """A tiling that need not be built where its step holds too much: it needs at least ``held_bytes``."""
+class TilingCandidate(Generic[Tiling]):
+    """A tiling that need not be built where its step holds too much: it needs at least ``floor_bytes``."""
 
-    held_bytes: int
+    floor_bytes: int
     build: Callable[[], Tiling]
 
 
@@ -61,7 +61,7 @@ def tiling_candidates(found: Sequence[Family], tables: Cuts | None = None) -> It
 
 
 def tried(
-    candidates: Iterable[Candidate[Tiling]],
+    candidates: Iterable[TilingCandidate[Tiling]],
     mode: Mode,
     budget_bytes: int,
     *,
@@ -77,7 +77,7 @@ def tried(
     """
     tightest, worse = sys.maxsize, 0
     for candidate in candidates:
-        need = candidate.held_bytes
+        need = candidate.floor_bytes
         if need <= budget_bytes or need < tightest:
             tiling = candidate.build()
             need = lowest_bytes(tiling.assembly.work, mode)
@@ -93,7 +93,7 @@ def tried(
 
 
 def choose(
-    candidates: Iterable[Candidate[Tiling]],
+    candidates: Iterable[TilingCandidate[Tiling]],
     mode: Mode,
     budget_bytes: int,
     plan: Callable[[Tiling], Planned],

@@ -27,7 +27,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -145,8 +144,7 @@ class CudaStreams(Workers):
 
     def synchronize(self) -> None:
         """Wait until all that was submitted is over, then raise what went wrong, if anything did. Of a
-        device that failed, once: nothing is under way there any more, what fails later follows from it."""
-        told = self._lost
+        device that failed, once: nothing is under way there any more."""
         try:
             if not self._closed:
                 for queue in self._queues.values():
@@ -156,8 +154,7 @@ class CudaStreams(Workers):
                 if not self._lost:
                     self._await_device()
         finally:
-            with suppress(Exception) if told else nullcontext():
-                self.raise_failure()  # the first one says more than what follows from it
+            self.raise_failure()  # the first one says more than what follows from it
 
     def _await_device(self) -> None:
         try:

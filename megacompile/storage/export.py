@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.errors import DiskError, MegacompileError
 from megacompile.runtime.ownership import persistent_buffers
 from megacompile.storage.durable import adding_to, replacing
 from megacompile.storage.shards import save_shard
@@ -71,7 +71,7 @@ def export_model(
             if beside:  # files of an earlier export, in other shards, that a reader would take for these
                 _remove_weights(folder)
     except OSError as error:
-        raise ProgramError(f"The model was not exported to {folder}: {error}.") from error
+        raise DiskError(f"The model was not exported to {folder}: {error}.") from error
 
 
 def _cast(

@@ -59,7 +59,7 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
         assert len(found.captured.graph.nodes) < len(expected.captured.graph.nodes)
         assert found.tiled.cuts == expected.tiled.cuts
         assert found.assembly == expected.assembly
-        assert 0 < few.held_bytes <= all_of_it.held_bytes <= lowest_bytes(expected.assembly.work, mode)
+        assert 0 < few.floor_bytes <= all_of_it.floor_bytes <= lowest_bytes(expected.assembly.work, mode)
         cut += any("layers." in name for name in found.tiled.cuts)
     assert cut
 

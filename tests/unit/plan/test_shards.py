@@ -52,8 +52,8 @@ def test_a_rank_takes_its_shards_of_what_is_on_the_device() -> None:
     """Weights and state, and the gradient, which waits there; one rank alone has a buffer that it passes."""
     mode, plan = Mode("train"), uniform(WORK, state="device")
     group = WORK.groups[0]
-    assert group.held_bytes == 1000 // 4 + 2000 // 4
+    assert group.resident_bytes == 1000 // 4 + 2000 // 4
     step = lower(WORK, plan, mode)
     buffers = sum(step.shards) + 2 * step.exchange_bytes
-    assert step.constant_bytes == 6 * (group.held_bytes + group.gradient_bytes) + buffers
+    assert step.constant_bytes == 6 * (group.resident_bytes + group.gradient_bytes) + buffers
     assert peak_bytes(step) < peak_bytes(lower(chain(6), plan, mode))

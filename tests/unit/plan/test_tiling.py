@@ -49,7 +49,7 @@ def test_no_smaller_pieces_where_activations_alone_are_too_much() -> None:
     work = chain(4)
     work = replace(work, groups=tuple(replace(group, nbytes=10) for group in work.groups))
     tiling_of_work = SimpleNamespace(assembly=SimpleNamespace(work=work))
-    tilings = [tiling.Candidate(0, lambda: tiling_of_work) for _ in range(2)]
+    tilings = [tiling.TilingCandidate(0, lambda: tiling_of_work) for _ in range(2)]
     alone = activations_bytes(work, MODE)
     assert 0 < alone < lowest_bytes(work, MODE) <= least(work, MODE).nbytes
     for most, count in ((alone, 2), (alone - 1, 1)):
@@ -65,7 +65,9 @@ def test_what_holds_too_much_is_not_built(held: int, count: int) -> None:
         built.append(held)
         return SimpleNamespace(assembly=SimpleNamespace(work=work))
 
-    found = tiling.tried([tiling.Candidate(0, build), tiling.Candidate(held, build)], MODE, 1, enough=0)
+    found = tiling.tried(
+        [tiling.TilingCandidate(0, build), tiling.TilingCandidate(held, build)], MODE, 1, enough=0
+    )
     assert len(list(found)) == len(built) == count
 
 
