@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megacompile.estimate.answer import Answer, Prediction, Question
+from megacompile.estimate.largest import enlarged
 from megacompile.estimate.study import Study
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES
+from megacompile.plan.least import least_alike
 from megacompile.plan.plan_program import plan_program
 from megacompile.plan.tiling import TilingCandidate
 
@@ -79,16 +81,16 @@ def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question
 
 def _fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Question]) -> tuple[int, int]:
     """The number in [1, high) that should just fit, bytes being linear in it, and its true bytes."""
-    budget, high_bytes = answer.question.hbm_budget, answer.least.device_bytes
-    low_bytes = study.least(ask(1))[0].device_bytes
-    if low_bytes <= budget and high_bytes > low_bytes:
-        n = 1 + (budget - low_bytes) * (high - 1) // (high_bytes - low_bytes)
+    q, high_bytes = answer.question, answer.least.device_bytes
+    low_bytes = least_alike(enlarged(answer.work, 1 / high), q.mode(True))
+    if low_bytes <= q.hbm_budget and high_bytes > low_bytes:
+        n = 1 + (q.hbm_budget - low_bytes) * (high - 1) // (high_bytes - low_bytes)
         for candidate in (n, n - 1):
             if 1 < candidate < high:
                 nbytes = study.least(ask(candidate))[0].device_bytes
-                if nbytes <= budget:
+                if nbytes <= q.hbm_budget:
                     return candidate, nbytes
-    return 1, low_bytes
+    return 1, study.least(ask(1))[0].device_bytes
 
 
 def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:

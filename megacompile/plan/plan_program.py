@@ -100,23 +100,23 @@ def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[in
     """What ``plan`` gives for the first number of positions in a chunk that fits.
 
     It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
-    fits, once more, the least that any chunk needed so far. Raises what it does for the chunk of the least
-    budget; where a plan that was given goes with none, that.
+    fits, once more, the least that any chunk needed so far, for chunks that needed less than all longer ones.
+    Raises what it does for the chunk of the least budget; where a plan that was given goes with none, that.
     """
     least: BudgetError | None = None
     other: MegacompileError | None = None
-    tried: list[int] = []
+    again: list[int] = []
     for chunk in chunks:
-        tried.append(chunk)
         try:
             return plan(chunk, budget_bytes)
         except BudgetError as error:
-            least = _lesser(least, error)
+            if error is (least := _lesser(least, error)):
+                again.append(chunk)
         except MegacompileError as error:
             other = other or error
     if other is not None:
         raise other
-    for chunk in tried:
+    for chunk in again:
         assert least is not None
         try:
             return plan(chunk, least.least_bytes or 0)

@@ -77,10 +77,10 @@ def test_where_no_chunk_fits_the_least_of_all_is_named() -> None:
     def plan(chunk: int, most: int) -> str:
         """Finer cuts help the chunks whose activations leave room for that, and are tried there alone."""
         asked.append((chunk, most))
-        first, activations, finest = {0: (9, 7, 7), 32: (5, 4, 3), 8: (6, 2, 4)}[chunk]
+        first, activations, finest = {0: (9, 7, 7), 32: (6, 4, 3), 16: (6, 4, 3), 8: (5, 2, 4)}[chunk]
         raise BudgetError("too small", least_bytes=first if activations > most else finest)
 
     with pytest.raises(BudgetError) as raised:
-        first_that_fits((0, 32, 8), 1, plan)
+        first_that_fits((0, 32, 16, 8), 1, plan)
     assert raised.value.least_bytes == 3
-    assert asked == [(0, 1), (32, 1), (8, 1), (0, 5), (32, 5), (8, 3)]
+    assert asked == [(0, 1), (32, 1), (16, 1), (8, 1), (0, 5), (32, 5), (8, 3)]
