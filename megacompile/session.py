@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -237,25 +237,22 @@ class Session:
 
     def await_losses(self) -> None:
         """Return when the losses of all steps so far can be read."""
-        self.same_process()
-        if self.runtime is not None:
-            with self._noting_faults(Exception), self.world.together():
-                self.runtime.await_losses()
+        self._await(lambda runtime: runtime.await_losses())
 
     def await_norm(self) -> None:
         """Return when the norm of the last gradient is known; raise for one that was not finite."""
-        self.same_process()
-        if self.runtime is not None:
-            with self._noting_faults(Exception), self.world.together():
-                self.runtime.await_norm()
+        self._await(lambda runtime: runtime.await_norm())
         self.report_skipped()
 
     def synchronize(self) -> None:
         """Return when every transfer and update that is under way is over."""
+        self._await(lambda runtime: runtime.synchronize())
+
+    def _await(self, over: Callable[[Runtime], object]) -> None:
         self.same_process()
         if self.runtime is not None:
             with self._noting_faults(Exception), self.world.together():
-                self.runtime.synchronize()
+                over(self.runtime)
 
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written any more; raise why one was not written."""

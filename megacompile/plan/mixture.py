@@ -9,18 +9,15 @@ is a start for the search in the simulator, which knows what counts cannot tell:
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megacompile.assemble.plan import Mode, norm_bytes
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
+from megacompile.assemble.plan import norm_bytes
 from megacompile.machine.simulate import duration
 from megacompile.plan.simplex import Array, minimise
-from megacompile.plan.takes import Kind, Order, Takes, Treatments
+from megacompile.plan.takes import Kind, Takes, Treatments
 from megacompile.step.operations import Op
 
 _TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the one that works less
@@ -39,23 +36,15 @@ class Mixture:
 
 
 class Mixer:
-    """The program of one workload, mode, machine and order, solved for any room on the device."""
+    """The program of one workload, mode, machine and order, solved for any room on the device.
 
-    def __init__(
-        self,
-        work: Workload,
-        mode: Mode,
-        machine: Machine,
-        order: Order,
-        *,
-        drive_after: int | None = None,
-        residents: Collection[int] = (),
-        resident: Collection[int] = (),
-    ) -> None:
-        self.work, self.mode, self.machine = work, mode, machine
-        self.drive_after = drive_after  # host bytes of a step, from which on it pushes state to a drive
-        found = Treatments(work, mode, machine, order, residents, resident)
+    ``drive_after`` are the host bytes of a step from which on it pushes state to a drive, if there is one.
+    """
+
+    def __init__(self, found: Treatments, drive_after: int | None) -> None:
+        self.work, self.mode, self.machine = found.work, found.mode, found.machine
         self.blocks, self.groups = found.blocks, found.groups
+        self.drive_after = drive_after
 
     def solve(self, device_bytes: float, host_bytes: float | None) -> Mixture | None:
         """The fastest mixture whose offloaded activations and held groups take at most these bytes."""

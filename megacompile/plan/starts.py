@@ -27,7 +27,7 @@ from megacompile.plan.arrange import (
 from megacompile.plan.baselines import baselines
 from megacompile.plan.candidates import Candidates, Measured
 from megacompile.plan.mixture import Mixer
-from megacompile.plan.takes import Order
+from megacompile.plan.takes import Order, Treatments
 
 _CLOSE = 0.01  # to what is expected: no other start is tried
 _FEW = 4  # blocks
@@ -63,11 +63,11 @@ def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
 
 def _mixer(candidates: Candidates, order: Order, resident: frozenset[int] = frozenset()) -> Mixer:
     drive = None if candidates.host_budget is None else candidates.drive
-    return Mixer(
+    found = Treatments(
         candidates.work, candidates.mode, candidates.machine, order,
-        resident=resident | candidates.resident, residents=candidates.residents,
-        drive_after=None if drive is None else drive.spare,
+        candidates.residents, resident | candidates.resident,
     )  # fmt: skip
+    return Mixer(found, None if drive is None else drive.spare)
 
 
 def _fill(

@@ -32,9 +32,7 @@ class StepCollectives(StepUpdates):
     def push_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
     ) -> None:
-        place, bounce = typed(shard), typed(to)
-        assert isinstance(place, Shard)
-        source = self._held.fabric.shard(self._bound.assembly.groups[group], place)
+        source, bounce = self._shard(group, shard), typed(to)
         home = self._held.buffers.gradient(self._bound, group, bounce)
         fresh = isinstance(bounce, Ring) or group not in self._held.landed
         self._held.landed.add(group)
@@ -50,10 +48,8 @@ class StepCollectives(StepUpdates):
     def add_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
     ) -> None:
-        place, waits = typed(shard), typed(to)
-        assert isinstance(place, Shard)
-        source = self._held.fabric.shard(self._bound.assembly.groups[group], place)
-        home, landed = self._held.resident.gradient(group, waits), self._held.resident.landed
+        source, resident = self._shard(group, shard), self._held.resident
+        home, landed = resident.gradient(group, typed(to)), resident.landed
         fresh = group not in landed
         landed.add(group)
         self.pushed = True
@@ -62,6 +58,12 @@ class StepCollectives(StepUpdates):
             home.copy_(source) if fresh else home.add_(source)
 
         self._device.submit("comm", ("add_shard", group, block, micro), after, add)
+
+    def _shard(self, group: int, shard: Token) -> torch.Tensor:
+        """The sum that this rank owns of the group's gradients."""
+        place = typed(shard)
+        assert isinstance(place, Shard)
+        return self._held.fabric.shard(self._bound.assembly.groups[group], place)
 
     def agree(self, *, after: Sequence[Event] = ()) -> None:
         results, world, checks = self.results, self._held.world, self._inputs.check_loss

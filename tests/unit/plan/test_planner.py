@@ -21,7 +21,6 @@ from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
 from megacompile.plan import cache, candidates
 from megacompile.plan.arrange import _rounded
-from megacompile.plan.candidates import Planned
 from megacompile.plan.planner import search
 from megacompile.step.operations import Step, peak_bytes
 from megacompile.step.verify import verify
@@ -82,19 +81,19 @@ def budgets(work: Workload, mode: Mode) -> tuple[int, int]:
     return min(peaks), max(peaks)
 
 
-def budget_between(work: Workload, mode: Mode, part: float) -> int:
-    """The one that lies at ``part`` of the way between them."""
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Workload, Mode, Machine, int]:
+    """A workload, a mode, a machine and a budget that something fits in."""
+    work, mode = draw(workloads(4)), draw(modes)
     low, high = budgets(work, mode)
-    return low + int(part * (high - low))
+    return work, mode, draw(machines()), low + int(draw(st.floats(0, 1)) * (high - low))
 
 
 @settings(max_examples=15)
-@given(workloads(4), modes, machines(), st.floats(0, 1))
-def test_what_is_found_fits_and_is_what_it_says(
-    work: Workload, mode: Mode, machine: Machine, part: float
-) -> None:
-    budget = budget_between(work, mode, part)
-    found = search(work, mode, machine, budget)
+@given(problems())
+def test_what_is_found_fits_and_is_what_it_says(problem: tuple[Workload, Mode, Machine, int]) -> None:
+    work, mode, machine, budget = problem
+    found = search(*problem)
     assert found.peak_bytes == peak_bytes(found.step) <= budget
     verify(found.step, work, budget_bytes=budget)
     assert lower(work, found.plan, mode) == found.step
@@ -103,14 +102,9 @@ def test_what_is_found_fits_and_is_what_it_says(
 
 
 @settings(max_examples=8)
-@given(workloads(4), modes, machines(), st.floats(0, 1))
-def test_the_search_is_deterministic(work: Workload, mode: Mode, machine: Machine, part: float) -> None:
-    budget = budget_between(work, mode, part)
-
-    def once() -> Planned:
-        return search(work, mode, machine, budget)
-
-    assert once() == once()
+@given(problems())
+def test_the_search_is_deterministic(problem: tuple[Workload, Mode, Machine, int]) -> None:
+    assert search(*problem) == search(*problem)
 
 
 @settings(max_examples=15)
@@ -131,12 +125,10 @@ def test_of_equal_blocks_the_least_budget_is_least(mode: Mode) -> None:
 
 
 @settings(max_examples=15)
-@given(workloads(4), modes, machines(), st.floats(0, 1))
-def test_no_uniform_plan_that_fits_is_faster(
-    work: Workload, mode: Mode, machine: Machine, part: float
-) -> None:
-    budget = budget_between(work, mode, part)
-    found = search(work, mode, machine, budget)
+@given(problems())
+def test_no_uniform_plan_that_fits_is_faster(problem: tuple[Workload, Mode, Machine, int]) -> None:
+    work, mode, machine, budget = problem
+    found = search(*problem)
     for plan in uniform_plans(work, mode):
         step = lower(work, plan, mode)
         if peak_bytes(step) <= budget:

@@ -20,6 +20,7 @@ WORK = chain(5)
 IMMEDIATE = lower(WORK, uniform(WORK), Mode("train"))
 DEFERRED = lower(WORK, uniform(WORK), Mode("train", deferred=True))
 OFFLOADED = lower(WORK, uniform(WORK, "all", saved_on="host"), Mode("train"))
+HELD = lower(WORK, uniform(WORK, "all", saved_on="host", residency="step"), Mode("train"))
 TIED_WORK = chain(4, tied=True)
 TIED = lower(TIED_WORK, uniform(TIED_WORK), Mode("train"))
 
@@ -52,6 +53,12 @@ def waiting_again(step: Step) -> Step:
     return synchronize(bare, work=WORK, plan=uniform(WORK), mode=Mode("train"))
 
 
+def reading_from(step: Step, index: int, buffer: type[Staged] | type[Spill]) -> Step:
+    """The operation reads the other one of two buffers."""
+    op = step.ops[index]
+    return waiting_again(with_op(step, index, op.with_(reads=(buffer(1 - op.reads[0][1]),))))
+
+
 @pytest.mark.parametrize("step", [IMMEDIATE, DEFERRED, OFFLOADED])
 def test_the_schedules_are_good_before_anything_is_planted(step: Step) -> None:
     assert verify(step, WORK).operations == len(step.ops)
@@ -66,65 +73,44 @@ def test_proof_says_what_was_proven() -> None:
 # ---- waits --------------------------------------------------------------------------------------
 
 
-def test_use_before_its_wait() -> None:
-    index = find(IMMEDIATE, "forward", block=2)
-    bad = without_wait(IMMEDIATE, index, ("prefetch", 2))
-    refuse(bad, WORK, "forward of block 2", "before prefetch of group 2", "a wait is missing")
+LEFT_OUT = {
+    "use before its prefetch": (
+        IMMEDIATE, {"kind": "forward", "block": 2}, ("prefetch", 2),
+        ("forward of block 2", "before prefetch of group 2", "a wait is missing")),
+    "backward before its reload": (
+        OFFLOADED, {"kind": "backward", "block": 1}, ("reload", 1, 0),
+        ("backward of block 1", "before reload of block 1")),
+    "slot taken before the evict is reached": (
+        IMMEDIATE, {"kind": "prefetch", "group": 3}, ("evict", 0),
+        ("prefetch of group 3", "slot that evict of group 0")),
+    "gradient pushed before the backward is over": (
+        IMMEDIATE, {"kind": "push_grad", "group": 4}, ("backward", 4, 0),
+        ("push_grad of group 4", "before backward of block 4")),
+    "free while the gradient still leaves": (
+        IMMEDIATE, {"kind": "free", "frees": (WeightGrad(3, 3, 0),)}, ("push_grad", 3, 3, 0),
+        ("free of group 3 of block 3 (compute)", "while push_grad of group 3 of block 3")),
+    "free while the offload still leaves": (
+        OFFLOADED, {"kind": "free_offloaded", "block": 0}, ("offload", 0, 0),
+        ("free_offloaded of block 0", "while offload of block 0")),
+    "reload into bytes that are not yet given back": (
+        HELD, {"kind": "reload", "block": 1}, ("free", 4, 4, 0),
+        ("reload of block 1", "may take device memory before free")),
+    "adam before its gradient": (
+        IMMEDIATE, {"kind": "adam", "group": 2}, ("push_grad", 2, 2, 0),
+        ("adam of group 2", "before push_grad of group 2")),
+    "adam that races the prefetch of the next step": (
+        IMMEDIATE, {"kind": "prefetch", "group": 0}, ("adam", 0),
+        ("prefetch of group 0", "before adam of group 0 (host) is over")),
+    "ring buffer reused while adam reads it": (
+        IMMEDIATE, {"kind": "push_grad", "group": 2}, ("adam", 4),
+        ("push_grad of group 2", "('ring', 0) while adam of group 4")),
+}  # fmt: skip
 
 
-def test_backward_before_its_reload() -> None:
-    index = find(OFFLOADED, "backward", block=1)
-    bad = without_wait(OFFLOADED, index, ("reload", 1, 0))
-    refuse(bad, WORK, "backward of block 1", "before reload of block 1")
-
-
-def test_slot_taken_before_the_evict_is_reached() -> None:
-    index = find(IMMEDIATE, "prefetch", group=3)
-    bad = without_wait(IMMEDIATE, index, ("evict", 0))
-    refuse(bad, WORK, "prefetch of group 3", "slot that evict of group 0")
-
-
-def test_gradient_pushed_before_the_backward_is_over() -> None:
-    index = find(IMMEDIATE, "push_grad", group=4)
-    bad = without_wait(IMMEDIATE, index, ("backward", 4, 0))
-    refuse(bad, WORK, "push_grad of group 4", "before backward of block 4")
-
-
-def test_free_while_the_gradient_still_leaves() -> None:
-    index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
-    bad = without_wait(IMMEDIATE, index, ("push_grad", 3, 3, 0))
-    refuse(bad, WORK, "free of group 3 of block 3 (compute)", "while push_grad of group 3 of block 3")
-
-
-def test_free_while_the_offload_still_leaves() -> None:
-    index = find(OFFLOADED, "free_offloaded", block=0)
-    bad = without_wait(OFFLOADED, index, ("offload", 0, 0))
-    refuse(bad, WORK, "free_offloaded of block 0", "while offload of block 0")
-
-
-def test_reload_that_takes_memory_early() -> None:
-    """Its data is there and its slot is free, but the bytes it takes are not yet given back."""
-    step = lower(WORK, uniform(WORK, "all", saved_on="host", residency="step"), Mode("train"))
-    bad = without_wait(step, find(step, "reload", block=1), ("free", 4, 4, 0))
-    refuse(bad, WORK, "reload of block 1", "may take device memory before free")
-
-
-def test_adam_before_its_gradient() -> None:
-    index = find(IMMEDIATE, "adam", group=2)
-    bad = without_wait(IMMEDIATE, index, ("push_grad", 2, 2, 0))
-    refuse(bad, WORK, "adam of group 2", "before push_grad of group 2")
-
-
-def test_adam_that_races_the_prefetch_of_the_next_step() -> None:
-    index = find(IMMEDIATE, "prefetch", group=0)
-    bad = without_wait(IMMEDIATE, index, ("adam", 0))
-    refuse(bad, WORK, "prefetch of group 0", "before adam of group 0 (host) is over")
-
-
-def test_ring_buffer_reused_while_adam_reads_it() -> None:
-    index = find(IMMEDIATE, "push_grad", group=2)
-    bad = without_wait(IMMEDIATE, index, ("adam", 4))
-    refuse(bad, WORK, "push_grad of group 2", "('ring', 0) while adam of group 4")
+@pytest.mark.parametrize("fault", LEFT_OUT)
+def test_a_wait_left_out(fault: str) -> None:
+    step, operation, event, words = LEFT_OUT[fault]
+    refuse(without_wait(step, find(step, **operation), event), WORK, *words)
 
 
 def test_wait_for_what_nothing_records() -> None:
@@ -337,10 +323,7 @@ def test_update_that_is_overwritten_in_the_window() -> None:
 
 
 def test_prefetch_out_of_a_buffer_that_holds_another_group() -> None:
-    index = find(STORED, "prefetch", group=3)
-    op = STORED.ops[index]
-    other = Staged(1 - op.reads[0][1])
-    bad = waiting_again(with_op(STORED, index, op.with_(reads=(other,))))
+    bad = reading_from(STORED, find(STORED, "prefetch", group=3), Staged)
     refuse(bad, WORK, "prefetch of group 3", "finds in", "what read_weights of group")
 
 
@@ -377,10 +360,7 @@ def test_offload_read_before_it_was_written() -> None:
 
 
 def test_reload_out_of_a_buffer_that_holds_another_offload() -> None:
-    index = find(SPILLED, "reload", block=1)
-    op = SPILLED.ops[index]
-    other = Spill(1 - op.reads[0][1])
-    bad = waiting_again(with_op(SPILLED, index, op.with_(reads=(other,))))
+    bad = reading_from(SPILLED, find(SPILLED, "reload", block=1), Spill)
     refuse(bad, WORK, "reload of block 1", "finds in", "what read_offloaded of block")
 
 
