@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import pytest
 
 SLOW = (
-    # Architectures: three of twelve stay, one for each of skips, shared blocks, an encoder. Experts train in
+    # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train in
     # test_tile.py, cut into pieces.
-    r"test_architectures\.py::test_architecture_trains_right\[(?!U-Net|one block|nn)",
+    r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",
     r"test_architectures\.py::test_architecture_is_refused_by_name\[jetmoe",
     r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
     r"test_fuse\.py::test_placements_of_an_architecture\[(?!Llama|GPT2|GptOss|Gemma3)",
@@ -26,7 +26,7 @@ SLOW = (
     r"test_right_padding\.py::test_a_mask_that_more_than_attention_reads_stays\[(?!opt)",
     r"test_right_padding\.py::test_padding_at_the_right_needs_no_mask\[(?!llama|gemma2)",
     r"test_right_padding\.py::test_losses_and_gradients_are_bitwise\w+\[(?!llama|gemma2)",
-    r"/test_padding\.py::test_padded_only_where_the_model_does_not_see_it\[(convbert|bert|fnet)",
+    r"/test_padding\.py::test_padded_only_where_the_model_does_not_see_it\[(convbert|bert|fnet|lfm2)",
     r"/test_padding\.py::test_a_length_that_is_the_size_of_another_dimension_is_padded_to\[Llama",
     r"/test_padding\.py::test_losses_of_the_user_s_own_do_not_see_padding\[<lambda>[12]",
     r"/test_padding\.py::test_entries_of_the_batch_that_padding_does_not_know\[<lambda>[0-2]",
@@ -40,7 +40,7 @@ SLOW = (
     r"test_draws\.py::test_a_program_trains_as_eager_does_with_the_same_draws\[1GB",
     r"test_requests\.py::test_requests_take_what_the_plan_counts\[(True-llama|False-gemma3)",
     # Loops: a head of one model, a layer of another stay.
-    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-1|llama f|qwen3|gemma3|gpt2-)",
+    r"test_loops\.py::test_loops_compute_what_whole_functions_do\[(llama-1|llama f|qwen3|gemma3|gpt2)",
     r"test_loops\.py::test_gradients_of_weights_in_bf16_are_rounded_once\[512",
     r"test_loops_of_models\.py::test_loops_of_a_model_compute_what_whole_functions_do\[(BART|gpt_neox)",
     r"test_long\.py::test_a_long_sequence_trains_far_below_what_it_needs_whole\[gpt2",
@@ -70,8 +70,9 @@ SLOW = (
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
     r"test_trl\.py::test_dpo_logs_what_trl_does\[(LoRA|virtual)",
-    r"test_packing\.py::test_packed_chats_do_not_see_each_other",
-    r"test_generate\.py::test_(while_a_trainer|beams_stopping)",
+    r"test_packing\.py::test_(packed_chats_do_not_see|a_token_has_the_same_loss)",
+    r"test_generate\.py::test_(while_a_trainer|beams_stopping|tokens_are\w+\[gpt2)",
+    r"test_predict\.py::test_a_transformers_output_with_labels_and_without_after_each_step\[gpt2",
     r"test_profile\.py::test_profiling_changes_nothing",
     r"test_train_command\.py::test_prompts_are_answered_as_the_model_would_alone",
     r"test_trl\.py::test_trls_own_script",
@@ -85,7 +86,7 @@ SLOW = (
     r"cuda/test_runtime\.py::test_functions_by_inductor_run_on_the_streams",
     r"cuda/test_runtime\.py::test_training_is_bitwise_that_of_the_cpu_device\[llama",
     r"cuda/test_runtime\.py::test_a_checkpoint_that_is_written\w+\[(clipped-False|immediate-True)",
-    r"test_interruptions\.py::test_killed_at_random_moments_a_run_ends_as_the_undisturbed\[20",
+    r"test_interruptions\.py::test_killed_at_random_moments",
     r"test_export_command\.py::test_a_checkpoint_becomes_a_plain_model\[gpt2",
     # Several ranks: those of the cheapest model stay, and one fault of each kind.
     r"test_several_devices\.py::test_updates_by_hand_and_several_shapes",
@@ -98,7 +99,7 @@ SLOW = (
     r"test_trainer_ranks\.py::test_(clipped|ranks_whose|ranks_train_and|a_full_disk|a_signal|a_rank_that_fails)",
     r"test_train_command\.py::test_two_ranks",
     r"test_torchrun\.py",
-    r"test_ranks_saving\.py::test_(a_rank_that_dies\w+\[True|any_number\w+\[(fp32|int4))",
+    r"test_ranks_saving\.py::test_(a_rank_that_dies\w+\[True|any_number)",
     # State on drives and on the device.
     r"test_offload\.py::test_offloads_leave_for_storage_where_ram_is_too_small_for_them\[5MB",
     r"test_offload\.py::test_offloads_to_storage_change_no_bit\[[12]",
@@ -114,7 +115,10 @@ SLOW = (
     # The command line; it plans by the code that compile plans by.
     r"test_plan_agrees\.py",
     r"test_cli\.py::test_the_estimate_of_the_largest_batch_is_about_right",
-    r"test_cli\.py::test_what_the_host_has_no_room_for_goes_to_a_drive\[several0",
+    r"test_cli\.py::test_what_the_host_has_no_room_for_goes_to_a_drive\[several1",
+    # What no graph can hold, and defaults of the process: the hardest of each stays.
+    r"test_calls\.py::test_what_no_graph_can_hold_is_refused_by_name\[(scan|cond)",
+    r"test_calls\.py::test_the_default_dtype_is_not_that_of_the_state\[auto-",
     # The suite itself: each signal once, with workers or without.
     r"test_processes\.py::test_an_interrupted_suite_leaves_nothing_behind\[(2-2|15-0)",
     # Benchmarks: one dry part of the GPU's suite.

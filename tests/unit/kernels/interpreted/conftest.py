@@ -5,6 +5,7 @@ multiplies them in ``dot`` (triton issue 11585). Here every value is decoded to 
 on, and encoded with rounding; ``test_bf16_patch.py`` holds this to torch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +128,9 @@ ReduceOps.sum = _reduction(ReduceOps.sum)
 ReduceOps.min_max = _reduction(ReduceOps.min_max)
 # What the stock version computes at every sum of integers and asserts only in its debugging mode.
 interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+# The stock version makes its table of types anew at every load and every product.
+_of_scalar = functools.cache(interpreter._get_np_dtype)
+interpreter._get_np_dtype = lambda t: np.dtype(np.uint64) if t.scalar.is_ptr() else _of_scalar(t.scalar)
 # The stock version calls math.erf element by element: two seconds for a thousand rows.
 interpreter.np_erf_fp32 = lambda x: torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 interpreter.np_erf_fp64 = interpreter.np_erf_fp32

@@ -17,7 +17,7 @@ def eager(x, weight, cos, sin, offset=0.0):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape,rotary", [((2, 3, 17, 64), 64), ((1, 5, 199, 41), 18), ((2, 40, 3, 128), 128), ((1, 2, 9, 96), 96)]
+    "shape,rotary", [((2, 3, 17, 64), 64), ((1, 3, 67, 41), 18), ((2, 40, 3, 128), 128), ((1, 2, 9, 96), 96)]
 )
 def test_forward_and_backward(shape, rotary, dtype, variant):
     """Heads of a tile and more, fewer and more tiles than programs, widths that are no powers of two."""
@@ -33,10 +33,10 @@ def test_forward_and_backward(shape, rotary, dtype, variant):
 
 def test_layouts():
     """Heads before or after tokens, columns apart, tables of each batch row or of all."""
-    x, weight = randn(2, 3, 7, 8), randn(8)
-    grad = torch.randn(2, 3, 7, 8)
+    x, weight = randn(2, 3, 4, 8), randn(8)
+    grad = torch.randn(2, 3, 4, 8)
     for batch in (1, 2):
-        tables = test_rope.tables(7, 8, batch)
+        tables = test_rope.tables(4, 8, batch)
         expected = results(eager, (x, weight, *tables), [grad])
         by_token = x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for given in (x, by_token, strided(x), x.detach()[:, :1].expand(-1, 3, -1, -1).requires_grad_()):
@@ -63,5 +63,5 @@ def test_weights_of_another_type():
 @pytest.mark.parametrize("rotary", [4, 6])
 def test_gradcheck(rotary):
     """With tables whose halves differ, of all columns or of some."""
-    cos, sin = torch.randn(2, 1, 1, 2, rotary).double()
-    gradcheck(lambda x, w: qk_norm_rope(spread(x), w, cos, sin, offset=1.0), randn(1, 2, 2, 6), randn(6))
+    cos, sin = torch.randn(2, 1, 1, 1, rotary).double()
+    gradcheck(lambda x, w: qk_norm_rope(spread(x), w, cos, sin, offset=1.0), randn(1, 2, 1, 6), randn(6))
