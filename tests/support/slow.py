@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 SLOW = (
-    # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train in
-    # test_tile.py, cut into pieces.
+    # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train,
+    # cut into pieces, in test_tile.py.
     r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",
     r"test_architectures\.py::test_architecture_is_refused_by_name\[jetmoe",
     r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
