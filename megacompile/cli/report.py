@@ -39,8 +39,8 @@ class Extras:
 
 def render(answer: Answer, extras: Extras) -> str:
     """The whole answer as text."""
-    parts = [_head(answer) + _splits(extras.splits), _verdict(answer, extras)]
     shown = answer.prediction(extras.clip)
+    parts = [_head(answer, shown) + _splits(extras.splits), _verdict(answer, extras)]
     if extras.ways:
         parts.append(_ways(extras.ways))
     if shown is not None:
@@ -53,7 +53,7 @@ def render(answer: Answer, extras: Extras) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(answer: Answer) -> str:
+def _head(answer: Answer, shown: Prediction | None) -> str:
     q, m = answer.question, answer.model
     active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
     title = q.profile.title or q.profile.name
@@ -62,9 +62,23 @@ def _head(answer: Answer) -> str:
         times = f"on each card {times}"
     return (
         f"{m.name} on {_cards(q)}{title}\n"
-        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state in "
-        f"host memory\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
+        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state "
+        f"{_state_at(answer, shown)}\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
     )
+
+
+def _state_at(answer: Answer, shown: Prediction | None) -> str:
+    """Where masters and moments are, by the plan shown."""
+    host = "on NVMe and in host memory" if shown is not None and shown.host.nvme else "in host memory"
+    if shown is None:
+        return host
+    trained = [g for g in answer.compiled.assembly.groups if g.trainable]
+    there = sum(g.elements for g in trained if shown.planned.plan.groups[g.index].state == "device")
+    share = there / max(1, sum(g.elements for g in trained))
+    devices = "on the devices" if answer.question.ranks > 1 else "on the device"
+    if share in (0, 1):
+        return devices if share else host
+    return f"{share:.0%} {devices}, the rest {host}"
 
 
 def largest_line(big: Largest, question: Question) -> str:
