@@ -160,11 +160,13 @@ def failing(rank: int, how: str, where: str, count: int) -> str:
     program, batch = compiled(max_grad_norm=1.0), batch_for("plain", rank)
     program.train_step(batch)
     program.synchronize()
-    owner: Any = Blocks if where == "call" else World
+    owner: Any = World if where.startswith("all_") else Blocks
     real, seen = getattr(owner, where), []
 
     def fail(*arguments: Any, **named: Any) -> Any:
         seen.append(where)
+        if len(seen) == count and how == "runs out":
+            raise torch.OutOfMemoryError("no room on the card")
         if len(seen) == count and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if len(seen) == count and how == "raises":
@@ -193,13 +195,15 @@ def failing(rank: int, how: str, where: str, count: int) -> str:
         ("killed", "all_numbers", 2, "Rank 1 is gone."),
         ("raises", "all_to_all", 5, "Rank 1 stopped: ValueError: the card fell out"),
         ("raises", "call", 7, "Rank 1 stopped: ValueError: the card fell out"),
+        ("runs out", "_tangent", 5, "Rank 1 stopped: OutOfMemoryError: no room on the card"),
         ("stalls", "all_gather", 12, "Rank 1 is gone, or does not answer"),
     ],
 )
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     timeout = STALL if how == "stalls" else 600.0
-    first, failed, third = run_ranks(3, failing, how, where, count, timeout=timeout)
-    assert words in first and words in third
+    ranks = 2 if how == "runs out" else 3
+    first, failed, *others = run_ranks(ranks, failing, how, where, count, timeout=timeout)
+    assert all(words in said for said in (first, *others))
     assert failed is None if how == "killed" else failed
-    if how == "raises":
-        assert failed == "the card fell out"
+    if how in ("raises", "runs out"):
+        assert words.partition("Error: ")[2] in failed
