@@ -20,6 +20,7 @@ import megacompile
 from megacompile.compiler import Compiler
 from megacompile.host import bucket
 from megacompile.runtime import cpu as runtime_cpu
+from tests.support.cuda_programs import check_fault_is_told
 from tests.support.models import Plain, batch_for, build
 from tests.support.reference import EagerTrainer
 
@@ -257,19 +258,12 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
     program.train_step(batch)
     program.synchronize()
 
-    def broken(*args: Any, **options: Any) -> None:
-        raise OSError("planted fault")
-
-    with monkeypatch.context() as patch:
-        if where == "prefetch":
-            patch.setattr(runtime_cpu, "_copy", broken)
-        elif where == "push_grad":
-            patch.setattr(bucket, "slot_view", broken)
-        else:
-            patch.setattr(type(program._session.runtime.state), "update", broken)  # type: ignore[union-attr]
-        with pytest.raises(OSError, match="planted fault"):
-            for _ in range(3):
-                program.train_step(batch)
+    owner, name = {
+        "prefetch": (runtime_cpu, "_copy"),
+        "push_grad": (bucket, "slot_view"),
+        "update": (type(program._session.runtime.state), "update"),  # type: ignore[union-attr]
+    }[where]
+    check_fault_is_told(program, batch, owner, name)
     if where == "update":
         with pytest.raises(megacompile.ProgramError, match="load_state_dict"):
             program.train_step(batch)

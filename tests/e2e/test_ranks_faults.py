@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import os
-import signal
-import time
+from contextlib import nullcontext
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -16,11 +14,9 @@ import pytest
 import torch
 
 import megacompile
-from megacompile import MegacompileError, NonFiniteError, Program, ProgramError
-from megacompile.runtime.blocks import Blocks
-from megacompile.world.control import World
+from megacompile import MegacompileError, NonFiniteError, Program
 from tests.support.models import batch_for, build
-from tests.support.ranks import partly_on_devices, raising, run_ranks, whole
+from tests.support.ranks import end_of, failing, partly_on_devices, raising, run_ranks, whole
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
@@ -155,36 +151,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None
 STALL = 30.0  # seconds that the others wait for a rank that stalls, and for rank 0 to plan
 
 
-def failing(rank: int, how: str, where: str, count: int) -> str:
+def told(rank: int, how: str, where: str, count: int) -> str:
     """Rank 1 fails when it comes to ``where`` the ``count``-th time; what the others say then."""
     program, batch = compiled(max_grad_norm=1.0), batch_for("plain", rank)
     program.train_step(batch)
     program.synchronize()
-    owner: Any = World if where.startswith("all_") else Blocks
-    real, seen = getattr(owner, where), []
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        seen.append(where)
-        if len(seen) == count and how == "runs out":
-            raise torch.OutOfMemoryError("no room on the card")
-        if len(seen) == count and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if len(seen) == count and how == "raises":
-            raise ValueError("the card fell out")
-        if len(seen) == count:
-            time.sleep(STALL + 30)  # beyond what the others wait for last words
-        return real(*arguments, **named)
-
-    with mock.patch.object(owner, where, fail if rank == 1 else real):
-        try:
-            for _ in range(3):
-                program.train_step(batch)
-            program.synchronize()
-        except (ProgramError, ValueError) as error:
-            with raising(ProgramError, "Start all ranks again"):
-                program.train_step(batch)
-            return str(error)
-    return "trained on"
+    beyond = STALL + 30  # what the others wait for last words
+    with failing(how, where, count, beyond) if rank == 1 else nullcontext():
+        return end_of(program, lambda: program.train_step(batch))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +176,7 @@ def failing(rank: int, how: str, where: str, count: int) -> str:
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     timeout = STALL if how == "stalls" else 600.0
     ranks = 2 if how == "runs out" else 3
-    first, failed, *others = run_ranks(ranks, failing, how, where, count, timeout=timeout)
+    first, failed, *others = run_ranks(ranks, told, how, where, count, timeout=timeout)
     assert all(words in said for said in (first, *others))
     assert failed is None if how == "killed" else failed
     if how in ("raises", "runs out"):

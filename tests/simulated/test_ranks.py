@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import MegacompileError, ProgramError
+from megacompile import MegacompileError
 from megacompile.compiler import Compiler
-from megacompile.runtime.blocks import Blocks
 from megacompile.runtime.cuda_streams import CudaStreams
 from megacompile.runtime.step_io import NonFiniteError
-from megacompile.world.control import World
 from tests.simulated.device import simulated
 from tests.simulated.numbers import runtime
 from tests.simulated.test_faults import DELAY, Wide, batch
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build, llama
-from tests.support.ranks import raising, run_ranks, saved, whole
+from tests.support.ranks import end_of, failing, raising, run_ranks, saved, whole
 
 BUDGET = 10**9
 CONTEXT, NCCL = 512 << 20, 64 << 20  # what the simulated driver and a communicator take of a device
@@ -223,38 +220,16 @@ def on_cpu(rank: int) -> list[float]:
 STALL = 20.0  # seconds that ranks wait for each other
 
 
-def failing(rank: int, size: int, how: str, where: str, count: int) -> tuple[str, float]:
-    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what ranks say then, and how soon."""
+def told(rank: int, size: int, how: str, where: str, count: int) -> str:
+    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what ranks say then."""
     trained = program(Wide(), "cuda", "1GB", planner="double-buffer")
     trained.train_step((batch(rank),))
     trained.synchronize()
-    owner: Any = Blocks if where == "call" else World
-    real, seen = getattr(owner, where), []
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        seen.append(where)
-        if len(seen) == count and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if len(seen) == count and how == "raises":
-            raise ValueError("the card fell out")
-        if len(seen) == count:
-            time.sleep(STALL + 15)  # beyond what the others wait for last words
-        return real(*arguments, **named)
-
-    start = time.monotonic()
-    with mock.patch.object(owner, where, fail if rank == 1 else real):
-        try:
-            for step in range(3):
-                trained.train_step((batch(step),))
-            trained.synchronize()
-        except (ProgramError, ValueError) as error:
-            seconds = time.monotonic() - start
-            with raising(ProgramError, "Start all ranks again"):
-                trained.train_step((batch(rank),))
-            return str(error), seconds
-        finally:
-            trained.close()
-    return "trained on", 0.0
+    beyond = STALL + 15  # what the others wait for last words
+    with failing(how, where, count, beyond) if rank == 1 else nullcontext():
+        said = end_of(trained, lambda: trained.train_step((batch(rank),)))
+    trained.close()
+    return said
 
 
 @pytest.mark.parametrize(
@@ -270,12 +245,12 @@ def failing(rank: int, size: int, how: str, where: str, count: int) -> tuple[str
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     """None of them computes on: a collective that waits for the rank is ended."""
     timeout = STALL if how == "stalls" else 600.0
-    first, failed, third = run_ranks(3, on_gpu, 3, failing, how, where, count, timeout=timeout)
-    assert words in first[0] and words in third[0], (first, third)
+    first, failed, third = run_ranks(3, on_gpu, 3, told, how, where, count, timeout=timeout)
+    assert words in first and words in third, (first, third)
     if how == "killed":
         assert failed is None
     if how == "raises":
-        assert failed[0] == "the card fell out"
+        assert failed == "the card fell out"
 
 
 # ---- devices -------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,3 +36,14 @@ def within(seconds: float, call: Callable[[], object]) -> BaseException | None:
     thread.join(seconds)
     assert raised, "the call hangs"
     return raised[0]
+
+
+def check_fault_is_told(trained: megacompile.Program, batch: Any, owner: object, name: str) -> None:
+    """Of three steps in which that function raises, one does."""
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise OSError("planted fault")
+
+    with mock.patch.object(owner, name, broken), pytest.raises(OSError, match="planted fault"):
+        for _ in range(3):
+            trained.train_step(batch)

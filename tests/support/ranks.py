@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megacompile import Program, ProgramError
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.plan.arrange import with_state_at
 from megacompile.plan.planner import search
 from megacompile.plan.residency import trained_groups
+from megacompile.runtime.blocks import Blocks
+from megacompile.world.control import World
 from tests.support.scripts import context
 
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
@@ -155,3 +160,43 @@ def raising(kind: type[BaseException], *words: str) -> Any:
             assert word in str(error), str(error)
         return
     raise AssertionError(f"no {kind.__name__}")
+
+
+_FAULTS = {
+    "raises": ValueError("the card fell out"),
+    "runs out": torch.OutOfMemoryError("no room on the card"),
+}
+
+
+@contextmanager
+def failing(how: str, where: str, count: int, stall: float = 0.0) -> Iterator[None]:
+    """Who calls ``where``, of collectives or of blocks, for the ``count``-th time is killed, raises, or
+    stalls for so many seconds."""
+    owner: Any = World if where.startswith("all_") else Blocks
+    real, seen = getattr(owner, where), []
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        seen.append(where)
+        if len(seen) == count:
+            if how in _FAULTS:
+                raise _FAULTS[how]
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(stall)
+        return real(*arguments, **named)
+
+    with mock.patch.object(owner, where, fail):
+        yield
+
+
+def end_of(program: Program, step: Callable[[], object]) -> str:
+    """What three steps end with, after which the program does nothing any more."""
+    try:
+        for _ in range(3):
+            step()
+        program.synchronize()
+    except (ProgramError, ValueError) as error:
+        with raising(ProgramError, "Start all ranks again"):
+            step()
+        return str(error)
+    return "trained on"

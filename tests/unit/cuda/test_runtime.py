@@ -25,7 +25,7 @@ from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
 from megacompile.step.operations import Step
-from tests.support.cuda_programs import program
+from tests.support.cuda_programs import check_fault_is_told, program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
 from tests.unit.differentiate.test_inductor import rows, small
@@ -248,25 +248,14 @@ def test_what_ran_when_is_timed_by_the_devices_events(gpu: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("where", ["copy", "update"])
-def test_a_fault_on_a_stream_reaches_the_caller(
-    gpu: FakeCuda, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_on_a_stream_reaches_the_caller(gpu: FakeCuda, where: str) -> None:
     trained = program(build("plain"), "cuda", budget="1GB", max_grad_norm=1.0)
     batch = batch_for("plain")
     trained.train_step(batch)
     trained.synchronize()
 
-    def broken(*args: Any, **options: Any) -> None:
-        raise OSError("planted fault")
-
-    with monkeypatch.context() as patch:
-        if where == "copy":
-            patch.setattr(CudaDevice, "copy", broken)
-        else:
-            patch.setattr(type(trained._session.runtime.state), "update", broken)  # type: ignore[union-attr]
-        with pytest.raises(OSError, match="planted fault"):
-            for _ in range(3):
-                trained.train_step(batch)
+    state = trained._session.runtime.state  # type: ignore[union-attr]
+    check_fault_is_told(trained, batch, CudaDevice if where == "copy" else type(state), where)
     if where == "copy":
         assert torch.isfinite(trained.train_step(batch).loss)
     else:
