@@ -119,8 +119,9 @@ class _Relaxation(RelaxedStep):
             if not span.backward or not self.spans[index - 1].backward:
                 continue
             before, earlier = self.spans[index - 1], self.spans[index - 2]
-            again = {o.share: call_seconds(o.policy.recompute, self.machine)
-                     for o in self.shares[before.block]}  # fmt: skip
+            again = {
+                o.share: call_seconds(o.policy.recompute, self.machine) for o in self.shares[before.block]
+            }
             seconds = self.moved(span.block, "reload")
             over = self._queue(over, total({earlier.end: 1.0}, again), seconds, span)
             stall = total(

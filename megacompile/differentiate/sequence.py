@@ -112,8 +112,9 @@ def compare(joint: Joint, length: int, other: Joint, other_length: int) -> str |
         return "its graph depends on the length"
     for a, b in pairs:
         if (a.op, a.target if a.op == "call_function" else "") != (
-            b.op, b.target if b.op == "call_function" else ""
-        ):  # fmt: skip
+            b.op,
+            b.target if b.op == "call_function" else "",
+        ):
             return f"{a.name} is another operator at another length"
         if a.op == "output":
             continue

@@ -86,8 +86,9 @@ def run(faults: str) -> None:
             error = raised
             found["error"] = type(raised).__name__
         found["calls"], found["requests"] = (
-            runtime.count("calls") - before[0], runtime.count("requests") - before[1]
-        )  # fmt: skip
+            runtime.count("calls") - before[0],
+            runtime.count("requests") - before[1],
+        )
         runtime.set(**NONE)
         after(found)
         found["held"] = []

@@ -225,8 +225,9 @@ def test_torch_memory_efficient_attention_is_called_as_it_is_declared(bias_grad:
     assert (dmask.shape if dmask is not None else None) == (mask.shape if bias_grad else None)
 
 
-@pytest.mark.parametrize(("heads", "length", "path"), [(32, 13_000, "library"), (32, 14_000, "triton"),
-                                                       (132, 14_000, "library")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "length", "path"), [(32, 13_000, "library"), (32, 14_000, "triton"), (132, 14_000, "library")]
+)
 def test_a_long_sequence_takes_the_kernel_that_holds_no_sums(heads: int, length: int, path: str) -> None:
     """Torch's deterministic backward holds dq in FP32 five times for 32 heads, once for 132."""
     q: Any = OnCuda((1, heads, length, 128))

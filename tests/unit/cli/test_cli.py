@@ -169,8 +169,9 @@ def _work(flops: int = 100) -> Workload:
 
 
 def test_the_bound_by_hand() -> None:
-    machine = Machine("m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500,
-                      host_bandwidth=7000)  # fmt: skip
+    machine = Machine(
+        "m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500, host_bandwidth=7000
+    )
     streamed = lower_bound(_work(), Mode("train"), machine, model_flops=900)
     assert (streamed.compute, streamed.down, streamed.up, streamed.adam) == (9, 2, 4, 4)
     assert (streamed.seconds, streamed.binding) == (9, "compute")

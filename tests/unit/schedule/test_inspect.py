@@ -296,7 +296,7 @@ def test_inspect_writes_a_page_and_a_trace(tmp_path: Path, capsys: pytest.Captur
         (b"{}", "no plan file"),
         (b"[" * 50_000, "nested"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_get_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes | None, said: str
 ) -> None:
