@@ -25,9 +25,14 @@ REGISTERS = 65536
 def _of_delta_rule(launch: Launch) -> int:
     """Of the gated delta rule's kernels: some columns of a chunk's products, or a chunk's way through."""
     given = launch.constants
-    if launch.kernel.__name__ == "gated_delta_chunk_kernel":
-        return int(2 * 2 * given["CHUNK"] ** 2 * given["BLOCK_D"])
-    return int(2 * given["CHUNK"] * given["BLOCK_V"] * (3 * given["DIM"] + 2 * given["CHUNK"]))
+    width, chunk = given["DIM"], given["CHUNK"]
+    name = launch.kernel.__name__.removeprefix("gated_delta_").removesuffix("_kernel")
+    if name == "chunk":
+        return int(2 * 2 * chunk**2 * given["BLOCK_D"])
+    through = 3 * width + 2 * chunk
+    widths = {"forward": through, "states": 2 * width + chunk, "backward_state": through,
+              "backward_pairs": 2 * chunk, "backward_q": width, "backward_k": width}  # fmt: skip
+    return int(2 * chunk * given["BLOCK_V"] * widths[name])
 
 
 def needed_flops(launch: Launch) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor
 from megacompile.kernels._triton import ceil_div, wide
 
 CHUNK = 64  # tokens whose updates of the state are solved for together
-SPAN = 4 * CHUNK  # tokens between two states that are kept
+SPAN_CHUNKS = 4
+SPAN = SPAN_CHUNKS * CHUNK  # tokens between two states that are kept
 _EPS = 1e-6  # of the norm, as in transformers and fla
 
 
@@ -29,6 +30,11 @@ class Inputs:
     g: Tensor
     beta: Tensor
     normalised: bool
+
+    def of(self, part: slice) -> "Inputs":
+        """Of some tokens."""
+        q, k, v, g, beta = (x[:, part] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return Inputs(q, k, v, g, beta, self.normalised)
 
     def spans(self) -> Iterator[slice]:
         """The tokens of each span."""

@@ -19,7 +19,11 @@ W what the chunk writes, and S the state before it:
 so that all but S is a product of matrices. The forward is two kernels on bfloat16: one makes the inverse and
 the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per token
 and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the second.
-The 128 are there for all tokens between the two. The backward is plain torch.
+The 128 are there for all tokens between the two.
+
+The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of
+``gated_delta_backward_kernels.py``; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements per
+token and value head. The states' way there and back is rounded to q's type where a product takes it.
 """
 
 from functools import partial
@@ -29,92 +33,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels._triton import (
-    AotCase,
-    accumulator,
-    aot_cases,
-    arch_of,
-    ceil_div,
-    launch,
-    next_power_of_2,
-    on_gpu,
-    runs_triton,
-    wide,
-)
-from megacompile.kernels.gated_delta_kernels import gated_delta_chunk_kernel, gated_delta_forward_kernel
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
+from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton, runs_kernels
 from megacompile.kernels.gated_delta_reference import (
     CHUNK,
-    SPAN,
     Inputs,
     backward_reference,
     forward_reference,
     spans_of,
 )
-
-MAX_WIDTH = 128  # of a key
-MAX_GRID = 65535  # CUDA's, beyond the first dimension
-# Columns of the state that a program carries, and its warps: 10.0 spills with four, 12.0 with 32 columns.
-_CARRIED = {80: (32, 4), 90: (32, 4), 100: (32, 8), 103: (32, 8)}
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
-    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, tokens and heads."""
-    return [x.stride(d) for x in tensors for d in range(3)]
-
-
-def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, states before each span)."""
-    q, k, v = map(_dense, (given.q, given.k, given.v))
-    batch, tokens, groups, width = q.shape
-    heads, inner = v.shape[2:]
-    chunks = ceil_div(tokens, CHUNK)
-    columns, warps = _CARRIED.get(arch_of(q), (16, 4))
-    solves, scores = q.new_empty(2, batch, heads, chunks, CHUNK, CHUNK)
-    factors = q.new_empty(batch, heads, chunks, 4, CHUNK, dtype=wide(q.dtype))
-    out = q.new_empty(v.shape)
-    states = factors.new_empty(spans_of(tokens), *given.state_shape)
-    sizes = {"ACC": accumulator(q.dtype), "DIM": width, "CHUNK": CHUNK}
-    launch(
-        gated_delta_chunk_kernel,
-        (chunks, heads, batch),
-        *(q, k, given.g, given.beta, solves, scores, factors),
-        *_strides(q, k, given.g, given.beta),
-        *(heads, heads // groups, tokens, width**-0.5),
-        NORMALISED=given.normalised,
-        BLOCK_D=32,
-        num_stages=2,
-        **sizes,
-    )
-    launch(
-        gated_delta_forward_kernel,
-        (ceil_div(inner, columns), heads, batch),
-        *(q, k, v, solves, scores, factors, out, states),
-        *_strides(q, k, v, out),
-        *(states.stride(0), heads, heads // groups, tokens),
-        SPAN=SPAN // CHUNK,
-        V_DIM=inner,
-        BLOCK_D=max(16, next_power_of_2(width)),
-        BLOCK_V=columns,
-        num_warps=warps,
-        num_stages=2,
-        **sizes,
-    )
-    return out, states
-
-
-def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a forward of these launches kernels: keys up to 128 wide, a grid that fits; on a GPU, bfloat16.
-
-    float16 lacks the range for the norms of long keys; exact float32 products pass by the tensor cores.
-    """
-    same = q.dtype == k.dtype == v.dtype and q.dtype != torch.float16
-    fits = max(v.shape[0], v.shape[2]) <= MAX_GRID and q.shape[3] <= MAX_WIDTH and v.numel() > 0
-    return runs_triton(q) and same and fits and (q.dtype == torch.bfloat16 or not on_gpu(q))
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
@@ -131,7 +58,8 @@ def gated_delta_rule_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, normalised: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, g, beta."""
-    dq, dk, dv, dg, dbeta = backward_reference(grad, Inputs(q, k, v, g, beta, normalised), states)
+    run = backward_triton if runs_kernels(q, k, v) else backward_reference
+    dq, dk, dv, dg, dbeta = run(grad, Inputs(q, k, v, g, beta, normalised), states)
     return dq, dk, dv, dg, dbeta
 
 
@@ -198,7 +126,9 @@ def _aot() -> list[AotCase]:
         q = torch.empty((2, 4096, groups, width), dtype=torch.bfloat16, device="meta")
         v = torch.empty((2, 4096, heads, inner), dtype=torch.bfloat16, device="meta")
         beta = v[..., 0].contiguous()
-        forward_triton(Inputs(q, q, v, beta.float(), beta, True))
+        given = Inputs(q, q, v, beta.float(), beta, True)
+        out, states = forward_triton(given)
+        backward_triton(out, given, states)
 
     return [
         ("128/128 bf16", partial(case, 16, 32, 128, 128)),

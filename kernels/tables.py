@@ -29,7 +29,7 @@ NARROW = {
 # the same rows of the scores where a tile has fewer than 16 per warp; 192 columns are padded to 256, 96 to
 # 128; dv alone needs the scores again.
 _FORWARD, _Q, _KV = (f"attention_{name}_kernel" for name in ("forward", "backward_q", "backward_kv"))
-_DELTA = "gated_delta_forward_kernel"
+_DELTA = {"forward": 1.23, "states": 1.25, "backward_state": 1.23, "backward_q": 1.33, "backward_k": 1.33}
 _SMALL = 80, 86, 89, 120
 EXECUTED = {
     **{("192/128", _FORWARD, arch): 1.2 for arch in SHARED_LIMIT},
@@ -38,7 +38,7 @@ EXECUTED = {
     **{("128", _KV, arch): 1.5 for arch in _SMALL},
     **{("192/128", _KV, arch): 3.0 if arch == 90 else 1.8 for arch in SHARED_LIMIT},
     **{("256", _KV, arch): 2.0 if arch == 90 else 1.5 for arch in SHARED_LIMIT},
-    **{("96/192", _DELTA, arch): 1.23 for arch in SHARED_LIMIT},
+    **{("96/192", f"gated_delta_{name}_kernel", a): n for name, n in _DELTA.items() for a in SHARED_LIMIT},
 }
 # Spills that are known, bytes per thread: outside the hot loop's path, where masks and the kernel's ends are.
 # All other tiles that were tried have lower ceilings (docs/kernels.md).

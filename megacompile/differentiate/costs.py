@@ -15,8 +15,8 @@ from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
 from megacompile.kernels._triton import ceil_div
+from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
-from megacompile.kernels.gated_delta_rule import runs_kernels
 from megacompile.kernels.linear_cross_entropy import tile_width
 
 aten = torch.ops.aten
@@ -137,8 +137,10 @@ def launches(node: fx.Node) -> int:
 def _delta_rule_launches(node: fx.Node) -> int:
     """Our kernels', or plain torch's, span by span and chunk by chunk."""
     q, k, v = (arguments(node)[name].meta["val"] for name in "qkv")
-    if node.target is torch.ops.megacompile.gated_delta_rule.default and runs_kernels(q, k, v):
-        return 2
+    if runs_kernels(q, k, v):
+        forward, part = LAUNCHES
+        backward = 1 + part * len(parts_of(*q.shape[:2]))
+        return forward if node.target is torch.ops.megacompile.gated_delta_rule.default else backward
     spans, chunks = (ceil_div(q.shape[1], n) for n in (SPAN, CHUNK))
     return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
 

@@ -209,12 +209,16 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
 @pytest.mark.parametrize(
     ("kernel", "flops"),
     [
-        ("gated_delta_chunk_kernel", 2 * 2 * 64 * 64 * 32),  # q and k with k, 32 columns an iteration
-        ("gated_delta_forward_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
+        ("chunk", 2 * 2 * 64 * 64 * 32),  # q and k with k, 32 columns an iteration
+        ("forward", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
+        ("states", 2 * 64 * 16 * (2 * 96 + 64)),  # neither reads of q nor scores
+        ("backward_state", 2 * 64 * 16 * (3 * 96 + 2 * 64)),
+        ("backward_pairs", 2 * 2 * 64 * 64 * 16),  # the gradient and dv with what is written
+        ("backward_q", 2 * 64 * 16 * 96),
+        ("backward_k", 2 * 64 * 16 * 96),
     ],
 )
 def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:
-    widths = {"gated_delta_chunk_kernel": 32}.get(kernel, 128)
-    given = launch(DIM=96, CHUNK=64, BLOCK_D=widths, BLOCK_V=16)
-    given.kernel.__name__ = kernel
+    given = launch(DIM=96, CHUNK=64, BLOCK_D=32 if kernel == "chunk" else 128, BLOCK_V=16)
+    given.kernel.__name__ = f"gated_delta_{kernel}_kernel"
     assert ceilings.needed_flops(given) == flops

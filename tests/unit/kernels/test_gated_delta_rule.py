@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megacompile.differentiate.costs import launches
 from megacompile.kernels import gated_delta_rule
 from megacompile.kernels._triton import recording
+from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton
 from megacompile.kernels.gated_delta_reference import Inputs
 
 rule = importlib.import_module("megacompile.kernels.gated_delta_rule")
@@ -26,10 +27,10 @@ HOMES = sorted(
 )
 
 
-def inputs(tokens: int, dtype: torch.dtype, *, value_heads: int = 4) -> list[Tensor]:
+def inputs(tokens: int, dtype: torch.dtype, *, value_heads: int = 4, width: int = 16) -> list[Tensor]:
     """q, k, v, g, beta: two rows, two heads of keys, some of which forget slowly and some at once."""
     draw = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 2, tokens, 2, 16, generator=draw)
+    q, k = torch.randn(2, 2, tokens, 2, width, generator=draw)
     v = torch.randn(2, tokens, value_heads, 8, generator=draw)
     rates = torch.logspace(-3, 1, value_heads)
     g = -rates * F.softplus(torch.randn(2, tokens, value_heads, generator=draw))
@@ -112,19 +113,33 @@ def test_flops_are_those_of_the_products_that_run() -> None:
     assert outside.get_total_flops() == forward + backward + 2 * inverses
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_plans_for_a_gpu_count_the_launches_that_run(dtype: torch.dtype, kernels: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "kernels"),
+    [(torch.bfloat16, 64, True), (torch.bfloat16, 48, False), (torch.float32, 64, False)],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_plans_for_a_gpu_count_the_launches_that_run(
+    dtype: torch.dtype, width: int, kernels: bool, backward: bool
+) -> None:
     """Those of our kernels, where they take the inputs; elsewhere torch's, which grow with the tokens."""
-    given = [x.detach().to("meta") for x in inputs(330, dtype)]
+    given = [x.detach().to("meta") for x in inputs(4196, dtype, width=width)]
+    with recording(90) as recorded:
+        out, states = forward_triton(Inputs(*given, True))
+        if backward:
+            recorded.clear()
+            backward_triton(out, Inputs(*given, True), states)
+    operator = torch.ops.megacompile
+    operator = operator.gated_delta_rule_backward if backward else operator.gated_delta_rule
+    values = [out, *given, states] if backward else given
     graph = fx.Graph()
-    leaves = [graph.placeholder(name) for name in ("q", "k", "v", "g", "beta")]
-    for leaf, value in zip(leaves, given, strict=True):
+    leaves = [graph.placeholder(f"x{n}") for n in range(len(values))]
+    for leaf, value in zip(leaves, values, strict=True):
         leaf.meta["val"] = value
-    node = graph.call_function(torch.ops.megacompile.gated_delta_rule.default, (*leaves, True))
+    node = graph.call_function(operator.default, (*leaves, True))
     on_cpu = launches(node)
     with recording(processors=4):
         on_gpu = launches(node)
-    with recording(90) as recorded:
-        rule.forward_triton(Inputs(*given, True))
-    assert len(recorded) == 2 and all(x.kernel.__name__.startswith("gated_delta_") for x in recorded)
-    assert on_gpu == (len(recorded) if kernels else on_cpu) and on_cpu > 100
+    ours = len(recorded) + backward  # and the zeros of the last state's gradient
+    assert len(recorded) == (3 * 6 if backward else 2)
+    assert {x.kernel.__name__.split("_kernel")[0][:11] for x in recorded} == {"gated_delta"}
+    assert on_gpu == (ours if kernels else on_cpu) and on_cpu > 1000

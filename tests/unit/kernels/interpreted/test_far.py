@@ -10,19 +10,20 @@ import torch
 from harness import LOW
 from triton.runtime import interpreter
 
+from megacompile.kernels import gated_delta_launchers as delta_launchers
 from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference
 from megacompile.kernels.cross_entropy_tiles import Terms
 from megacompile.kernels.gated_delta_reference import Inputs
+from megacompile.kernels.gated_delta_reference import backward_reference as delta_backward
 from megacompile.kernels.gated_delta_reference import forward_reference as delta_reference
 from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, clamped_glu, cross_entropy_tiles, gated_delta_rule, glu, qk_norm_rope, rope = (
+attention, clamped_glu, cross_entropy_tiles, glu, qk_norm_rope, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
     for name in (
         "attention",
         "clamped_glu",
         "cross_entropy_tiles",
-        "gated_delta_rule",
         "glu",
         "qk_norm_rope",
         "rope",
@@ -167,21 +168,31 @@ def test_qk_norm_rope(lazy, dim):
 def test_gated_delta_rule(lazy, dim):
     """[B, T, H, D], and gates without D."""
     torch.manual_seed(1)
-    q, k, v = torch.randn(3, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    q, k, v, grad = torch.randn(4, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
     gates = [x.half() for x in (-torch.rand(v.shape[:3]), torch.rand(v.shape[:3]))]
-    far = [far_apart(x, dim) for x in (q, k, v, *gates)]
-    found = gated_delta_rule.forward_triton(Inputs(*far, True))
-    torch.testing.assert_close(found, delta_reference(Inputs(q, k, v, *gates, True)), atol=5e-3, rtol=5e-3)
+    far, near = Inputs(*(far_apart(x, dim) for x in (q, k, v, *gates)), True), Inputs(q, k, v, *gates, True)
+    expected = delta_reference(near)
+    found = delta_launchers.forward_triton(far)
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
+    found = delta_launchers.backward_triton(far_apart(grad, dim), far, found[1])
+    expected = delta_backward(grad, near, expected[1])
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
 
 
 def test_gated_delta_rule_of_many_heads(last):
-    """What its kernels leave each other passes 2**31 elements: [CHUNK, CHUNK] of each head."""
+    """What its kernels leave each other passes 2**31 elements: [CHUNK, CHUNK] and a state of each head."""
     torch.manual_seed(1)
-    q, k, v = torch.randn(3, 1, 64, 1, 16, dtype=LOW[0])
-    gates = [x.half() for x in (-torch.rand(1, 64, 1), torch.rand(1, 64, 1))]
-    expected, _ = delta_reference(Inputs(q, k, v, *gates, True))
-    many = [x.expand(1024, 64, 520, *x.shape[3:]) for x in (v, *gates)]
-    out, _ = gated_delta_rule.forward_triton(
-        Inputs(*(x.expand(1024, 64, 1, 16) for x in (q, k)), *many, True)
-    )
+    q, k = torch.randn(2, 1, 64, 1, 128, dtype=LOW[0])
+    v, grad = torch.randn(2, 1, 64, 1, 32, dtype=LOW[0])
+    given = q, k, v, -torch.rand(1, 64, 1).half(), torch.rand(1, 64, 1).half()
+    many = [x.expand(1024, 64, 520, *x.shape[3:]) for x in given]
+    out, states = delta_launchers.forward_triton(Inputs(*many, True))
+    expected, state = delta_reference(Inputs(*given, True))
     torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)
+    found = [torch.empty(x.shape, dtype=x.dtype) for x in many]
+    d_state = torch.empty(states.shape[1:])
+    d_state[-1, -1] = 0
+    grads = grad.expand(many[2].shape)
+    delta_launchers.backward_part(grads, Inputs(*many, True), states, d_state, found)
+    expected = delta_backward(grad, Inputs(*given, True), state)
+    torch.testing.assert_close([x[-1:, :, -1:] for x in found], list(expected), atol=5e-3, rtol=5e-3)

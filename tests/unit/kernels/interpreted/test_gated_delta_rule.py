@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness import compare, randn, results, strided
 
+from megacompile.kernels import gated_delta_launchers as launchers
 from megacompile.kernels.gated_delta_reference import Inputs, forward_reference
 from megacompile.kernels.gated_delta_rule import gated_delta_rule
 
@@ -38,11 +39,12 @@ def given(batch, tokens, groups, heads, width, inner):
 
 
 SHAPES = [
-    (1, 330, 1, 2, 24, 40),  # two spans, a chunk of ten tokens, columns of two programs, some masked
+    (1, 330, 1, 2, 72, 40),  # two spans, a chunk of ten tokens, columns of two programs, some masked
     (2, 64, 2, 4, 128, 32),
     (1, 65, 2, 2, 96, 20),
-    (1, 1, 1, 1, 16, 16),
+    (1, 1, 1, 1, 64, 16),
     (1, 5, 1, 1, 200, 8),  # keys too wide for the kernels
+    (1, 70, 1, 2, 16, 8),  # and too narrow in bfloat16
 ]
 
 
@@ -93,25 +95,62 @@ def test_layouts():
     assert torch.equal(both, expected[:1].expand_as(both))
 
 
-FAULTS = {  # what the second kernel is given of the first
-    "no decay of the state": lambda solves, scores, factors: factors[..., 3, :].fill_(1.0),
-    "no norm of written keys": lambda solves, scores, factors: factors[..., 2, :].mul_(1.05),
-    "a chunk that reads no state": lambda solves, scores, factors: factors[:, :, 1, 1].zero_(),
-    "one block of the inverse": lambda solves, scores, factors: solves[..., 32:, :32].zero_(),
-    "scores of the next token": lambda solves, scores, factors: scores.copy_(scores.roll(1, -1)),
+def test_parts_of_a_backward_change_no_bit(monkeypatch):
+    inputs = [x.to(torch.bfloat16).detach().requires_grad_() for x in given(2, 600, 1, 2, 16, 16)]
+    grad, found = torch.randn(inputs[2].shape), []
+    for held, parts in ((4096, 1), (1024, 2), (1, 3)):
+        monkeypatch.setattr(launchers, "HELD", held)
+        assert len(launchers.parts_of(2, 600)) == parts
+        found.append(results(gated_delta_rule, inputs, [grad]))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+
+
+def without(*index):
+    def change(x):
+        x = x.clone()
+        x[index] = 0
+        return x
+
+    return change
+
+
+ALL = slice(None)
+FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out, dq, dk, dv, dg, dbeta
+    "no decay of the state": ("forward", "factors", lambda x: x.sqrt(), 0),
+    "no norm of written keys": (
+        "forward",
+        "factors",
+        lambda x: x * x.new_tensor([1, 1, 1.05, 1])[:, None],
+        0,
+    ),
+    "a chunk that reads no state": ("forward", "factors", without(ALL, ALL, 1, 1), 0),
+    "one block of the inverse": ("forward", "solves", without(..., slice(32, 64), slice(32)), 0),
+    "scores of the next token": ("forward", "scores", lambda x: x.roll(1, -1), 0),
+    "a state of another span": ("states", "states", lambda x: x.roll(1, 0), 1),
+    "a row that is not solved": ("states", "solves", without(..., 40, ALL), 1),
+    "a chunk without a gradient": ("backward_state", "grad", without(ALL, slice(64, 128)), 2),
+    "scores that look back": ("backward_state", "scores", lambda x: x.mT.contiguous(), 2),
+    "a gradient that does not decay": ("backward_state", "factors", lambda x: x.sqrt(), 2),
+    "a state of the next chunk": ("backward_q", "before", lambda x: x.roll(1, 2), 1),
+    "pairs of one value head": ("backward_q", "d_scores", without(0, 1), 1),
+    "no state that decays": ("backward_q", "behind", torch.zeros_like, 4),
+    "no writes": ("backward_k", "behind", torch.zeros_like, 2),
+    "keys that see no keys": ("backward_k", "d_products", torch.zeros_like, 2),
+    "pairs that decay nothing": ("backward_k", "sums", torch.zeros_like, 4),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
-    launch = rule.launch
+    launch, (name, argument, change, result) = launchers.launch, FAULTS[fault]
 
     def spoiled(kernel, grid, *args, **constants):
-        if kernel is rule.gated_delta_forward_kernel:
-            FAULTS[fault](*args[3:6])
+        if kernel is getattr(launchers, f"gated_delta_{name}_kernel"):
+            place = kernel.arg_names.index(f"{argument}_ptr")
+            args = *args[:place], change(args[place]), *args[place + 1 :]
         launch(kernel, grid, *args, **constants)
 
-    monkeypatch.setattr(rule, "launch", spoiled)
-    with pytest.raises(AssertionError, match="result 0"):
-        compare(gated_delta_rule, eager, given(1, 130, 1, 2, 16, 16), torch.bfloat16)
+    monkeypatch.setattr(launchers, "launch", spoiled)
+    with pytest.raises(AssertionError, match=f"result {result}"):
+        compare(gated_delta_rule, eager, given(1, 270, 1, 2, 64, 16), torch.bfloat16)
