@@ -18,6 +18,7 @@ from megacompile.kernels.gated_delta_rule import gated_delta_rule
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
+from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
 from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
@@ -34,6 +35,7 @@ __all__ = [
     "glu",
     "layer_norm",
     "linear_cross_entropy",
+    "mamba2_chunk_scan",
     "qk_norm_rope",
     "rms_norm",
     "rope",

@@ -42,7 +42,13 @@ class Patch(NamedTuple):
     why: str
 
 
-_DELTA_RULE = "torch_chunk_gated_delta_rule"
+_RECURRENCES: dict[str, tuple[Callable[..., Any], str]] = {  # of transformers, in the file of each model
+    "torch_chunk_gated_delta_rule": (substitute.gated_delta_rule, "loops over rows and chunks, unrolled"),
+    "mamba2_chunk_scan": (
+        substitute.mamba2_chunk_scan,
+        "scores of all pairs of a chunk, for all chunks at once",
+    ),
+}
 _NO_GRADIENTS = "a graph holds a forward alone"
 _BY_VALUES = "depends on values, which tracing does not know"
 _NEVER = "would never run"
@@ -121,9 +127,9 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
                 file, "is_torchdynamo_compiling", calls.nothing, "they make a mask of ones, but not then"
             )
     for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
-        if name.startswith("transformers.") and hasattr(sys.modules.get(name), _DELTA_RULE):
-            loops = "loops over rows and chunks, unrolled"
-            yield Patch(sys.modules[name], _DELTA_RULE, substitute.gated_delta_rule, loops)
+        for function, (recurrence, why) in _RECURRENCES.items():
+            if name.startswith("transformers.") and hasattr(sys.modules.get(name), function):
+                yield Patch(sys.modules[name], function, recurrence, why)
     for kind in {type(module) for module in model.modules() if rotary.depends_on_length(module)}:
         forward = functools.partial(rotary.forward, positions_given)
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")

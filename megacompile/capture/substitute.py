@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.capture.attention import attention as attention_operator
@@ -21,6 +22,7 @@ from megacompile.capture.dropout import dropout as dropout_operator
 from megacompile.capture.masks import Masks, as_additive
 from megacompile.errors import CaptureError
 from megacompile.kernels.gated_delta_rule import gated_delta_rule as delta_rule
+from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan as chunk_scan
 
 _WITHOUT_EFFECT = {  # handed through; the last four say what a mask says, to flash attention alone
     *("position_ids", "cache_position", "labels"),
@@ -246,3 +248,34 @@ def gated_delta_rule(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **rest,
         )  # fmt: skip
     return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+
+
+def mamba2_chunk_scan(
+    theirs: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **rest: Any,
+) -> Any:
+    """transformers' scan of Mamba-2, from a state of zeros. Its chunks are a matter of rounding.
+
+    States that are given or wanted, for samples, stay its own code, as does its refusal of packed sequences.
+    """
+    given = (rest.get(name) for name in ("initial_states", "z", "seq_idx", "cu_seqlens"))
+    if D is None or rest.get("return_final_states") or any(x is not None for x in given):
+        return theirs(
+            hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=dt_limit, **rest,
+        )  # fmt: skip
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    return chunk_scan(hidden_states, torch.clamp(dt, *dt_limit), A, B, C, D)

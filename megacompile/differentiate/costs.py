@@ -14,6 +14,7 @@ from megacompile.capture.attention import attention, attention_backward
 from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
+from megacompile.kernels import mamba2_reference
 from megacompile.kernels._triton import ceil_div
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
@@ -38,6 +39,10 @@ _HEADS = {  # the hidden states' place among the arguments, launches, and launch
 _DELTA_RULES = {  # in plain torch, launches for each span of tokens, and for each chunk
     torch.ops.megacompile.gated_delta_rule.default: (45, 11),
     torch.ops.megacompile.gated_delta_rule_backward.default: (125, 17),
+}
+_SCANS = {  # of Mamba-2, as delta rules
+    torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2),
+    torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4),
 }
 _BY_ROWS = tuple(
     getattr(torch.ops.megacompile, name + suffix).default
@@ -128,6 +133,10 @@ def launches(node: fx.Node) -> int:
         return _head_launches(node)
     if target in _DELTA_RULES:
         return _delta_rule_launches(node)
+    if target in _SCANS:
+        tokens = arguments(node)["x"].meta["val"].shape[1]
+        sizes = mamba2_reference.SPAN, mamba2_reference.CHUNK
+        return sum(each * ceil_div(tokens, n) for each, n in zip(_SCANS[target], sizes, strict=True))
     if target is _BACKWARD:
         return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0

@@ -20,6 +20,7 @@ FP32 = (
     "gpt_oss, left-padded",  # sinks, sliding windows, rows without keys
     "bloom",  # an autograd.Function that says what torch would
     "deepseek_v32",  # latent and sparse attention
+    "mamba2",  # a recurrence that is one operator
 )
 BF16 = ("mixtral, experts without tokens", "mamba", "llama, packed")
 

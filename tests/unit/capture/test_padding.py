@@ -76,13 +76,14 @@ def causal(family: str) -> nn.Module:
 
     config = getattr(transformers, f"{family}Config")(
         vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, num_heads=4,
+        n_groups=2, state_size=24,
     )  # fmt: skip
     model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
     return model.train()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mamba2"])
 def test_a_length_that_is_the_size_of_another_dimension_is_padded_to(family: str) -> None:
     torch.manual_seed(0)
     model = causal(family)

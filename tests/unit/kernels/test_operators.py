@@ -61,6 +61,9 @@ OPERATORS = {
     "gated_delta_rule": case(
         "gated_delta_rule", (1, 3, 1, 2), (1, 3, 1, 2), (1, 3, 2, 3), (1, 3, 2), (1, 3, 2), rest=(True,)
     ),
+    "mamba2_chunk_scan": case(
+        "mamba2_chunk_scan", (1, 3, 4, 3), (1, 3, 4), (4,), (1, 3, 2, 2), (1, 3, 2, 2), (4,)
+    ),
     "linear_cross_entropy": case(
         "linear_cross_entropy", (3, 2), (300, 2), (300,), rest=(LABELS, -100, 0.1, 5.0, 1)
     ),
