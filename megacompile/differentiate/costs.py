@@ -14,8 +14,8 @@ from megacompile.capture.attention import attention, attention_backward
 from megacompile.capture.positions import arguments
 from megacompile.capture.views import is_view
 from megacompile.differentiate.scratch import SORTED_FROM
-from megacompile.kernels import mamba2_reference
-from megacompile.kernels._triton import ceil_div
+from megacompile.kernels import mamba2_reference as scan
+from megacompile.kernels._triton import ceil_div, wide
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
@@ -40,9 +40,9 @@ _DELTA_RULES = {  # in plain torch, launches for each span of tokens, and for ea
     torch.ops.megacompile.gated_delta_rule.default: (45, 11),
     torch.ops.megacompile.gated_delta_rule_backward.default: (125, 17),
 }
-_SCANS = {  # of Mamba-2, as delta rules
-    torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2),
-    torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4),
+_SCANS = {  # of Mamba-2: launches as above; how often numbers of the sizes of ``_scan_bytes`` are moved
+    torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2, (13, 25, 6, 10)),
+    torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4, (24, 48, 15, 25)),
 }
 _BY_ROWS = tuple(
     getattr(torch.ops.megacompile, name + suffix).default
@@ -111,9 +111,11 @@ def _grouped_flops(node: fx.Node) -> int:
 
 def moved(node: fx.Node) -> int:
     """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing, but for the
-    logits that a head's kernels read, and in its backward write."""
+    logits that a head's kernels read, and in its backward write, and what a scan does beside its products."""
     if node.target in _HEADS:
         return _logits_bytes(node)
+    if node.target in _SCANS:
+        return _scan_bytes(node)
     if is_view(node) or node.target is operator.getitem or flops(node):
         return 0
     values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
@@ -135,8 +137,8 @@ def launches(node: fx.Node) -> int:
         return _delta_rule_launches(node)
     if target in _SCANS:
         tokens = arguments(node)["x"].meta["val"].shape[1]
-        sizes = mamba2_reference.SPAN, mamba2_reference.CHUNK
-        return sum(each * ceil_div(tokens, n) for each, n in zip(_SCANS[target], sizes, strict=True))
+        by_span, by_chunk, _ = _SCANS[target]
+        return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
     if target is _BACKWARD:
         return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
@@ -152,6 +154,17 @@ def _delta_rule_launches(node: fx.Node) -> int:
         return forward if node.target is torch.ops.megacompile.gated_delta_rule.default else backward
     spans, chunks = (ceil_div(q.shape[1], n) for n in (SPAN, CHUNK))
     return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
+
+
+def _scan_bytes(node: fx.Node) -> int:
+    """Of scores, heads, states and groups, whose numbers for each token these are, in plain torch."""
+    x, inner = (arguments(node)[name].meta["val"] for name in "xB")
+    batch, tokens, heads, width = x.shape
+    groups, state = inner.shape[2:]
+    chunk = scan.CHUNK
+    numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
+    each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
+    return int(batch * ceil_div(tokens, chunk) * chunk * each * wide(x.dtype).itemsize)
 
 
 def runs_our_attention(node: fx.Node) -> bool:
