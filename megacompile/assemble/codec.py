@@ -20,10 +20,17 @@ from megacompile.errors import MegacompileError
 _hints = functools.cache(get_type_hints)
 
 
-def parse_json(text: str, what: str) -> Any:
-    """The value of a JSON text; ``what`` begins the sentence about one that is none."""
+def parse_json(text: str, what: str, *, finite: bool = True) -> Any:
+    """The value of a JSON text; ``what`` begins the sentence about one that is none.
+
+    Infinity is taken where numbers need not be ``finite``, NaN nowhere.
+    """
+
+    def constant(name: str) -> float:
+        return _refuse(what, name) if finite or name == "NaN" else float(name)
+
     try:
-        return json.loads(text, parse_constant=lambda name: _refuse(what, name))
+        return json.loads(text, parse_constant=constant)
     except RecursionError as error:
         raise MegacompileError(f"{what} is no JSON that can be read: it is nested too deeply.") from error
     except ValueError as error:  # JSONDecodeError, and numbers of thousands of digits

@@ -24,6 +24,8 @@ from megacompile.estimate.presets import PRESETS
 
 _MOST_LAYERS = 4096  # beyond any model; a config of a billion layers would fill this machine
 
+_NOT_ATTENDING = {"linear_attention", "conv", "mlp", "moe"}  # kinds of layers, as transformers names them
+
 
 @dataclass(frozen=True)
 class Model:
@@ -59,12 +61,14 @@ class Model:
     def attention_flops(self, seq: int) -> float:
         """Forward FLOPs of causal attention for one sequence, each score counted once."""
         c = self.config
-        heads: int = c.num_attention_heads
+        heads: int = getattr(c, "num_attention_heads", None) or 0  # Mamba has none
+        if not heads:
+            return 0.0
         width: int = getattr(c, "head_dim", None) or c.hidden_size // heads
         query: int = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
         window = getattr(c, "sliding_window", None) or seq
         kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-        pairs = sum(_pairs(seq, window if "sliding" in kind else seq) for kind in kinds)
+        pairs = sum(_pairs(seq, window if "sliding" in k else seq) for k in kinds if k not in _NOT_ATTENDING)
         value: int = getattr(c, "v_head_dim", width)
         return 2.0 * pairs * heads * (query + value)
 
@@ -188,7 +192,7 @@ def _config_file(path: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        fields = parse_json(path.read_text(), str(path))
+        fields = parse_json(path.read_text(), str(path), finite=False)  # Mamba-2's limits of time steps
     except (OSError, UnicodeDecodeError) as error:
         raise MegacompileError(f"{path} cannot be read: {error}.") from error
     kind = fields.get("model_type") if isinstance(fields, dict) else None

@@ -143,6 +143,19 @@ def test_windows_and_tied_tables_count_once() -> None:
     assert model.attention_flops(4096) == pytest.approx(2 * pairs * 4 * (256 + 256))
 
 
+def test_layers_that_do_not_attend_count_no_attention(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+    mamba2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "time_step_limit": [0.0, float("inf")]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    bamba = heads | {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]}
+    found = []
+    for kind, more in (("mamba2", mamba2), ("bamba", bamba)):
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps(small | more | {"model_type": kind}))
+        found.append(load_model(str(path)).attention_flops(10))
+    assert found == [0, 2 * 55 * 2 * (16 + 16)]
+
+
 def test_experts_count_as_far_as_tokens_reach_them() -> None:
     model = load_model("mixtral-8x7b")
     experts = 32 * 8 * 3 * 4096 * 14336
