@@ -92,11 +92,11 @@ eager PyTorch at three budgets: enough for everything (100 %), 40 % of that (or 
 that is more), and the least feasible. Every causal language model of the installed transformers ({version})
 is tried, with a few of each other kind.
 
-*Distance* is to eager PyTorch with the same operators for attention, dropout and the gated delta rule, which
-are held beside the model's own apart: "bitwise" means that losses, norms and all weights after three
-steps are equal bit for bit (in bf16, where eager has no FP32 masters, that all gradients of the first
-step are); a number is the largest distance of a gradient, in parts of its tensor's scale, over the three
-budgets.
+*Distance* is to eager PyTorch with the same operators for attention, dropout, the gated delta rule and
+Mamba-2's scan, which are held beside the model's own apart: "bitwise" means that losses, norms and all
+weights after three steps are equal bit for bit (in bf16, where eager has no FP32 masters, that all
+gradients of the first step are); a number is the largest distance of a gradient, in parts of its
+tensor's scale, over the three budgets.
 fp32 must stay within 1e-5 (or be no farther from fp64 than fp32 eager is, plus 1e-5), bf16 no farther
 from fp32 than plain bf16 eager is, plus 1e-2; with fused kernels 5e-4 (fp32) and 1e-2 (bf16) more than
 eager. How far bf16 eager is from fp32 is one draw of rounding errors, and a flip where experts are
