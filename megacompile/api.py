@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from megacompile.units import RESERVE, host_available, parse_bytes
 from megacompile.world.control import World
 from megacompile.world.ranks import find_ranks
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def compile(
     model: nn.Module,
@@ -56,6 +59,7 @@ def compile(
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     planner: str | Planner = SEARCH,
     plan: Plan | str | Path | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Program:
     """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
 
@@ -102,6 +106,9 @@ def compile(
         or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
     plan: a :class:`~megacompile.assemble.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
         or edited.
+    mesh: a mesh of torch.distributed of all ranks, in two dimensions: (machines, ranks of a machine). Each
+        machine then keeps all of the state, and only sums of gradients cross the network. None: all ranks
+        share one state.
 
     Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
     each holds its share of the state, and brings its own batches. With device="cuda" each has the GPU of its
@@ -113,7 +120,7 @@ def compile(
     """
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     check_model(model, weights)
-    world = World(find_ranks())
+    world = World(find_ranks(mesh))
     with world.together():
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
     with world.connected(backend.device), naming_failures(backend.device):
@@ -143,7 +150,8 @@ def compile(
             gathers=not settings.offload_dirs and world.size == 1,
             inductor=backend.device if inductor else None,
             processors=backend.machine.processors if backend.machine else None,
-            ranks=world.size,
+            ranks=world.ranks.shards,
+            replicas=world.ranks.replicas,
         )
         compiler = _compiler(
             frontend, optimizer, backend, settings, budget, dump, chosen_planner(planner, plan)
@@ -187,7 +195,8 @@ def _compiler(
         plannable,
         reserved_bytes=budget - plannable,
         lacking_bytes=lacking,
-        machine=backend.machine and backend.machine.shared_by(world.local, world.size // world.local),
+        machine=backend.machine
+        and backend.machine.shared_by(world.local, max(1, world.ranks.shards // world.local)),
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
         planner=planner,

@@ -3,6 +3,7 @@
 Each rank holds a shard of every group's state. A prefetch brings the own shard over the own link into its
 place in the slot; an all_gather fills in the rest. A gradient is reduced to the own shard of its sum over all
 ranks, in their order and in FP32, and only that leaves for the host, or is added to what waits on the device.
+With several replicas the ranks are those of one, and an all_reduce adds up what the replicas have.
 No rank updates anything before it knows that the losses of all are finite.
 
 All ranks run the same program, and all collectives are in order on one stream: so no two ranks can wait for
@@ -82,11 +83,14 @@ def _pushed(push: Op, shard: Shard, work: Workload) -> list[Op]:
     place = {"block": push.block, "group": push.group, "micro": push.micro}
     assert all(isinstance(token, WeightGrad) for token in push.reads)
     nbytes, kept = work.groups[push.group].nbytes, work.groups[push.group].shard_bytes
-    reduce = Op("reduce", "comm", reads=push.reads, writes=(shard,), nbytes=nbytes, ranks=work.ranks, **place)  # type: ignore[arg-type]
+    sums = [Op("reduce", "comm", reads=push.reads, writes=(shard,), nbytes=nbytes, ranks=work.ranks, **place)]  # type: ignore[arg-type]
+    if work.replicas > 1:
+        crossing = work.crossing_bytes(push.group)
+        sums.append(sums[0].with_(kind="all_reduce", reads=(shard,), nbytes=crossing))
     stays = isinstance(push.writes[0], ResidentGrad)
     kind: Kind = "add_shard" if stays else "push_shard"
     stream: Stream = "comm" if stays else "d2h"
-    return [reduce, Op(kind, stream, reads=(shard,), writes=push.writes, nbytes=kept, **place)]  # type: ignore[arg-type]
+    return [*sums, Op(kind, stream, reads=(shard,), writes=push.writes, nbytes=kept, **place)]  # type: ignore[arg-type]
 
 
 def _with_buffers(step: Step, work: Workload) -> Step:
@@ -95,8 +99,10 @@ def _with_buffers(step: Step, work: Workload) -> Step:
     if not reduced:
         return step
     largest = max(work.groups[g].shard_bytes for g in reduced)
+    if work.replicas > 1:  # each sums an equal part of it
+        largest = -(-largest // (4 * work.replicas)) * 4 * work.replicas
     buffers = {t.slot for op in step.ops for t in op.writes if isinstance(t, Shard)}
     piece = min(PIECE_BYTES, max(work.groups[g].nbytes // work.ranks for g in reduced))
-    shards, exchange = (largest,) * len(buffers), work.ranks * piece
+    shards, exchange = (largest,) * len(buffers), max(work.ranks * piece, 4 * work.replicas)
     constant = step.constant_bytes + sum(shards) + 2 * exchange
     return step.with_(shards=shards, exchange_bytes=exchange, constant_bytes=constant)

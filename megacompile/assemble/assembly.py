@@ -140,12 +140,13 @@ def assemble(
     *,
     outside: bool = False,
     ranks: int = 1,
+    replicas: int = 1,
 ) -> Assembly:
     """Group the parameters and describe every block by numbers.
 
     ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep,
     those of an earlier program over the same parameters. ``outside``: see :class:`Workload`. ``ranks`` share
-    the groups.
+    the groups, in each of ``replicas``.
     """
     groups = groups or _group(part, templates, parameters, ranks)
     places = {s.parameter.name: (g.index, i) for g in groups for i, s in enumerate(g.slots)}
@@ -172,6 +173,7 @@ def assemble(
         results=part.results,
         outside=outside,
         loops=max((t.loops for t in templates if t.loops), default=(0, 0), key=lambda loops: loops[1]),
+        replicas=replicas,
     )
     return Assembly(groups, places, work)
 

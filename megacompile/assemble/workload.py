@@ -142,6 +142,7 @@ class Workload:
     A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss. Where
     the loss is computed ``outside``, training gives the results too, and is given gradients by them.
     ``loops`` are the positions of a sequence and of a chunk, where blocks run over chunks; else zeros.
+    ``replicas`` of the ranks that share the groups train together, each with a copy of all state.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -152,6 +153,7 @@ class Workload:
     results: tuple[int, ...] = ()
     outside: bool = False
     loops: tuple[int, int] = (0, 0)
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", self.results or (self.loss,))
@@ -182,8 +184,13 @@ class Workload:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks share the state and train together; 1: one alone."""
+        """How many ranks share the state; 1: one alone."""
         return max((group.ranks for group in self.groups), default=1)
+
+    def crossing_bytes(self, group: int) -> int:
+        """What a rank gets from the other replicas, and sends to them, for the sum of a group's gradient: a
+        part of each of theirs, then their parts of the sum."""
+        return 2 * self.groups[group].shard_bytes * (self.replicas - 1) // self.replicas
 
     @cached_property
     def parameters(self) -> int:

@@ -44,8 +44,9 @@ class Repeated:
         stored: bool = False,
         processors: int | None = None,
         ranks: int = 1,
+        replicas: int = 1,
     ) -> None:
-        self._model, self._batch, self._ranks = model, batch, ranks
+        self._model, self._batch, self._ranks, self._replicas = model, batch, ranks, replicas
         frontend = functools.partial(
             Frontend,
             compute_dtype=compute_dtype,
@@ -53,6 +54,7 @@ class Repeated:
             kernels=processors is not None,  # as compile has them unless told
             processors=processors,
             ranks=ranks,
+            replicas=replicas,
             differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
@@ -99,7 +101,9 @@ class Repeated:
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
         parameters = cut_parameters(self._whole.parameters, cuts)
-        assembly = assemble(part, compiled.templates, parameters, constants, ranks=self._ranks)
+        assembly = assemble(
+            part, compiled.templates, parameters, constants, ranks=self._ranks, replicas=self._replicas
+        )
         assembly = with_state(assembly, "fp32")
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 

@@ -67,7 +67,7 @@ class HostState:
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._snapshot = Snapshot((), form, (), ())  # the last one
         self.copies = Copies()  # that snapshots make
-        self._runs = [shard_runs(group, form, self.world.rank) for group in self.groups]
+        self._runs = [shard_runs(group, form, self.world.ranks.shard) for group in self.groups]
         # sums over ranks are zero there
         self._padding = [padding_of(group) if group.ranks == 1 else [] for group in self.groups]
 
@@ -108,7 +108,7 @@ class HostState:
         if low is None and self.world.size == 1:
             slot_view(weights, slot).copy_(value)
             return
-        part, own = own_part(self.groups[place[0]], slot, self.world.rank)
+        part, own = own_part(self.groups[place[0]], slot, self.world.ranks.shard)
         if not value.is_contiguous() or value.stride() != slot.parameter.stride:
             value = strided(torch.empty(value.numel(), dtype=torch.float32), 0, slot).copy_(value)
             value = value.as_strided((value.numel(),), (1,))
@@ -235,7 +235,7 @@ class HostState:
         ranks has those of its shards.
         """
         for index, group in enumerate(self.groups):
-            yield parts_of(group, self.open(index, change=change), self.form, self.world.rank)
+            yield parts_of(group, self.open(index, change=change), self.form, self.world.ranks.shard)
 
     @property
     def passing(self) -> bool:
@@ -257,7 +257,14 @@ class HostState:
                     self._homes[group][name].copy_(array)
         homes = [self._homes.get(group, arrays) for group, arrays in enumerate(self.arrays)]
         return Snapshot(
-            self.groups, self.form, self.steps, homes, updated, room_bytes, self.copies, self.world.rank
+            self.groups,
+            self.form,
+            self.steps,
+            homes,
+            updated,
+            room_bytes,
+            self.copies,
+            self.world.ranks.shard,
         )
 
     def guard(self, snapshot: Snapshot) -> None:

@@ -30,8 +30,8 @@ class Machine:
     capability (90: 9.0), by which :mod:`~megacompile.machine.ceilings` knows how fast our kernels are; None:
     they move bytes at ``memory_bandwidth`` and attend at attention's rates, as on a GPU that was measured.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
-    is no such link; ``fabric_seconds`` the fixed cost of a collective. ``network_bandwidth`` is what each of
-    ``nodes`` machines sends to, and gets from, the others.
+    is no such link; ``fabric_seconds`` the fixed cost of a collective. The ranks that share the weights are
+    on ``nodes`` machines; ``network_bandwidth`` is what a machine sends to, and gets from, all others.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """

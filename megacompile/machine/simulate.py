@@ -125,6 +125,12 @@ def _fabric_seconds(op: Op, machine: Machine) -> float:
     return machine.fabric_seconds + max(within, between)
 
 
+def _network_seconds(op: Op, machine: Machine) -> float:
+    """Two exchanges, for which all devices of a machine share its network; replicas are taken to be on
+    machines of their own."""
+    return 2 * machine.fabric_seconds + op.nbytes * (op.ranks // machine.nodes) / machine.network_bandwidth
+
+
 def _upload_seconds(op: Op, machine: Machine) -> float:
     """Over the link; what is on the device already is read and written there."""
     if op.stream == "comm":
@@ -142,6 +148,7 @@ _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "nvme_read": lambda op, machine: op.nbytes / machine.nvme_read_bandwidth,
     "nvme_write": lambda op, machine: op.nbytes / machine.nvme_write_bandwidth,
     "fabric": _fabric_seconds,
+    "network": _network_seconds,
 }
 _OF_KIND: dict[Kind, Callable[[Op, Machine], float]] = {k: _SECONDS[spec.cost] for k, spec in SPECS.items()}
 

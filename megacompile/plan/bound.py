@@ -69,7 +69,7 @@ def lower_bound(
     down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth
 
-    gathers, sums = (_exchange(kind, work, machine) for kind in ("all_gather", "reduce"))
+    gathers, sums = _gathers(work, machine), _sums(work, machine)
 
     def bound(seconds: float, binding: str) -> Bound:
         return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums)
@@ -89,10 +89,19 @@ def lower_bound(
     return bound(first[a] + then[b], f"{a}, then {b}")
 
 
-def _exchange(kind: Kind, work: Workload, machine: Machine) -> float:
+def _gathers(work: Workload, machine: Machine) -> float:
+    return _exchange("all_gather", {g: work.groups[g].nbytes for g in work.contributions}, work, machine)
+
+
+def _sums(work: Workload, machine: Machine) -> float:
+    within = _exchange("reduce", {g: work.groups[g].nbytes for g in work.contributions}, work, machine)
+    crossing = {g: work.crossing_bytes(g) for g in work.contributions if work.replicas > 1}
+    return within + _exchange("all_reduce", crossing, work, machine)
+
+
+def _exchange(kind: Kind, nbytes: dict[int, int], work: Workload, machine: Machine) -> float:
     """Seconds of one collective over each trained group, wherever its state is; none of one rank."""
-    groups = [work.groups[g] for g in work.contributions]
-    ops = (Op(kind, "comm", nbytes=g.nbytes, ranks=g.ranks) for g in groups if g.ranks > 1)
+    ops = (Op(kind, "comm", nbytes=n, ranks=work.ranks) for n in nbytes.values() if work.ranks > 1)
     return sum(duration(op, machine) for op in ops)
 
 

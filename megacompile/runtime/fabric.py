@@ -5,7 +5,8 @@ in FP32, in a buffer from which it leaves for the host.
 
 Each rank sends every other its part of the gradient and adds up what it got, in the order of ranks: as many
 bytes as a library's reduction sends, and the same sum on every backend, which is that of one process to which
-the ranks' batches come as micro-batches.
+the ranks' batches come as micro-batches. Where several replicas train, the sums of each go round them in the
+same way, a shard at a time, which adds them up in the order of replicas.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Fabric:
 
     def reduce(self, layout: GroupLayout, parts: Sequence[tuple[int, Tensor]], place: Shard) -> None:
         """Sum the gradients of all ranks; ``parts`` are this one's, of (slot, tensor)."""
-        size, share, total = self._world.size, layout.share, self.shard(layout, place)
+        size, share, total = self._world.ranks.shards, layout.share, self.shard(layout, place)
         most = self._sent.nbytes // (size * layout.dtype.itemsize)
         for start in range(0, share, most):
             count = min(most, share - start)
@@ -61,6 +62,21 @@ class Fabric:
             summed = total[start : start + count].copy_(first)
             for other in others:
                 summed.add_(other)
+
+    def all_reduce(self, layout: GroupLayout, place: Shard) -> None:
+        """Add up a shard of all replicas' sums, so that each has the same: of every piece a replica sums a
+        part, in the order of replicas, and gives it to the others."""
+        replicas, own = self._world.ranks.replicas, self._world.ranks.replica
+        numel = -(-layout.share // replicas) * replicas  # what is beyond the shard nobody reads
+        total = self._shards[place.slot].view(torch.float32)[:numel]
+        for piece in torch.split(total, self._received.nbytes // (4 * replicas) * replicas):
+            received = self._received[: piece.nbytes].view(torch.float32)
+            self._world.all_to_all(received, piece, across=True)
+            first, *others = received.chunk(replicas)
+            summed = piece.chunk(replicas)[own].copy_(first)
+            for other in others:
+                summed.add_(other)
+            self._world.all_gather(piece, across=True)
 
     def _empty(self, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)

@@ -85,7 +85,7 @@ class ResidentState:
 
     def squares(self, group: int) -> Tensor:
         """Sums of squares of what is this rank's of a group's gradient, by parameter, FP64, on the device."""
-        layout, rank = self.state.groups[group], self.state.world.rank
+        layout, rank = self.state.groups[group], self.state.world.ranks.shard
         found = torch.zeros(len(layout.slots), dtype=torch.float64, device=self.device)
         for index, slot in enumerate(layout.slots):
             _, own = own_part(layout, slot, rank)

@@ -29,6 +29,14 @@ class StepCollectives(StepUpdates):
         event = ("reduce", group, block, micro)
         self._device.submit("comm", event, after, lambda: fabric.reduce(layout, parts, place))
 
+    def all_reduce(
+        self, *, group: int, block: int, micro: int, shard: Token, after: Sequence[Event] = ()
+    ) -> None:
+        layout, fabric, place = self._bound.assembly.groups[group], self._held.fabric, typed(shard)
+        assert isinstance(place, Shard)
+        event = ("all_reduce", group, block, micro)
+        self._device.submit("comm", event, after, lambda: fabric.all_reduce(layout, place))
+
     def push_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
     ) -> None:

@@ -78,7 +78,7 @@ class StepRun(StepCollectives):
         device, source = self._device, self._held.state.streamed(group, slot)
         stream: Stream = "comm" if group in self._held.resident.weights else "h2d"
         layout = self._bound.assembly.groups[group]
-        place = self._blocks.arrive(layout, offset)[layout.shard(self._held.world.rank)]
+        place = self._blocks.arrive(layout, offset)[layout.shard(self._held.world.ranks.shard)]
         device.submit(stream, ("prefetch", group), after, lambda: device.copy([place], [source]))
 
     def evict(self, *, group: int, after: Sequence[Event] = ()) -> None:

@@ -158,7 +158,7 @@ class StepUpdates:
                 known |= dict(zip(resident.names(group), taken, strict=True))
             return
         layout, norms, squares = self._bound.assembly.groups[group], self._norms, self._squares
-        rank = self._held.world.rank
+        rank = self._held.world.ranks.shard
         grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
 
         def measure() -> None:
@@ -282,8 +282,9 @@ class StepUpdates:
 
 
 def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Tensor]:
-    """The norm of each gradient from all ranks' squares, added in their order and rounded to FP32."""
-    heard = world.all_numbers(list(squares.values()))
+    """The norm of each gradient from the squares of the first replica's ranks, which are those of all
+    replicas, added in their order and rounded to FP32."""
+    heard = world.all_numbers(list(squares.values()))[: world.ranks.shards]
     totals = [sum(of_ranks) for of_ranks in zip(*heard, strict=True)]
     return {
         name: torch.tensor(math.sqrt(x), dtype=torch.float32) for name, x in zip(squares, totals, strict=True)

@@ -25,7 +25,7 @@ def check_collectives(step: Step, work: Workload) -> None:
             raise ScheduleError(f"{name(alone)} is for several ranks, and there is one.")
         return
     _check_gathers(step)
-    _check_sums(step)
+    _check_sums(step, work.replicas)
     _check_agreement(step)
 
 
@@ -52,9 +52,12 @@ def _check_gathers(step: Step) -> None:
                 raise ScheduleError(f"{name(op)} reads {kept[0]}, which is one shard: a prefetch is missing.")
 
 
-def _check_sums(step: Step) -> None:
+def _check_sums(step: Step, replicas: int) -> None:
     held: dict[Shard, Op] = {}  # what was summed into a buffer and has not left it
     for op in step.ops:
+        if op.kind == "all_reduce":
+            _check_all_reduce(op, held, replicas)
+            continue
         for token in op.writes:
             if isinstance(token, Shard) and token in held:
                 raise ScheduleError(f"{name(op)} overwrites what {name(held[token])} left in {token}.")
@@ -68,8 +71,23 @@ def _check_sums(step: Step) -> None:
             if last is None or (last.group, last.block, last.micro) != (op.group, op.block, op.micro):
                 found = name(last) if last is not None else "nothing"
                 raise ScheduleError(f"{name(op)} finds in {token} what {found} left there.")
+            if replicas > 1 and last.kind != "all_reduce":
+                raise ScheduleError(f"{name(op)} takes the sum of one replica: all_reduce is missing.")
     for op in held.values():
         raise ScheduleError(f"What {name(op)} left goes nowhere: push_shard or add_shard is missing.")
+
+
+def _check_all_reduce(op: Op, held: dict[Shard, Op], replicas: int) -> None:
+    """It adds up what a reduce of the same gradient left, once; and there are several replicas."""
+    if replicas == 1:
+        raise ScheduleError(f"{name(op)} is for several replicas, and there is one.")
+    (token,) = op.writes
+    assert isinstance(token, Shard)
+    last = held.get(token)
+    if last is None or (last.kind, last.group, last.block, last.micro) != ("reduce", *op.event[1:]):
+        found = name(last) if last is not None else "nothing"
+        raise ScheduleError(f"{name(op)} finds in {token} what {found} left there.")
+    held[token] = op
 
 
 def _check_agreement(step: Step) -> None:

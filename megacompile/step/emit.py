@@ -23,11 +23,7 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
         "",
         "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
         *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),
-        *(
-            [f"comm exchanges with the other {work.ranks - 1} of {work.ranks} ranks."]
-            if work.ranks > 1
-            else []
-        ),
+        *_exchanges(work),
         "An operation starts when the named events before it (after=) are over.",
         "",
         *_legend(work),
@@ -141,6 +137,16 @@ def _statements(step: Step) -> list[Statement]:
         prefetches += op.kind == "prefetch"
         statements.append(read_statement(text))
     return statements
+
+
+def _exchanges(work: Workload) -> list[str]:
+    """Whom the stream of collectives meets; nobody where there is one rank."""
+    if work.ranks == 1:
+        return []
+    lines = [f"comm exchanges with the other {work.ranks - 1} of {work.ranks} ranks."]
+    if work.replicas > 1:
+        lines.append(f"There are {work.replicas} replicas of such ranks, whose sums it adds up.")
+    return lines
 
 
 def _body(step: Step) -> list[str]:

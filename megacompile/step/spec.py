@@ -180,11 +180,11 @@ Kind = Literal[
     "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
     "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
     "push_rows", "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
-    "all_gather", "reduce", "push_shard", "add_shard", "agree",
+    "all_gather", "reduce", "all_reduce", "push_shard", "add_shard", "agree",
 ]  # fmt: skip
 
 Cost = Literal[
-    "nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write", "fabric"
+    "nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write", "fabric", "network"
 ]
 """By which rates of a machine an operation takes its time: :mod:`megacompile.machine.simulate` has them."""
 
@@ -272,10 +272,13 @@ SPECS: dict[Kind, Spec] = {
                        "nvme_read", "group", "group", "nvme_read", Disk, Window),
     "write": Spec("a group's updated state from that buffer to NVMe",
                   "nvme_write", "group", "group", "nvme_write", Window, Disk),
-    "all_gather": Spec("the other ranks' shards of a weight group into its slot",
+    "all_gather": Spec("the other shards of a weight group into its slot",
                        "comm", "group", "group", "fabric", Weights, Weights),
-    "reduce": Spec("this rank's shard of a gradient's sum over all ranks, in their order",
+    "reduce": Spec("this rank's shard of a gradient's sum over the ranks of its replica, in their order",
                    "comm", "group block micro", "group block micro to=write", "fabric", WeightGrad, Shard),
+    "all_reduce": Spec("that shard summed over all replicas, in their order",
+                       "comm", "group block micro", "group block micro shard=write", "network",
+                       Shard, Shard),
     "push_shard": Spec("that shard from the device to the host",
                        "d2h", "group block micro", "group block micro shard=read to=write", "download",
                        Shard, HostGrad | Ring),
@@ -286,8 +289,8 @@ SPECS: dict[Kind, Spec] = {
                   "host", "", "", "nothing", Loss, Agreed),
 }  # fmt: skip
 
-COLLECTIVES = ("all_gather", "reduce")
-"""The operations that all ranks make together on the stream that is theirs alone."""
+COLLECTIVES = ("all_gather", "reduce", "all_reduce")
+"""The operations that ranks make together on the stream that is theirs alone."""
 
 COMPUTES = frozenset(kind for kind, spec in SPECS.items() if spec.cost == "call")
 """The operations that call a function of a block."""

@@ -99,9 +99,12 @@ def _on_disk(folder: Path) -> Iterator[None]:
 def _write_own(
     fresh: Path, state: HostState | Snapshot, loose: Mapping[str, Tensor], world: World
 ) -> dict[str, Shard]:
-    """The files of one rank."""
+    """The files of one rank; of a later replica none, as the first one's are the same."""
     if not fresh.is_dir():
         raise MegacompileError(f"{fresh.parent} is not the folder of rank 0: give one that all ranks share.")
+    if world.ranks.replica:
+        state.written(len(state.groups))
+        return {}
     prefix = "state" if world.size == 1 else f"state-{world.rank:05d}"
     files = dict(_write_shards(fresh / prefix, _batches(state.parts(), loose, world.rank), state))
     if world.size > 1:
@@ -177,7 +180,7 @@ class Checkpoint:
     def read(self) -> None:
         """Overwrite the state, or a rank's part of it, and the loose tensors; a damaged file is named and
         leaves them in part."""
-        groups, rank = self._state.groups, self._state.world.rank
+        groups, rank = self._state.groups, self._state.world.ranks.shard
         own = {s.parameter.name: own_part(group, s, rank)[0] for group in groups for s in group.slots}
         for group in self._state.parts(change=True):
             for name, arrays in group.items():

@@ -15,6 +15,7 @@ import torch
 _PACKAGES = ("megacompile", "torch", "triton", "transformers")  # what programs and their numbers depend on
 _SENTENCES = {  # in the order in which they are looked at
     "device": "Rank {rank} trains on {theirs}, and rank 0 on {first}: give all ranks one kind of device.",
+    "mesh": "Rank {rank} has a mesh of {theirs}, and rank 0 of {first}: give all ranks the same.",
     **dict.fromkeys(
         _PACKAGES, "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions on all machines."
     ),

@@ -1,7 +1,7 @@
 """Collectives of tensors on the ranks' devices, for one thread of each: over gloo or NCCL.
 
-In: tensors on this rank's device. Out: what all ranks have of them, in the order of ranks; on a GPU in the
-order of the calling thread's stream.
+In: tensors on this rank's device. Out: what the ranks of its replica have of them, or ``across`` replicas
+those of its shard, in their order; on a GPU in the order of the calling thread's stream.
 
 On a CPU a collective that fails raises in the thread that is in it. On a GPU no thread is: a kernel waits
 for ever for that of a rank that is gone, and with it all that waits for the kernel. So a thread beats: some
@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacompile.world.ranks import TIMEOUT
+from megacompile.world.ranks import TIMEOUT, Ranks
 
 _BEAT = 0.25  # seconds
 _NEVER = timedelta(days=365)  # the timeout of torch's watchdog
@@ -41,25 +41,30 @@ _FIRST_BYTES = 32 << 20  # of the collectives after which NCCL holds what it wil
 class Collectives:
     """Of CPUs: what they exchange is there when a call returns."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-        self._group = self._make_group()
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, every = ranks, range(ranks.size)
+        rows = [every[first:][: ranks.shards] for first in every[:: ranks.shards]]
+        self._groups = [[self._make_group(row) for row in rows][ranks.replica]]
+        if ranks.replicas > 1:  # all ranks make all groups, of which each is in two
+            columns = [every[first :: ranks.shards] for first in range(ranks.shards)]
+            self._groups.append([self._make_group(column) for column in columns][ranks.shard])
 
-    def _make_group(self) -> Any:
-        return dist.new_group(backend="gloo", timeout=TIMEOUT)
+    def _make_group(self, members: Sequence[int]) -> Any:
+        return dist.new_group(list(members), backend="gloo", timeout=TIMEOUT)
 
-    def all_gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor, *, across: bool = False) -> None:
         """Fill a flat tensor in place; this rank's part is in its place already."""
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        mine = whole.chunk(self._size)[self._rank]
-        self._issue(lambda: gather(whole, mine, group=self._group))
+        group = self._groups[across]
+        mine = whole.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+        self._issue(lambda: gather(whole, mine, group=group))
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """The r-th of ``size`` equal parts of ``sent`` to rank r, as its part of this rank's number.
+    def all_to_all(self, received: Tensor, sent: Tensor, *, across: bool = False) -> None:
+        """The r-th of equal parts of ``sent`` to the group's rank r, as its part of this rank's number there.
 
         Two buffers: within one, gloo gives wrong numbers from three ranks on.
         """
-        self._issue(lambda: dist.all_to_all_single(received, sent, group=self._group))
+        self._issue(lambda: dist.all_to_all_single(received, sent, group=self._groups[across]))
 
     def _issue(self, run: Callable[[], object]) -> None:
         run()
@@ -69,7 +74,8 @@ class Collectives:
 
     def end(self, *, failed: bool) -> None:
         """Exchange nothing any more, and tell the others."""
-        dist.destroy_process_group(self._group)
+        for group in self._groups:
+            dist.destroy_process_group(group)
 
 
 class _Says(IntEnum):
@@ -83,9 +89,9 @@ class _Says(IntEnum):
 class GpuCollectives(Collectives):
     """Of GPUs. Once another rank fails, ``lost`` is told which one, or "" where that is not known."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, lost: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, lost: Callable[[str], None]) -> None:
         self._device, self._lost = device, lost
-        super().__init__(rank, size)
+        super().__init__(ranks)
         self._beats: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._issued = 0
         self._under_way: deque[torch.cuda.Event] = deque()
@@ -93,16 +99,17 @@ class GpuCollectives(Collectives):
         self._says, self._ends, self._left = _Says.GOES_ON, threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="megacompile-watch", daemon=True).start()
 
-    def _make_group(self) -> Any:
+    def _make_group(self, members: Sequence[int]) -> Any:
         with _environment(_LEFT_ALONE):
-            return dist.new_group(backend="nccl", timeout=_NEVER)
+            return dist.new_group(list(members), backend="nccl", timeout=_NEVER)
 
     def begin(self) -> None:
         """NCCL takes memory with the first collective of a kind: before anyone asks what is left."""
-        numel = _FIRST_BYTES // self._size * self._size
+        numel = _FIRST_BYTES // self._ranks.size * self._ranks.size
         whole, other = (torch.zeros(numel, dtype=torch.uint8, device=self._device) for _ in range(2))
-        self.all_gather(whole)
-        self.all_to_all(other, whole)
+        for across in range(len(self._groups)):
+            self.all_gather(whole, across=bool(across))
+            self.all_to_all(other, whole, across=bool(across))
         torch.cuda.synchronize(self._device)
         del whole, other
         torch.cuda.empty_cache()
@@ -120,10 +127,11 @@ class GpuCollectives(Collectives):
         torch.cuda.set_device(self._device)  # or torch 2.15 makes a context on the first one as a group ends
         self._says = _Says.FAILED if failed else _Says.CLOSES
         self._ends.set()
-        if failed:
-            self._group.abort()  # kernels that wait for others' end
+        for group in self._groups if failed else ():
+            group.abort()  # kernels that wait for others' end
         self._left.wait()
-        dist.destroy_process_group(self._group)
+        for group in self._groups:
+            dist.destroy_process_group(group)
         dist.destroy_process_group(self._beats)
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -148,7 +156,7 @@ class GpuCollectives(Collectives):
 
     def _beat(self) -> list[tuple[int, int]]:
         mine = torch.tensor([self._says, self._issued])
-        theirs = [torch.empty_like(mine) for _ in range(self._size)]
+        theirs = [torch.empty_like(mine) for _ in range(self._ranks.size)]
         dist.all_gather(theirs, mine, group=self._beats)
         return [(int(state), int(issued)) for state, issued in theirs]
 
@@ -157,7 +165,8 @@ class GpuCollectives(Collectives):
         while self._under_way and _is_over(self._under_way[0]):
             self._under_way.popleft()
             self._since = time.monotonic()
-        if self._group._get_backend(self._device).get_error().name != "SUCCESS":
+        errors = [group._get_backend(self._device).get_error().name for group in self._groups]
+        if any(error != "SUCCESS" for error in errors):
             return "The connection between the ranks' GPUs was lost."
         waited = time.monotonic() - self._since
         if not self._under_way or waited < TIMEOUT.total_seconds():

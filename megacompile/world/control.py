@@ -47,7 +47,7 @@ class World:
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        ranks = ranks or Ranks()
+        self.ranks = ranks = ranks or Ranks()
         self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
         self.ended = ""
         self.fail: Callable[[BaseException], None] = lambda error: None
@@ -56,6 +56,7 @@ class World:
         if self.size > 1:
             self._calls, self._host = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
             self._saves = dist.new_group(backend="gloo", timeout=_TO_WRITE)
+            self._first = self._calls  # of the first replica
             store = distributed_c10d._get_default_store()
             store = distributed_c10d.PrefixStore(f"megacompile/{next(_worlds)}", store)
             self._words = LastWords(store, self.rank, self.size)
@@ -124,12 +125,13 @@ class World:
         return host.to(value.device)
 
     def gather(self, shard: Tensor) -> Tensor | None:
-        """All ranks' shards (flat, of one length), one after another; on rank 0."""
-        if not shard.numel():
+        """All shards (flat, of one length), one after another; on rank 0, from the ranks of its replica."""
+        if self.ranks.replica or not shard.numel():
             return shard if self.rank == 0 else None
-        whole = shard.new_empty(self.size * shard.numel()) if self.rank == 0 else None
-        parts = [_bytes(part) for part in whole.chunk(self.size)] if whole is not None else None
-        self._collective(lambda: dist.gather(_bytes(shard), parts, 0, group=self._calls))
+        count = self.ranks.shards
+        whole = shard.new_empty(count * shard.numel()) if self.rank == 0 else None
+        parts = [_bytes(part) for part in whole.chunk(count)] if whole is not None else None
+        self._collective(lambda: dist.gather(_bytes(shard), parts, 0, group=self._first))
         return whole
 
     def _gather_bytes(self, said: bytes, group: Any) -> list[bytes]:
@@ -165,13 +167,16 @@ class World:
 
     def _connect(self, device: torch.device) -> None:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        said = self.compare(lambda: {"device": device.type, "gpu": gpu, **versions()})
+        mesh = f"{self.ranks.replicas} × {self.ranks.shards}"
+        said = self.compare(lambda: {"device": device.type, "mesh": mesh, "gpu": gpu, **versions()})
         if shared := shared_gpu([rank["gpu"] for rank in said]):
             raise self.agreed(MegacompileError(shared))
+        if self.ranks.replicas > 1:
+            self._first = dist.new_group([*range(self.ranks.shards)], backend="gloo", timeout=TIMEOUT)
         if gpu:
-            self._comm = GpuCollectives(self.rank, self.size, device, self._lose)
+            self._comm = GpuCollectives(self.ranks, device, self._lose)
         else:
-            self._comm = Collectives(self.rank, self.size)
+            self._comm = Collectives(self.ranks)
         _connected.add(self)
         self._comm.begin()
 
@@ -181,13 +186,17 @@ class World:
         if comm is not None:
             within(faults.LAST_WORDS, lambda: comm.end(failed=failed))
 
-    def all_gather(self, whole: Tensor) -> None:
-        """Fill a flat tensor on the device in place; this rank's shard is in its place already."""
-        self._collective(lambda: self._tensors.all_gather(whole))
+    def all_gather(self, whole: Tensor, *, across: bool = False) -> None:
+        """Fill a flat tensor on the device in place; this rank's part is in its place already.
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """The r-th of ``size`` equal parts of ``sent`` to rank r, as its part of this rank's number."""
-        self._collective(lambda: self._tensors.all_to_all(received, sent))
+        Among the ranks of a replica, or ``across`` replicas among those that have one shard.
+        """
+        self._collective(lambda: self._tensors.all_gather(whole, across=across))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, across: bool = False) -> None:
+        """The r-th of equal parts of ``sent`` to the r-th of the same ranks, as its part of this one's number
+        there."""
+        self._collective(lambda: self._tensors.all_to_all(received, sent, across=across))
 
     @property
     def _tensors(self) -> Collectives:
@@ -251,7 +260,7 @@ class World:
         self.ended = reason
         self.fail(LostError(reason))
         self.disconnect(failed=True)
-        for group in (self._host, self._calls, self._saves):
+        for group in {self._host, self._calls, self._saves, self._first}:
             within(faults.LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
 
 

@@ -1,7 +1,7 @@
 """Ranks: how many processes train together, and which of them this one is.
 
-In: torch.distributed's default process group, or what ``torchrun`` says in the environment. Out:
-:class:`Ranks`; of a process alone, one of one.
+In: torch.distributed's default process group, or what ``torchrun`` says in the environment; a mesh, where the
+weights are not sharded over all ranks. Out: :class:`Ranks`; of a process alone, one of one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
+
+from megacompile.errors import MegacompileError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others in a collective."""
@@ -20,16 +26,38 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's number of ``size``, of which ``local`` are on its machine."""
+    """This process's number of ``size``, of which ``local`` are on its machine.
+
+    Each ``shards`` of them, in their order, share one copy of the weights and their state: a replica. With as
+    many shards as ranks there is one.
+    """
 
     rank: int = 0
     size: int = 1
     local: int = 1
+    shards: int = 1
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its replica is this rank's."""
+        return self.rank % self.shards
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.rank // self.shards
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the weights all ranks hold together."""
+        return self.size // self.shards
 
 
-def find_ranks() -> Ranks:
+def find_ranks(mesh: DeviceMesh | None = None) -> Ranks:
     """The ranks of the default process group; where ``torchrun`` started this process and there is no group
-    yet, one over gloo is made.
+    yet, one over gloo is made. ``mesh`` has a row for each replica; None: there is one.
+
+    Raises :class:`MegacompileError` for a mesh that is not of all ranks in their order.
     """
     if not dist.is_available():
         return Ranks()
@@ -39,7 +67,23 @@ def find_ranks() -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
     size = dist.get_world_size()
-    return Ranks(dist.get_rank(), size, min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    local = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return Ranks(dist.get_rank(), size, local, size if mesh is None else _shards(mesh, size))
+
+
+def _shards(mesh: DeviceMesh, size: int) -> int:
+    """How many ranks share a copy of the weights."""
+    rows = mesh.mesh.tolist()
+    if mesh.mesh.dim() != 2 or mesh.mesh.flatten().tolist() != [*range(size)]:
+        raise MegacompileError(
+            f"mesh={rows} is not of all {size} ranks in their order: give "
+            f"init_device_mesh(device, (machines, {size} // machines)), a row for each machine."
+        )
+    if len(rows[0]) == 1:
+        raise MegacompileError(
+            f"mesh={rows} leaves each rank all of the weights: give rows of several ranks, which share them."
+        )
+    return len(rows[0])
 
 
 def _make_group() -> None:

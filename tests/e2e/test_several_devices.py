@@ -98,15 +98,17 @@ def facts(program: Program, losses: list[Tensor], norms: list[Any], folder: Path
     }
 
 
-def train(rank: int, size: int, names: list[str], folder: Path, micro: int = 1) -> dict[str, Any]:
+def train(
+    rank: int, size: int, names: list[str], folder: Path, micro: int = 1, **options: Any
+) -> dict[str, Any]:
     """On one rank; of one process, which is given all ranks' micro-batches, ``rank`` is -1."""
     found = {}
     for name in names:
-        model, options = CASES[name]
+        model, case = CASES[name]
         piece = 1000 if name == "in small pieces" else collectives.PIECE_BYTES
         with (
             mock.patch.object(collectives, "PIECE_BYTES", piece),
-            compiled(model, options, seed=max(0, rank)) as program,  # rank 0's values count
+            compiled(model, case | options, seed=max(0, rank)) as program,  # rank 0's values count
         ):
             losses, norms = [], []
             for step in range(STEPS):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.fabric import Fabric
 from megacompile.step.operations import Step
 from megacompile.step.spec import Shard
+from megacompile.world.ranks import Ranks
 
 
 def stride_of(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,15 +74,15 @@ class Together:
     """The ranks of one process, taking turns: what each sends is known when the last one asks."""
 
     def __init__(self, size: int, sent: list[list[Tensor]], rank: int) -> None:
-        self.size, self.rank, self._sent = size, rank, sent
+        self.ranks, self._sent = Ranks(rank, size, size, size), sent
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Note what is sent; answer with what the others sent at this turn of theirs."""
-        mine = self._sent[self.rank]
+        mine = self._sent[self.ranks.rank]
         mine.append(sent.clone())
         parts = [s[len(mine) - 1] for s in self._sent if len(s) >= len(mine)]
-        if len(parts) == self.size:
-            received.copy_(torch.cat([part.chunk(self.size)[self.rank] for part in parts]))
+        if len(parts) == self.ranks.size:
+            received.copy_(torch.cat([part.chunk(self.ranks.size)[self.ranks.rank] for part in parts]))
 
 
 @given(layouts(), st.integers(0, 99), st.sampled_from([16, 64, 1 << 20]))
@@ -107,6 +110,53 @@ def test_shards_together_are_the_sum_in_the_order_of_ranks(
             sent[rank], shards[rank] = known[rank], fabric.shard(layout, Shard(0))
     device.close()
     assert torch.equal(torch.cat(shards), expected)
+
+
+class Replicas:
+    """A world of replicas, each a thread of this process."""
+
+    def __init__(self, replica: int, count: int, sent: list[Tensor], barrier: Barrier) -> None:
+        self.ranks = Ranks(2 * replica, 2 * count, 2, 2)
+        self._sent, self._barrier = sent, barrier
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, across: bool) -> None:
+        assert across and received.data_ptr() != sent.data_ptr()
+        self._exchange(sent.clone())
+        received.copy_(torch.cat([s.chunk(self.ranks.replicas)[self.ranks.replica] for s in self._sent]))
+
+    def all_gather(self, whole: Tensor, *, across: bool) -> None:
+        assert across
+        self._exchange(whole.chunk(self.ranks.replicas)[self.ranks.replica].clone())
+        whole.copy_(torch.cat(self._sent))
+
+    def _exchange(self, sent: Tensor) -> None:
+        self._barrier.wait(60)  # all have read what was sent before
+        self._sent[self.ranks.replica] = sent
+        self._barrier.wait(60)
+
+
+@pytest.mark.parametrize(("count", "exchanged"), [(2, 64), (3, 60), (4, 1 << 20), (5, 20)])
+def test_shards_are_added_up_in_the_order_of_replicas(count: int, exchanged: int) -> None:
+    """In pieces of any size, on each replica the same; what is beyond the shard is nobody's."""
+    layout = GroupLayout(0, "group", torch.float32, True, (), 2 * 256, 2)
+    shards = torch.randn(count, 256, generator=torch.Generator().manual_seed(0))
+    expected = shards[0].clone()
+    for shard in shards[1:]:
+        expected += shard
+    step = Step((), {}, 1, shards=(4 * (256 + count),) * 2, exchange_bytes=exchanged)
+    sent, barrier, device = [torch.empty(0)] * count, Barrier(count), CpuDevice(1 << 20)
+
+    def add_up(replica: int) -> Tensor:
+        fabric = Fabric(Replicas(replica, count, sent, barrier), device)  # type: ignore[arg-type]
+        fabric.prepare(step, lambda: None)
+        fabric.shard(layout, Shard(1)).copy_(shards[replica])
+        fabric.all_reduce(layout, Shard(1))
+        return fabric.shard(layout, Shard(1))
+
+    with ThreadPoolExecutor(count) as pool:
+        found = [*pool.map(add_up, range(count))]
+    device.close()
+    assert all(torch.equal(shard, expected) for shard in found)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

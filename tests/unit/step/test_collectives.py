@@ -15,6 +15,7 @@ from megacompile.machine.simulate import duration, simulate
 from megacompile.passes import lower
 from megacompile.passes.insert_collectives import PIECE_BYTES, insert_collectives
 from megacompile.passes.synchronize import synchronize
+from megacompile.plan.bound import lower_bound
 from megacompile.step.collectives import check_collectives
 from megacompile.step.emit import emit_step
 from megacompile.step.operations import Op, Step, peak_bytes
@@ -25,8 +26,8 @@ from tests.support.problems import MODES, chain, find, plans, uniform, with_op, 
 from tests.unit.machine.test_simulate import UNIT
 
 
-def shared(work: Workload, ranks: int) -> Workload:
-    """The workload, its groups shared by so many ranks."""
+def shared(work: Workload, ranks: int, replicas: int = 1) -> Workload:
+    """The workload, its groups shared by so many ranks, in each of the replicas."""
     groups = tuple(
         replace(
             g,
@@ -36,7 +37,7 @@ def shared(work: Workload, ranks: int) -> Workload:
         )
         for g in work.groups
     )
-    return replace(work, groups=groups)
+    return replace(work, groups=groups, replicas=replicas)
 
 
 WORK = shared(chain(5), 2)
@@ -46,6 +47,8 @@ DEFERRED = lower(WORK, PLAN, Mode("train", deferred=True))
 ON_DEVICE = uniform(WORK, state="device")
 RESIDENT = lower(WORK, ON_DEVICE, Mode("train"))
 CLIPPED = lower(WORK, ON_DEVICE, Mode("train", deferred=True))
+ON_MESH = shared(chain(5), 2, replicas=3)
+REPLICATED = lower(ON_MESH, PLAN, Mode("train"))
 
 
 def refuse(step: Step, *words: str, work: Workload = WORK) -> None:
@@ -82,8 +85,9 @@ def moved(step: Step, index: int, to: int) -> Step:
 
 @st.composite
 def several(draw: st.DrawFn) -> tuple[Workload, Step]:
-    """A random workload of two to four ranks, with a step that trains it or computes its loss."""
-    work = shared(draw(workloads(4)), draw(st.integers(2, 4)))
+    """A random workload of two to four ranks in one to three replicas, with a step that trains it or computes
+    its loss."""
+    work = shared(draw(workloads(4)), draw(st.integers(2, 4)), draw(st.integers(1, 3)))
     plan: Plan = draw(plans(work))
     blocks = tuple(replace(b, saved_on="device" if b.saved_on == "nvme" else b.saved_on) for b in plan.blocks)
     groups = tuple(replace(g, state="device" if g.state == "device" else "host") for g in plan.groups)
@@ -149,11 +153,29 @@ def test_weights_enter_a_machine_once_and_gradients_once_for_each_of_its_devices
     assert [duration(op, fast) for op in ops] == [5.0, 5.0]
 
 
+def test_sums_of_replicas_cross_the_network_and_weights_do_not() -> None:
+    machine = replace(UNIT, fabric_bandwidth=100.0, fabric_seconds=3.0, network_bandwidth=50.0)
+    (shard,) = {g.shard_bytes for g in ON_MESH.groups}
+    crossing = 2 * shard * 2 // 3
+    op = REPLICATED.ops[find(REPLICATED, "all_reduce", group=2)]
+    assert (op.nbytes, op.ranks) == (crossing, 2)
+    assert duration(op, machine) == 6.0 + 2 * crossing / 50.0  # of both devices of the machine
+    gathers = [op for op in REPLICATED.ops if op.kind == "all_gather"]
+    assert [duration(op, machine) for op in gathers] == [
+        duration(op, replace(machine, network_bandwidth=1e9)) for op in gathers
+    ]
+    assert REPLICATED.shards == (-(-shard // 12) * 12,) * 2
+    bound, alone = (lower_bound(work, Mode("train"), machine).sums for work in (ON_MESH, WORK))
+    assert bound == pytest.approx(alone + 5 * duration(op, machine))
+
+
 def test_emitted_source_numbers_buffers_in_turn() -> None:
     source = emit_step(STEP, WORK, title="a step")
     assert "comm exchanges with the other 1 of 2 ranks." in source
     assert source.count("rt.reduce(") < 5, "equal blocks are not in a loop"
     assert 'shard=("shard", ' in source and " % 2)" in source
+    replicated = emit_step(REPLICATED, ON_MESH, title="a step")
+    assert "There are 3 replicas" in replicated and replicated.count("rt.all_reduce(") < 5
 
 
 def test_state_on_the_devices_crosses_no_link_and_each_rank_holds_its_shards() -> None:
@@ -239,6 +261,21 @@ def test_a_sum_of_another_gradient() -> None:
     ops[first] = ops[first].with_(reads=ops[second].reads)
     bad = waiting_again(STEP.with_(ops=tuple(ops)))
     refuse_collectives(bad, "push_shard of group 4", "finds in ('shard', 1)")
+
+
+def test_a_sum_of_one_replica_alone() -> None:
+    """Never added to those of the others, added twice, to another's, or too late; and where there is one."""
+    index = find(REPLICATED, "all_reduce", group=3)
+    op = REPLICATED.ops[index]
+    missing = waiting_again(with_op(REPLICATED, index))
+    refuse_collectives(missing, "push_shard of group 3", "all_reduce is missing", work=ON_MESH)
+    twice = waiting_again(with_op(REPLICATED, index, op, op))
+    refuse_collectives(twice, "all_reduce of group 3", "finds", work=ON_MESH)
+    late = moved(REPLICATED, index, find(REPLICATED, "push_shard", group=3) + 1)
+    refuse_collectives(late, "push_shard of group 3", "all_reduce is missing", work=ON_MESH)
+    other = with_op(REPLICATED, index, op.with_(group=2))
+    refuse_collectives(other, "all_reduce of group 2", "what reduce of group 3", work=ON_MESH)
+    refuse_collectives(REPLICATED, "all_reduce of group 4", "for several replicas", work=WORK)
 
 
 def test_a_shard_on_the_device_read_for_whole_weights() -> None:

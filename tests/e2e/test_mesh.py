@@ -1,0 +1,68 @@
+"""A mesh of ranks: R replicas of S ranks compute, bit for bit, what S ranks do with R micro-batches each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megacompile import MegacompileError
+from tests.e2e.test_several_devices import CASES, batches, compiled, train
+from tests.support.ranks import raising, run_ranks, saved, whole
+
+NAMES = ["some on devices", "clipped", "in small pieces"]
+
+
+def refused(rank: int, mesh: DeviceMesh) -> None:
+    """Meshes that are not of all ranks in their order, and one that another rank has not."""
+    with raising(MegacompileError, "mesh=[0, 1, 2, 3] is not of all 4 ranks in their order"):
+        compiled("plain", {"mesh": init_device_mesh("cpu", (4,))})
+    with raising(MegacompileError, "mesh=[[0, 2], [1, 3]] is not of all 4 ranks in their order"):
+        compiled("plain", {"mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])})
+    with raising(MegacompileError, "leaves each rank all of the weights"):
+        compiled("plain", {"mesh": init_device_mesh("cpu", (4, 1))})
+    with raising(MegacompileError, "Rank 3 has a mesh of 1 × 4, and rank 0 of 2 × 2"):
+        compiled("plain", {"mesh": None if rank == 3 else mesh})
+
+
+def on_mesh(rank: int, shape: tuple[int, int], folder: Path, micro: int) -> dict[str, Any]:
+    """What meshes are refused, steps on one, and a checkpoint of it read and written again."""
+    mesh, size = init_device_mesh("cpu", shape), shape[0] * shape[1]
+    if shape == (2, 2):
+        refused(rank, mesh)
+    found = train(rank, size, NAMES, folder, micro, mesh=mesh)
+    with compiled("plain", CASES["clipped"][1] | {"mesh": mesh}, seed=3 + rank) as program:
+        program.prepare(batches("plain", 7, range(rank, size, size))[0])
+        program.load(folder / "clipped")
+        program.save(folder / "again", wait=False)
+        program.finish_saving()
+        return found | {"values": program.state_dict()}
+
+
+@pytest.mark.parametrize(("replicas", "shards", "micro"), [(2, 2, 1), (3, 2, 1), (2, 3, 2)])
+def test_replicas_are_bitwise_micro_batches(replicas: int, shards: int, micro: int, tmp_path: Path) -> None:
+    """Clipped too, as the squares of shards are added in one order. With several micro-batches on each rank
+    the order of sums is another, and so is the rounding."""
+    rounding = {"rtol": 0.0, "atol": 0.0} if micro == 1 else {"rtol": 1e-4, "atol": 1e-5}
+    mesh, alone = tmp_path / "mesh", tmp_path / "ranks"
+    ours = whole(run_ranks(replicas * shards, on_mesh, (replicas, shards), mesh, micro))
+    theirs = whole(run_ranks(shards, train, shards, NAMES, alone, replicas * micro))
+    for name in NAMES:
+        found, expected = saved(mesh / name), saved(alone / name)
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found, expected, **rounding)
+        for rank in ours:
+            assert "rt.all_reduce(" in rank[name]["source"]
+            assert rank[name]["peak"] == rank[name]["predicted"], name
+            torch.testing.assert_close(rank[name]["losses"], theirs[0][name]["losses"], **rounding)
+        assert {rank[name]["host"] for rank in ours} == {rank[name]["host"] for rank in theirs}
+    norms = [rank["clipped"]["norms"] for rank in ours]
+    assert all(all(map(torch.equal, of_rank, norms[0])) for of_rank in norms)
+    again = saved(mesh / "again")
+    assert all(torch.equal(again[array], value) for array, value in saved(mesh / "clipped").items())
+    assert [bool(rank["values"]) for rank in ours] == [True] + [False] * (len(ours) - 1)
+    for name, value in ours[0]["values"].items():
+        assert torch.equal(again[f"{name}/weights"], value.reshape(-1))
