@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from megacompile.errors import MegacompileError
 from megacompile.host.formats import StateFormat
 from megacompile.world.ranks import find_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _NO_DDP = "gradients of several devices are exchanged by the program"
 MAPPED = {
@@ -91,6 +94,7 @@ class MegacompileConfig:
     kernels: bool | None = None
     max_seq_len: int | None = None
     dump: str | None = None
+    mesh: DeviceMesh | None = None
 
 
 def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile import ProgramError
 from megacompile.storage import checkpoint
@@ -25,6 +26,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
 test_trainer = pytest.importorskip("tests.e2e.test_trainer")
+MegacompileConfig = pytest.importorskip("megacompile.integrations.arguments").MegacompileConfig
 last_checkpoint = pytest.importorskip("megacompile.integrations.checkpoints").last_checkpoint
 
 RANKS = 2
@@ -39,11 +41,11 @@ class Halved(Trainer):  # type: ignore[misc]
         return (found[0] / 2, *found[1:]) if isinstance(found, tuple) else found / 2
 
 
-def of(rank: int, folder: Path, kind: Any = Trainer, **given: Any) -> Any:
+def of(rank: int, folder: Path, kind: Any = Trainer, size: int = RANKS, **given: Any) -> Any:
     """The trainer of one rank; of one process, for which ``rank`` is -1, with as many micro-batches as there
     are ranks."""
     if rank >= 0:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "OMP_NUM_THREADS": 1}
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
         os.environ.update({name: str(value) for name, value in told.items()})  # as torchrun does
     micro = 1 if rank >= 0 else RANKS
     settings = {
@@ -124,6 +126,26 @@ def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path
         assert mine == pytest.approx(theirs, rel=1e-6)
     for name, value in first["values"].items():
         torch.testing.assert_close(value, one["values"][name], rtol=1e-4, atol=1e-6)
+
+
+def on_a_mesh(rank: int, folder: Path) -> dict[str, Any]:
+    config = MegacompileConfig("20MB", mesh=init_device_mesh("cpu", (2, RANKS)))
+    given = {"max_steps": 3, "eval_strategy": "no", "of_trainer": {"config": config}}
+    return trained(rank, folder, size=2 * RANKS, **given)
+
+
+def with_more_micro_batches(rank: int, folder: Path) -> dict[str, Any]:
+    return trained(rank, folder, gradient_accumulation_steps=2, max_steps=3, eval_strategy="no")
+
+
+def test_replicas_of_a_mesh_learn_what_one_does_with_their_batches(tmp_path: Path) -> None:
+    first, *others = whole(run_ranks(2 * RANKS, on_a_mesh, tmp_path / "mesh"))
+    expected, _ = whole(run_ranks(RANKS, with_more_micro_batches, tmp_path / "ranks"))
+    assert same(first["values"], expected["values"])
+    assert len(first["logs"]) == len(expected["logs"])
+    for mine, theirs in zip(first["logs"], expected["logs"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert [run["values"] for run in others] == [{}] * len(others)
 
 
 def virtual_tokens() -> nn.Module:

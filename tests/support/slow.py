@@ -99,7 +99,7 @@ SLOW = (
     r"test_ranks_schedules\.py::test_plans_and_delays_change_no_bit\[2",
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[killed-all_(to_all|numbers)",
     r"test_ranks_faults\.py::test_a_rank_that_fails_is_named_by_the_others\[(raises|stalls)",
-    r"test_trainer_ranks\.py::test_(clipped|ranks_whose|ranks_train_and|a_full_disk|a_signal|a_rank_that_fails)",
+    r"test_trainer_ranks\.py::test_(clipped|replicas|ranks_whose|ranks_train_and|a_full_disk|a_signal|a_rank_that_fails)",
     r"test_train_command\.py::test_two_ranks",
     r"test_torchrun\.py",
     r"test_ranks_saving\.py::test_(a_rank_that_dies\w+\[True|any_number)",
