@@ -12,7 +12,6 @@ that a multiprocessor waits for at a time, ceiling and what binds. Both have the
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -164,7 +163,6 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Ceilings of Liger's kernels beside ours.")
     parser.add_argument("--arch", type=int, choices=sorted(CHIPS), default=90)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as the gate compiles ours
     print(table(parser.parse_args().arch))
 
 

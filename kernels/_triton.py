@@ -146,6 +146,12 @@ class Launch:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton compiles by beside the constants. Products and sums are fused, as the gate has them:
+        Triton's own default comes from the environment, and 3.10 turns it off."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -201,15 +207,16 @@ def launch(
     **constants: Any,
 ) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
+    one = Launch(kernel, grid, args, constants, num_warps, num_stages)
     if _recording is not None:
         if _recording.processors is None:  # else the tensors' lives are what is looked at
-            _recording.launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
+            _recording.launches.append(one)
         return
     if 0 in grid:
         return
     first = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
+        kernel[grid](*args, **one.options, **constants)
 
 
 def launch_columns(

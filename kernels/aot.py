@@ -12,7 +12,6 @@ both are the same, so is the rest.
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -149,8 +148,7 @@ def compile_launch(launch: Launch, arch: int, head: tuple[str, str, str, int]) -
     from triton.compiler import ASTSource
 
     source = ASTSource(launch.kernel, *_specialise(launch))
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     cubin = built.asm["cubin"]
     registers, local = _usage(cubin)
     loads, stores = _widths(built.asm["ptx"], "ld"), _widths(built.asm["ptx"], "st")
@@ -169,7 +167,6 @@ def compile_launch(launch: Launch, arch: int, head: tuple[str, str, str, int]) -
 
 def measure(archs: Sequence[int] = tuple(SHARED_LIMIT)) -> tuple[list[Resources], list[Ceiling]]:
     """Compile everything, on two processes, in a fixed order."""
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     work = [job for arch in archs for job in jobs(arch)]
     with ProcessPoolExecutor(max_workers=2) as pool:
         rows = list(pool.map(compile_job, work, chunksize=4))

@@ -181,6 +181,5 @@ def _compile_alone(launch: Launch, device: torch.device) -> None:
 
 
 def _compile(launch: Launch) -> None:
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    built = launch.kernel.warmup(*launch.args, grid=launch.grid, **options, **launch.constants)
+    built = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options, **launch.constants)
     built.run  # noqa: B018  # builds the launcher in C and loads the kernel

@@ -84,8 +84,7 @@ def test_what_steps_launch_is_known(
 
     def warmed_up(launches: Sequence[Launch], device: torch.device) -> None:
         for x in compiled_kernels.distinct(launches):
-            options = {"num_warps": x.num_warps, "num_stages": x.num_stages}
-            x.kernel.warmup(*x.args, grid=x.grid, **options, **x.constants)
+            x.kernel.warmup(*x.args, grid=x.grid, **x.options, **x.constants)
 
     monkeypatch.setattr(bindings, "compile_kernels", warmed_up)
     monkeypatch.setattr(JITFunction, "run", run)

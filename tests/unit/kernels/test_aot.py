@@ -6,14 +6,15 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megacompile import kernels
-from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, recording, row_tile, triton
-from megacompile.kernels.aot import _widths
+from megacompile.kernels import aot
+from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, launch, recording, row_tile, triton
 from megacompile.kernels.tables import (
     CEILINGS,
     SHARED_LIMIT,
@@ -121,8 +122,8 @@ def test_grids_of_many_heads_and_tokens_fit() -> None:
         attention.backward_triton(out, q, q, q, out, lse, rule)
         rope.rope_triton(q, table, table, False, False, q)
     assert len(launches) == 5
-    for launch in launches:
-        assert launch.grid[0] < 1 << 31 and max(launch.grid[1:], default=1) < 1 << 16
+    for each in launches:
+        assert each.grid[0] < 1 << 31 and max(each.grid[1:], default=1) < 1 << 16
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1 << 16, 1), (1, 1 << 16), (65535, 65535)])
@@ -157,7 +158,33 @@ def test_widths_of_loads() -> None:
         cp.async.cg.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x10, %r6;
         cp.async.ca.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x4, %r6;
     """
-    assert sorted(_widths(ptx, "ld")) == [2, 4, 16, 16]
+    assert sorted(aot._widths(ptx, "ld")) == [2, 4, 16, 16]
+
+
+def test_what_runs_is_compiled_as_in_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same options, whatever the environment says."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    monkeypatch.setattr(aot, "_specialise", lambda _: ({}, {}, {}))
+    ran: list[dict[str, object]] = []
+    compiled: list[dict[str, object]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda x, **options: ran.append(options)
+
+    def compile_only(source: object, target: object, options: dict[str, object]) -> None:
+        compiled.append(options)
+        raise StopIteration
+
+    monkeypatch.setattr("triton.compiler.ASTSource", lambda *_: None)
+    monkeypatch.setattr(triton, "compile", compile_only)
+    given = Kernel(), (1,), torch.zeros(1)
+    launch(*given, num_warps=8)
+    with recording(90) as launches:
+        launch(*given, num_warps=8)
+    with pytest.raises(StopIteration):
+        aot.compile_launch(launches[0], 90, ("m", "c", "k", 0))
+    assert ran == compiled and ran[0]["enable_fp_fusion"] is True
 
 
 def test_faults_are_found() -> None:
