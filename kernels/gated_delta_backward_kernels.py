@@ -153,7 +153,7 @@ def load_sum(ptr, key_line, group, ACC: tl.constexpr, CHUNK: tl.constexpr):
     total = tl.zeros((CHUNK, CHUNK), dtype=ACC)
     for member in range(group):
         number = (key_line * group + member).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        total += load_rows(ptr + number * CHUNK * CHUNK, at, CHUNK, CHUNK, at, CHUNK).to(ACC)
+        total += load_tile(ptr + number * CHUNK * CHUNK, at, CHUNK, CHUNK, at, CHUNK).to(ACC)
     return total
 
 
@@ -226,10 +226,11 @@ def gated_delta_backward_k_kernel(
     batch, key_head, key_line = place(groups)
     at = tl.arange(0, CHUNK)
     start = tl.program_id(0).to(tl.int64) * CHUNK
-    row = start + at
     rest = tokens - tl.program_id(0) * CHUNK
     col = tl.arange(0, BLOCK_D)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    g_ptr += start * g_token
+    beta_ptr += start * beta_token
     q_ptr = matrix(q_ptr, batch, q_batch, key_head, q_head) + start * q_token
     k_ptr = matrix(k_ptr, batch, k_batch, key_head, k_head) + start * k_token
     k = load_tile(k_ptr, at, k_token, rest, col, DIM).to(ACC)
@@ -241,15 +242,13 @@ def gated_delta_backward_k_kernel(
         number = line * tl.num_programs(0) + tl.program_id(0)
         of_dv = matrix(dv_ptr, batch, dv_batch, head, dv_head) + start * dv_token
         of_solved = solved_ptr + (line * tokens + start) * V_DIM
-        c = tl.cumsum(load_gates(g_ptr, batch, g_batch, head, g_head, row, g_token, tokens).to(ACC), axis=0)
-        beta = load_gates(beta_ptr, batch, beta_batch, head, beta_head, row, beta_token, tokens).to(ACC)
-        z = tl.sum(tl.where(at == CHUNK - 1, c, 0.0), axis=0)
         read = tl.zeros((CHUNK, BLOCK_D), dtype=ACC)
         for begin in range(0, columns, BLOCK_V):
             v_col = begin + tl.arange(0, BLOCK_V)
             dv = load_tile(of_dv, at, dv_token, rest, v_col, V_DIM)
             before = load_tile(before_ptr + number * DIM * V_DIM, col, V_DIM, DIM, v_col, V_DIM)
             read -= tl.dot(dv, tl.trans(before), input_precision="ieee", out_dtype=ACC)
+        c = tl.cumsum(load_gates(g_ptr, batch, g_batch, head, g_head, at, g_token, rest).to(ACC), axis=0)
         read *= tl.exp(c)[:, None]
         dk += read
         k = load_tile(k_ptr, at, k_token, rest, col, DIM).to(ACC)
@@ -260,7 +259,9 @@ def gated_delta_backward_k_kernel(
             solved = load_tile(of_solved, at, V_DIM, rest, v_col, V_DIM)
             behind = load_tile(behind_ptr + number * DIM * V_DIM, col, V_DIM, DIM, v_col, V_DIM)
             write += tl.dot(solved, tl.trans(behind), input_precision="ieee", out_dtype=ACC)
+        z = tl.sum(tl.where(at == CHUNK - 1, c, 0.0), axis=0)
         write *= tl.exp(z - c)[:, None]
+        beta = load_gates(beta_ptr, batch, beta_batch, head, beta_head, at, beta_token, rest).to(ACC)
         dk += write * beta[:, None]
         k = load_tile(k_ptr, at, k_token, rest, col, DIM).to(ACC)
         fallen = tl.sum(write * k, axis=1) * unit
@@ -268,10 +269,11 @@ def gated_delta_backward_k_kernel(
         dbeta = tl.load(sums + CHUNK) + fallen
         d_c += tl.load(sums) + tl.load(sums + 2 * CHUNK)
         fallen *= beta
-        dg = tl.cumsum(d_c - fallen, axis=0, reverse=True) + tl.sum(fallen, axis=0)
-        to = batch.to(tl.int64) * dg_batch + row.to(tl.int64) * dg_token + head * dg_head
-        tl.store(dg_ptr + to, dg.to(dg_ptr.dtype.element_ty), mask=row < tokens)
-        tl.store(dbeta_ptr + to, dbeta.to(dbeta_ptr.dtype.element_ty), mask=row < tokens)
+        behind_it = at[:, None] >= at[None, :]
+        dg = tl.sum(tl.where(behind_it, d_c[:, None], fallen[:, None]), axis=0)
+        to = batch.to(tl.int64) * dg_batch + start * dg_token + head * dg_head + at * dg_token
+        tl.store(dg_ptr + to, dg.to(dg_ptr.dtype.element_ty), mask=at < rest)
+        tl.store(dbeta_ptr + to, dbeta.to(dbeta_ptr.dtype.element_ty), mask=at < rest)
     q = load_tile(q_ptr, at, q_token, rest, col, DIM)
     q_norm = row_norm(tl.sum(q.to(ACC) * q.to(ACC), axis=1), NORMALISED) * scale
     d_scores = tl.trans(load_sum(d_scores_ptr, key_line, group, ACC, CHUNK)) * q_norm[None, :]
@@ -281,4 +283,5 @@ def gated_delta_backward_k_kernel(
     k = load_tile(k_ptr, at, k_token, rest, col, DIM)
     dk += tl.dot(both.to(dtype), k, input_precision="ieee", out_dtype=ACC)
     dk = along(dk, k.to(ACC), unit * unit, NORMALISED) * unit[:, None]
-    store_rows(matrix(dk_ptr, batch, dk_batch, key_head, dk_head), row, dk_token, tokens, col, DIM, dk)
+    dk_ptr = matrix(dk_ptr, batch, dk_batch, key_head, dk_head) + start * dk_token
+    store_rows(dk_ptr, at, dk_token, rest, col, DIM, dk)

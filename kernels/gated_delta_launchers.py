@@ -34,7 +34,8 @@ LAUNCHES = 2, 6  # of a forward; of each part of a backward, beside the first st
 MAX_GRID = 65535  # CUDA's, beyond the first dimension
 # Columns of the state that a program carries, and its warps: 10.0 spills with four, 12.0 with 32 columns.
 _CARRIED = {80: (32, 4), 90: (32, 4), 100: (32, 8), 103: (32, 8)}
-_READ = {90: 64, 100: 64, 103: 64}  # columns of what a backward reads a state by: elsewhere so many spill
+# Columns at a time of states in a backward, and where dk takes others: more spill.
+_READ, _OF_KEYS = {90: 64, 100: 64, 103: 64}, {86: 32, 89: 32}
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -187,7 +188,7 @@ def _launch_gradients(
         (chunks, groups, batch),
         *(q, k, g, beta, dv, solved, before, behind, d_scores, d_products, sums, dk, dg, dbeta),
         *(*_strides(q, k, g, beta, dv, dk, dg), groups, *numbers),
-        BLOCK_V=64,
+        BLOCK_V=_OF_KEYS.get(arch_of(q), 64),
         num_warps=8,
         **sizes,
     )
