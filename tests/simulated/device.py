@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,19 +16,23 @@ from tests.simulated.numbers import Numbers, failures, runtime
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch, **settings: int) -> Iterator[None]:
     """Within, operators have numbers and operations lag; at its end nothing forbidden may have happened."""
-    computing, reduce = CudaDevice.computing, Fabric.reduce
+    computing = CudaDevice.computing
 
     @contextmanager
     def with_numbers(self: CudaDevice) -> Iterator[None]:
         with computing(self), Numbers():
             yield
 
-    def reduce_numbers(self: Fabric, *arguments: object) -> None:
-        with Numbers():  # it computes on a thread of its own
-            reduce(self, *arguments)  # type: ignore[arg-type]
+    def sums(add_up: Callable[..., None]) -> Callable[..., None]:
+        def with_numbers(*arguments: object) -> None:
+            with Numbers():  # it computes on a thread of its own
+                add_up(*arguments)
+
+        return with_numbers
 
     monkeypatch.setattr(CudaDevice, "computing", with_numbers)
-    monkeypatch.setattr(Fabric, "reduce", reduce_numbers)
+    monkeypatch.setattr(Fabric, "reduce", sums(Fabric.reduce))
+    monkeypatch.setattr(Fabric, "all_reduce", sums(Fabric.all_reduce))
     monkeypatch.setattr(_triton, "HAS_TRITON", False)  # its launches have no numbers
     monkeypatch.setattr(_triton, "_gave_up", True)
     runtime.forget()

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile import MegacompileError
 from megacompile.compiler import Compiler
@@ -147,6 +148,33 @@ def test_gpus_train_as_cpus_and_as_one_process(tmp_path: Path) -> None:
     for name in AS_ONE:
         assert gpus[1][name] == one[name]
         assert differing(tmp_path / "gpus" / name, tmp_path / "one" / name) == [], name
+
+
+def on_mesh(rank: int, size: int, device: str) -> list[float]:
+    """Losses and norms of two rows of ranks, and the sum of what each rank has of the state."""
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    torch.manual_seed(0)
+    found: list[float] = []
+    with (
+        mock.patch.object(Compiler, "_may_reside", lambda self, mode: ()),
+        program(Wide(), device, "1GB", planner="double-buffer", mesh=mesh, max_grad_norm=0.1) as trained,
+    ):
+        for step in range(2):
+            out = trained.train_step((batch(size * step + rank),))
+            found += [float(loss) for loss in out.losses] + [float(out.grad_norm)]
+        assert "rt.all_reduce(" in trained.source
+        trained.synchronize()
+        assert trained._session.runtime is not None
+        for parts in trained._session.runtime.state.parts():
+            found += [float(array.double().sum()) for arrays in parts.values() for array in arrays.values()]
+    return found
+
+
+def test_replicas_on_gpus_train_as_on_cpus() -> None:
+    gpus = whole(run_ranks(4, on_gpu, 4, on_mesh, "cuda"))
+    cpus = whole(run_ranks(4, on_mesh, 4, "cpu"))
+    assert gpus == cpus
+    assert gpus[:2] == gpus[2:] and gpus[0] != gpus[1]  # equal replicas of unequal shards
 
 
 # ---- waits ---------------------------------------------------------------------------------------
