@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import megacompile
-from tests.support.models import Plain, batch_for, build
+from tests.support.models import Plain, Through, batch_for, build
 
 
 def compiled(model: nn.Module, batch: Any = None, budget: str = "1GB", **options: Any) -> megacompile.Program:
@@ -130,20 +130,12 @@ def test_logits_of_a_head_that_is_cut_into_pieces() -> None:
 
 
 def test_results_that_do_not_fit_are_named_in_the_error() -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            h = self.layer(x)
-            return {
-                "loss": h.square().mean(),
-                "outer": h[:, :, None] * h[:, None, :] * torch.ones(64, 1, 1, 1),
-            }
+    def wide(h: Tensor) -> dict[str, Tensor]:
+        outer = h[:, :, None] * h[:, None, :] * torch.ones(64, 1, 1, 1)
+        return {"loss": h.square().mean(), "outer": outer}
 
     x = {"x": torch.randn(16, 64)}
-    program = compiled(Wide(), x, "1MB")
+    program = compiled(Through(nn.Linear(64, 64), wide), x, "1MB")
     with pytest.raises(megacompile.BudgetError, match=r"\['outer'\] of 16\.8 MB.*outputs="):
         program.predict(x)
     assert program.predict(x, outputs=lambda out, batch: out["loss"]).shape == ()

@@ -57,3 +57,12 @@ def run(captured: Captured, model: nn.Module, batch: dict[str, Any]) -> list[Ten
     """The loss of a graph and the gradients of all parameters."""
     (loss,) = forward(captured, model, batch)
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def check_run(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Loss and gradients of a model's graph are the model's own, in parts of a tensor's scale."""
+    captured = graph_of(model, batch)
+    loss = model(**batch, use_cache=False).loss
+    theirs = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    for mine, other in zip(run(captured, model, batch), theirs, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max() + 1e-7

@@ -55,6 +55,17 @@ def gemma3() -> nn.Module:
     return Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, sliding_window=8, layer_types=kinds))
 
 
+class Through(nn.Module):
+    """A layer, and a function of what it gives and of the rest of the batch."""
+
+    def __init__(self, layer: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self.function(self.layer(x), *rest)
+
+
 class Plain(nn.Module):
     """No transformer: residual MLP blocks over dense features, a regression loss in the forward."""
 

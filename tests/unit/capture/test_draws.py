@@ -14,6 +14,7 @@ import megacompile
 from megacompile import CaptureError
 from megacompile.capture.draws import uniform
 from tests.support.draws import OurDraws
+from tests.support.models import Through
 from tests.support.reference import EagerTrainer, check_beside_eager
 
 RNG = torch.tensor([11, 3])
@@ -173,16 +174,7 @@ def test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code(
     ],
 )
 def test_other_randomness_is_refused(call: Any) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.layer(x)
-            return (h * call(h)).mean()
-
-    model = Model()
+    model = Through(nn.Linear(4, 4), lambda h: (h * call(h)).mean())
     with pytest.raises(CaptureError, match=r"randomness|[Gg]enerator"):
         megacompile.compile(model, "1GB", optimizer=adamw(model), example_batch=torch.rand(3, 4))
 

@@ -25,7 +25,7 @@ from megacompile.fuse import check as fuse_check
 from megacompile.fuse.placement import PATTERNS, fuse, read_switches
 from megacompile.fuse.report import Fusions, fold
 from megacompile.partition.blocks import partition
-from tests.support.models import batch_for, build
+from tests.support.models import Through, batch_for, build
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 GOLDEN = Path(__file__).parent / "golden" / "fusions.json"
@@ -176,17 +176,10 @@ def test_a_head_is_fused_beside_metrics_of_its_logits() -> None:
 
 
 def test_logits_that_a_gradient_comes_back_from_are_not_made_twice() -> None:
-    class TwoLosses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(8, 40)
+    def two_losses(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) + logits[:2].square().mean()
 
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            logits = self.head(x)
-            return F.cross_entropy(logits, labels) + logits[:2].square().mean()
-
-    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
-    found = fused(captured(TwoLosses(), batch))
+    found = fused(captured(Through(nn.Linear(8, 40), two_losses), (torch.randn(4, 8), torch.arange(4))))
     assert not found.placements
     assert "is also read by" in found.near_misses[0].reason
 
