@@ -147,8 +147,8 @@ def launches(node: fx.Node) -> int:
 
 def _delta_rule_launches(node: fx.Node) -> int:
     """Our kernels', or plain torch's, span by span and chunk by chunk."""
-    q, k, v = (arguments(node)[name].meta["val"] for name in "qkv")
-    if runs_kernels(q, k, v):
+    q = arguments(node)["q"].meta["val"]
+    if runs_delta_kernels(node):
         forward, part = LAUNCHES
         backward = 1 + part * len(parts_of(*q.shape[:2]))
         return forward if node.target is torch.ops.megacompile.gated_delta_rule.default else backward
@@ -165,6 +165,12 @@ def _scan_bytes(node: fx.Node) -> int:
     numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
     each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
     return int(batch * ceil_div(tokens, chunk) * chunk * each * wide(x.dtype).itemsize)
+
+
+def runs_delta_kernels(node: fx.Node) -> bool:
+    """Whether our kernels run a gated delta rule: on a GPU, while what is for one is ``recording``."""
+    q, k, v = (arguments(node)[name].meta["val"] for name in "qkv")
+    return runs_kernels(q, k, v)
 
 
 def runs_our_attention(node: fx.Node) -> bool:

@@ -145,7 +145,7 @@ def _built_in(
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
             "our kernels": f"ceilings of compute capability {chip / 10:.1f}; attention {REACHED:g} of "
-            f"them, its backward {REACHED_BACKWARD:g} (assumed)",
+            f"them, its backward and the gated delta rule {REACHED_BACKWARD:g} (assumed)",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",

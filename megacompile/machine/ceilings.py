@@ -1,20 +1,23 @@
 """How fast a machine runs our kernels: by the ceilings of the ahead-of-time gate, which needs no GPU.
 
 In:  an operator, a dtype, what its speed depends on, a machine whose chip is known. Out: bytes per second, of
-attention floating-point operations per second. The row of ``ceilings.csv`` that is nearest to a call counts:
-its parts of a multiprocessor, and its bytes in flight, as many times as the machine has multiprocessors, and
-never more than the machine's memory gives.
+attention and of the gated delta rule floating-point operations per second. The row of ``ceilings.csv`` that
+is nearest to a call counts: its parts of a multiprocessor, and its bytes in flight, as many times as the
+machine has multiprocessors, and never more than the machine's memory gives.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable
 from functools import cache
 
 from megacompile.assemble.workload import Call, KernelWork
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling
+from megacompile.kernels.gated_delta_reference import CHUNK
+from megacompile.kernels.gated_delta_rule import gated_delta_rule_backward_flops, gated_delta_rule_flops
 from megacompile.kernels.tables import read_ceilings
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Op
@@ -29,6 +32,20 @@ _ATTENTION = {  # kernels of an operator, and the products of each as parts of t
         ("attention_backward_kv_kernel", (0.8,)),  # scores, their gradient, dk, dv
         ("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
     ),
+}
+# The gated delta rule is assumed to reach what attention's backward does: nobody has timed it. Kernels of an
+# operator, and how many products each forms, for each token and value head: of its chunk's tokens with Dk,
+# with Dv, and of Dk with Dv.
+_DELTA_RULES: dict[str, dict[str, tuple[int, int, int]]] = {
+    "gated_delta_rule": {"chunk": (2, 0, 0), "forward": (0, 2, 3)},
+    "gated_delta_rule_backward": {
+        "chunk": (2, 0, 0),
+        "states": (0, 1, 2),
+        "backward_state": (0, 2, 3),
+        "backward_pairs": (2, 2, 0),
+        "backward_q": (1, 0, 1),
+        "backward_k": (2, 0, 2),
+    },
 }
 _KERNELS = {  # operator: module and kernel, as the table names them
     **{
@@ -55,10 +72,11 @@ _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
     """Seconds that a function's kernels of ours take beyond nominal ones: those that attend beyond the rates
-    of attention, or the others, which move bytes, beyond the memory's bandwidth."""
+    of attention or, by the gated delta rule, of products, or the others, which move bytes, beyond the
+    memory's bandwidth."""
     if machine.chip not in CHIPS:
         return 0.0
-    kernels = (kernel for kernel in call.kernels if (kernel.op in _ATTENTION) == attends)
+    kernels = (k for k in call.kernels if (k.op in _ATTENTION or k.op in _DELTA_RULES) == attends)
     return sum(kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine) for kernel in kernels)
 
 
@@ -70,17 +88,21 @@ def kernel_seconds(kernel: KernelWork, machine: Machine) -> float:
 
 def _nominal_seconds(kernel: KernelWork, machine: Machine) -> float:
     rates = {"attention": machine.attention_forward, "attention_backward": machine.attention_backward}
-    nominal = (rates[kernel.op] or machine.flops) if kernel.op in rates else machine.memory_bandwidth
+    nominal = machine.flops if kernel.op in _DELTA_RULES else machine.memory_bandwidth
+    if kernel.op in rates:
+        nominal = rates[kernel.op] or machine.flops
     return kernel.amount / nominal
 
 
 @cache
 def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
-    """Bytes, or of attention FLOPs, per second of an operator; None where no kernel of it is in the table."""
+    """Bytes, or FLOPs of products, per second of an operator; None where no kernel of it is in the table."""
     if machine.chip not in CHIPS:
         return None
     if op in _ATTENTION:
         return _attention_rate(op, dtype, variant, machine)
+    if op in _DELTA_RULES:
+        return _delta_rule_rate(op, dtype, variant, machine)
     if op not in _KERNELS:
         return None
     rows = _rows(*_KERNELS[op], machine.chip)
@@ -106,6 +128,23 @@ def _attention_rate(op: str, dtype: str, variant: str, machine: Machine) -> floa
         if len(found) == len(parts):
             seconds += sum(part / (row.rate * 1e12) for part, row in zip(parts, found, strict=True))
     return (REACHED if op == "attention" else REACHED_BACKWARD) * more / seconds
+
+
+def _delta_rule_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
+    """FLOPs of the formula per second, of a chunk of a value head that has a key head of its own."""
+    assert machine.chip is not None
+    (width, *_, inner) = 2 * _read(variant)[0]
+    sizes, seconds = (CHUNK * width, CHUNK * inner, width * inner), 0.0
+    for name, products in _DELTA_RULES[op].items():
+        rows = nearest(_rows("gated_delta_rule", f"gated_delta_{name}_kernel", machine.chip), dtype, variant)
+        work = 2 * CHUNK * sum(map(operator.mul, products, sizes))
+        seconds += work / (rows[0].rate * 1e12)
+    chip = CHIPS[machine.chip]
+    more = (machine.processors or chip.processors) / chip.processors
+    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
+    backward = op == "gated_delta_rule_backward"
+    work = gated_delta_rule_backward_flops(v, q, q, v) if backward else gated_delta_rule_flops(q, q, v)
+    return REACHED_BACKWARD * more * work / seconds
 
 
 @cache

@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacompile.differentiate.costs import launches
+from megacompile.differentiate.costs import flops, launches
+from megacompile.differentiate.kernel_calls import kernel_calls
 from megacompile.kernels import gated_delta_rule
 from megacompile.kernels._triton import recording
 from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton
@@ -121,7 +122,8 @@ def test_flops_are_those_of_the_products_that_run() -> None:
 def test_plans_for_a_gpu_count_the_launches_that_run(
     dtype: torch.dtype, width: int, kernels: bool, backward: bool
 ) -> None:
-    """Those of our kernels, where they take the inputs; elsewhere torch's, which grow with the tokens."""
+    """Those of our kernels, where they take the inputs, and their work; elsewhere torch's, which grow with
+    the tokens."""
     given = [x.detach().to("meta") for x in inputs(4196, dtype, width=width)]
     with recording(90) as recorded:
         out, states = forward_triton(Inputs(*given, True))
@@ -136,9 +138,12 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
     for leaf, value in zip(leaves, values, strict=True):
         leaf.meta["val"] = value
     node = graph.call_function(operator.default, (*leaves, True))
+    node.meta["val"] = tuple(given) if backward else (out, states)
     on_cpu = launches(node)
     with recording(processors=4):
         on_gpu = launches(node)
+        ((call, _),) = kernel_calls(graph)
+    assert (call.variant, call.work) == (f"{width}/8", flops(node) if kernels else 0)
     ours = len(recorded) + backward  # and the zeros of the last state's gradient
     assert len(recorded) == (3 * 6 if backward else 2)
     assert {x.kernel.__name__.split("_kernel")[0][:11] for x in recorded} == {"gated_delta"}

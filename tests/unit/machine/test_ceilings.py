@@ -23,6 +23,7 @@ from megacompile.step.operations import Op
 MOVE = [name + suffix for name in (*PATTERNS, "clamped_glu") for suffix in ("", "_backward")]
 MOVE += ["dropout", "uniform"]  # and what a forward draws
 ATTEND = ["attention", "attention_backward"]
+DELTA = ["gated_delta_rule", "gated_delta_rule_backward"]
 VARIANTS = ["", "64", "5120", "silu", "gelu_erf", "interleaved", "8x64", "32x128 partial", "128256 all terms",
             "80 window", "128 window softcap", "192/128", "256 packed"]  # fmt: skip
 H100, H200 = PROFILES["h100-sxm"].machine, PROFILES["h200"].machine
@@ -36,7 +37,7 @@ def test_every_machine_is_of_a_chip_of_the_gate() -> None:
             assert profile.machine.processors == chip.processors
 
 
-@pytest.mark.parametrize("operator", [*MOVE, *ATTEND])
+@pytest.mark.parametrize("operator", [*MOVE, *ATTEND, *DELTA])
 def test_every_operator_that_is_placed_has_a_row_on_every_chip(operator: str) -> None:
     for profile in PROFILES.values():
         assert rate(operator, "bfloat16", "128", profile.machine)
@@ -106,6 +107,31 @@ def test_a_function_is_priced_by_its_kernels_unless_the_machine_was_measured() -
     assert duration(op, H100) == pytest.approx(kernel_seconds(attention, H100))
     measured = replace(H100, chip=None)
     assert duration(op, measured) == pytest.approx(10**12 / (H100.attention_forward or 0))
+
+
+@pytest.mark.parametrize("operator", DELTA)
+def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) -> None:
+    """Of a chunk of 64 tokens: what each kernel forms, at what is reached of its ceiling."""
+    suffix, parts = operator.removeprefix("gated_delta_rule").removeprefix("_"), {"chunk": 2 * 64 * 128}
+    if suffix:
+        parts |= {"states": 2 * 128 * 128 + 64 * 128, "backward_state": 3 * 128 * 128 + 2 * 64 * 128}
+        parts |= {"backward_pairs": 2 * 2 * 64 * 128, "backward_q": 128 * 128 + 64 * 128}
+        parts["backward_k"] = 2 * (128 * 128 + 64 * 128)
+    else:
+        parts["forward"] = 3 * 128 * 128 + 2 * 64 * 128
+    key = "gated_delta_rule", "128/128 bf16"
+    rows = {r.kernel: r for r in read_ceilings() if r.key[:2] == key and r.arch == 90}
+    assert len(rows) == 7
+    seconds = sum(128 * n / (rows[f"gated_delta_{k}_kernel"].rate * 1e12) for k, n in parts.items()) / 0.27
+    flops = 128 * (4 * 64 * 128 + 3 * 128 * 128 + 64 * 32)
+    if suffix:
+        flops = 128 * (10 * 64 * 128 + 8 * 128 * 128 + 64 * 32)
+    kernel = KernelWork(operator, "bfloat16", "128/128", flops)
+    assert kernel_seconds(kernel, H100) == pytest.approx(seconds)
+    assert kernel_seconds(kernel, replace(H100, processors=66)) == pytest.approx(2 * seconds)
+    op = Op("forward", "compute", flops=3 * flops, kernels=(kernel,))
+    assert duration(op, H100) == pytest.approx(2 * flops / H100.flops + seconds)
+    assert duration(op, replace(H100, chip=None)) == pytest.approx(3 * flops / H100.flops)
 
 
 def test_what_a_kernel_is_worth_by_hand() -> None:
