@@ -35,6 +35,18 @@ def _of_delta_rule(launch: Launch) -> int:
     return int(2 * chunk * given["BLOCK_V"] * widths[name])
 
 
+def _of_mamba2(launch: Launch) -> int:
+    """Of Mamba-2's kernels: what a chunk adds to some columns of a state, pairs of two chunks, and these by
+    some columns; none of what goes from span to span."""
+    given, chunk = launch.constants, launch.constants.get("CHUNK", 0)
+    sizes = {
+        "mamba2_states_kernel": ("DIM", "BLOCK_V"),
+        "mamba2_scores_kernel": ("DIM", "CHUNK"),
+        "mamba2_scan_kernel": ("CHUNK", "BLOCK_V"),
+    }.get(launch.kernel.__name__)
+    return int(2 * chunk * given[sizes[0]] * given[sizes[1]]) if sizes else 0
+
+
 def needed_flops(launch: Launch) -> int:
     """Flops of products that one iteration of a kernel's loop needs; 0 for kernels without products.
 
@@ -43,6 +55,8 @@ def needed_flops(launch: Launch) -> int:
     given = launch.constants
     if "DIM" not in given:
         return 0
+    if launch.kernel.__name__.startswith("mamba2"):
+        return _of_mamba2(launch)
     if "CHUNK" in given:
         return _of_delta_rule(launch)
     if launch.kernel.__name__ == "attention_forward_kernel":

@@ -14,18 +14,120 @@ state before the chunk:
 
     out = tril(C B^T * exp(c_i - c_j)) u + exp(c) C S + D x        S' = exp(z) S + B^T (exp(z - c) u)
 
-so that all but S is a product of matrices. C B^T, C S and the last product take all heads of a group at once.
-Plain torch on every device.
+so that all but S is a product of matrices. In torch C B^T, C S and the last product take all heads of a group
+at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the states
+before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the cache: x
+twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice. The backward
+is plain torch.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels._triton import ceil_div, wide
-from megacompile.kernels.mamba2_reference import CHUNK, Inputs, backward_reference, forward_reference
+from megacompile.kernels._triton import (
+    AotCase,
+    accumulator,
+    aot_cases,
+    arch_of,
+    ceil_div,
+    launch,
+    next_power_of_2,
+    on_gpu,
+    runs_triton,
+    wide,
+)
+from megacompile.kernels.mamba2_kernels import (
+    mamba2_pass_kernel,
+    mamba2_scan_kernel,
+    mamba2_scores_kernel,
+    mamba2_states_kernel,
+)
+from megacompile.kernels.mamba2_reference import (
+    CHUNK,
+    SPAN,
+    Inputs,
+    backward_reference,
+    forward_reference,
+)
+
+MAX_WIDTH = 256  # of B and C
+_PASSED = 1024  # elements of a state that a program takes through the spans
+_WARPS = {86: 8, 89: 8, 120: 8}  # of the first kernel, which spills there with four
+MAX_GRID = 65535  # CUDA's, beyond the first dimension
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of batch, tokens and heads."""
+    return [x.stride(d) for x in tensors for d in range(3)]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
+    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
+
+
+def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, states before each span)."""
+    x, B, C = map(_dense, (given.x, given.B, given.C))
+    A, D = given.A.contiguous(), given.D.contiguous()
+    batch, tokens, heads, width = x.shape
+    groups, inner = B.shape[2:]
+    out = x.new_empty(x.shape, dtype=wide(x.dtype))
+    states = out.new_empty(given.states_shape)
+    spans, chunks = len(states), ceil_div(tokens, CHUNK)
+    decays = out.new_empty(batch, heads, spans)
+    similar = out.new_empty(batch, groups, chunks, SPAN // CHUNK, CHUNK, CHUNK)
+    padded = max(16, next_power_of_2(inner))
+    columns = min(64 if padded <= 128 else 32, max(16, next_power_of_2(width)))
+    blocks = ceil_div(width, columns)
+    acc = {"ACC": accumulator(x.dtype), "DIM": inner}
+    chunked = {"SPAN": SPAN // CHUNK, "CHUNK": CHUNK, "BLOCK_D": padded, "num_stages": 2, **acc}
+    of_columns = {"V_DIM": width, "BLOCK_V": columns, **chunked}
+    of_heads = states.stride(0), heads, heads // groups
+    launch(
+        mamba2_states_kernel,
+        (spans * blocks, heads, batch),
+        *(x, given.dt, A, B, states, decays),
+        *(*_strides(x, given.dt, B), *of_heads, tokens),
+        num_warps=_WARPS.get(arch_of(x), 4),
+        **of_columns,
+    )
+    launch(
+        mamba2_pass_kernel,
+        (ceil_div(inner * width, _PASSED), heads, batch),
+        *(states, decays, *of_heads, spans),
+        **acc,
+        V_DIM=width,
+        BLOCK=_PASSED,
+    )
+    launch(
+        mamba2_scores_kernel,
+        (chunks * (SPAN // CHUNK), groups, batch),
+        *(B, C, similar, *_strides(B, C), groups, tokens),
+        **chunked,
+    )
+    launch(
+        mamba2_scan_kernel,
+        (chunks * blocks, heads, batch),
+        *(x, given.dt, A, C, D, similar, states, out),
+        *(*_strides(x, given.dt, C, out), *of_heads, tokens),
+        **of_columns,
+    )
+    return out, states
+
+
+def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
+    """Whether a forward launches kernels: B and C up to 256 wide, a grid that fits; on a GPU, bfloat16.
+
+    float16 lacks the range for long memories; exact float32 products pass by the tensor cores.
+    """
+    same = x.dtype == B.dtype == C.dtype and x.dtype != torch.float16
+    fits = max(x.shape[0], x.shape[2]) <= MAX_GRID and B.shape[3] <= MAX_WIDTH and x.numel() > 0
+    return runs_triton(x) and same and fits and (x.dtype == torch.bfloat16 or not on_gpu(x))
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())
@@ -33,7 +135,8 @@ def mamba2_chunk_scan_op(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out, states that the backward starts from); see the module's docstring."""
-    return forward_reference(Inputs(x, dt, A, B, C, D))
+    run = forward_triton if runs_kernels(x, B, C) else forward_reference
+    return run(Inputs(x, dt, A, B, C, D))
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan_backward", mutates_args=())
@@ -95,3 +198,17 @@ def mamba2_chunk_scan_backward_flops(
 ) -> int:
     """The same, of the forward's scores and states once more and of the gradients."""
     return mamba2_chunk_scan_flops(x, dt, A, B, products=(3, 2, 6))
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(heads: int, width: int, groups: int, inner: int) -> None:
+        x = torch.empty((1, 4096, heads, width), dtype=torch.bfloat16, device="meta")
+        B = torch.empty((1, 4096, groups, inner), dtype=torch.bfloat16, device="meta")
+        of_heads = x[0, 0, :, 0].contiguous()
+        forward_triton(Inputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads))
+
+    return [
+        ("128/64 bf16", partial(case, 128, 64, 8, 128)),
+        ("256/128 bf16", partial(case, 32, 128, 2, 256)),
+    ]

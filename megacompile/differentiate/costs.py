@@ -19,6 +19,7 @@ from megacompile.kernels._triton import ceil_div, wide
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
+from megacompile.kernels.mamba2_chunk_scan import runs_kernels as runs_scan_kernels
 
 aten = torch.ops.aten
 ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload
@@ -136,9 +137,7 @@ def launches(node: fx.Node) -> int:
     if target in _DELTA_RULES:
         return _delta_rule_launches(node)
     if target in _SCANS:
-        tokens = arguments(node)["x"].meta["val"].shape[1]
-        by_span, by_chunk, _ = _SCANS[target]
-        return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
+        return _scan_launches(node)
     if target is _BACKWARD:
         return _ATTENTION[runs_our_attention(node)]
     copies = sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes) if target in _BY_ROWS else 0
@@ -156,15 +155,36 @@ def _delta_rule_launches(node: fx.Node) -> int:
     return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
 
 
+def _scan_kernels(node: fx.Node) -> list[Tensor] | None:
+    """x, B and C of a scan that our kernels run; None where plain torch does."""
+    given = [arguments(node)[name].meta["val"] for name in "xBC"]
+    forward = node.target is torch.ops.megacompile.mamba2_chunk_scan.default
+    return given if forward and runs_scan_kernels(*given) else None
+
+
+def _scan_launches(node: fx.Node) -> int:
+    if (given := _scan_kernels(node)) is not None:
+        return 4 + sum(t.stride(-1) != 1 for t in given)
+    tokens = arguments(node)["x"].meta["val"].shape[1]
+    by_span, by_chunk, _ = _SCANS[node.target]  # type: ignore[index]
+    return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
+
+
 def _scan_bytes(node: fx.Node) -> int:
-    """Of scores, heads, states and groups, whose numbers for each token these are, in plain torch."""
+    """Our kernels' traffic, as their module gives it; in plain torch that of scores, heads, states and
+    groups, whose numbers for each token these are."""
     x, inner = (arguments(node)[name].meta["val"] for name in "xB")
     batch, tokens, heads, width = x.shape
     groups, state = inner.shape[2:]
-    chunk = scan.CHUNK
+    size, chunk = wide(x.dtype).itemsize, scan.CHUNK
+    if (given := _scan_kernels(node)) is not None:
+        copied = 2 * sum(t.nbytes for t in given if t.stride(-1) != 1)
+        states = ceil_div(tokens, scan.SPAN) * batch * heads * width * state
+        pairs = batch * tokens * groups * scan.SPAN
+        return int(copied + 2 * x.nbytes + (x.numel() + 4 * states + 2 * pairs) * size)
     numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
     each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
-    return int(batch * ceil_div(tokens, chunk) * chunk * each * wide(x.dtype).itemsize)
+    return int(batch * ceil_div(tokens, chunk) * chunk * each * size)
 
 
 def runs_delta_kernels(node: fx.Node) -> bool:

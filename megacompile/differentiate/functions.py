@@ -95,10 +95,11 @@ def block_function(
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     _name_devices(counted)
-    work = sum(flops(n, share) for n in counted), sum(map(moved, counted))
+    work = sum(flops(n, share) for n in counted)
     attention = [attention_flops(n) for n in counted]
-    with recording(processors=processors):  # which attention runs depends on the GPU
-        asked, kernels = sum(map(launches, counted)), kernel_calls(graph)
+    with recording(processors=processors):  # which kernels run depends on the GPU
+        asked, traffic = sum(map(launches, counted)), sum(map(moved, counted))
+        kernels = kernel_calls(graph)
     doc = f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
     source = looped_source(graph, name, doc, *loops) if loops else None
     looped = source is not None
@@ -114,8 +115,8 @@ def block_function(
         result_bytes=tuple(storage_nbytes(n.meta["val"]) for _, n in results),
         peak_bytes=peak,
         end_bytes=end,
-        flops=work[0],
-        moved_bytes=work[1],
+        flops=work,
+        moved_bytes=traffic,
         launches=asked * -(-loops[0] // loops[1]) if loops and looped else asked,
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
         kernels=kernels,

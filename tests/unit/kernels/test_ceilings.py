@@ -232,18 +232,25 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
 @pytest.mark.parametrize(
     ("kernel", "flops"),
     [
-        ("chunk", 2 * 2 * 64 * 64 * 32),  # q and k with k, 32 columns an iteration
-        ("forward", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
-        ("states", 2 * 64 * 16 * (2 * 96 + 64)),  # neither reads of q nor scores
-        ("backward_state", 2 * 64 * 16 * (3 * 96 + 2 * 64)),
-        ("backward_pairs", 2 * 2 * 64 * 64 * 16),  # the gradient and dv with what is written
-        ("backward_q", 2 * 64 * 16 * 96),
-        ("backward_k", 2 * 64 * 16 * 96),
+        ("gated_delta_chunk_kernel", 2 * 2 * 64 * 64 * 32),  # q and k with k, 32 columns an iteration
+        ("gated_delta_forward_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
+        ("gated_delta_states_kernel", 2 * 64 * 16 * (2 * 96 + 64)),  # neither reads of q nor scores
+        ("gated_delta_backward_state_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),
+        (
+            "gated_delta_backward_pairs_kernel",
+            2 * 2 * 64 * 64 * 16,
+        ),  # the gradient and dv with what is written
+        ("gated_delta_backward_q_kernel", 2 * 64 * 16 * 96),
+        ("gated_delta_backward_k_kernel", 2 * 64 * 16 * 96),
+        ("mamba2_states_kernel", 2 * 64 * 96 * 16),
+        ("mamba2_scores_kernel", 2 * 64 * 64 * 96),
+        ("mamba2_scan_kernel", 2 * 64 * 64 * 16),
+        ("mamba2_pass_kernel", 0),
     ],
 )
 def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:
-    given = launch(DIM=96, CHUNK=64, BLOCK_D=32 if kernel == "chunk" else 128, BLOCK_V=16)
-    given.kernel.__name__ = f"gated_delta_{kernel}_kernel"
+    given = launch(DIM=96, CHUNK=64, BLOCK_D=32 if "chunk" in kernel else 128, BLOCK_V=16)
+    given.kernel.__name__ = kernel
     assert ceilings.needed_flops(given) == flops
 
 

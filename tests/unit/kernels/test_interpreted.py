@@ -28,7 +28,6 @@ NAMES = {
     for name, operator in OPDEFS.items()
     if operator._init_fn.__module__.startswith("megacompile.kernels.")
 } | {"flash_attention_forward", "flash_attention_backward", "dropout"}
-NAMES -= {"mamba2_chunk_scan", "mamba2_chunk_scan_backward"}  # in torch alone, with no kernel
 EVERY = {*TYPES, *VALUES, "float64", "one row", "199 rows", "4096 columns", "strided"}
 
 pytestmark = pytest.mark.skipif(

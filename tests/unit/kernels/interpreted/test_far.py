@@ -16,15 +16,18 @@ from megacompile.kernels.cross_entropy_tiles import Terms
 from megacompile.kernels.gated_delta_reference import Inputs
 from megacompile.kernels.gated_delta_reference import backward_reference as delta_backward
 from megacompile.kernels.gated_delta_reference import forward_reference as delta_reference
+from megacompile.kernels.mamba2_reference import Inputs as ScanInputs
+from megacompile.kernels.mamba2_reference import forward_reference as scan_reference
 from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, clamped_glu, cross_entropy_tiles, glu, qk_norm_rope, rope = (
+attention, clamped_glu, cross_entropy_tiles, glu, mamba2_chunk_scan, qk_norm_rope, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
     for name in (
         "attention",
         "clamped_glu",
         "cross_entropy_tiles",
         "glu",
+        "mamba2_chunk_scan",
         "qk_norm_rope",
         "rope",
     )
@@ -196,3 +199,29 @@ def test_gated_delta_rule_of_many_heads(last):
     delta_launchers.backward_part(grads, Inputs(*many, True), states, d_state, found)
     expected = delta_backward(grad, Inputs(*given, True), state)
     torch.testing.assert_close([x[-1:, :, -1:] for x in found], list(expected), atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_mamba2_chunk_scan(lazy, dim):
+    """[B, T, H, P], steps without P."""
+    torch.manual_seed(1)
+    x, B, C = torch.randn(3, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    dt, A, D = torch.rand(x.shape[:3]).half(), -torch.rand(x.shape[2]), torch.rand(x.shape[2])
+    far = [far_apart(t, dim) for t in (x, dt, B, C)]
+    found = mamba2_chunk_scan.forward_triton(ScanInputs(*far[:2], A, *far[2:], D))
+    torch.testing.assert_close(found, scan_reference(ScanInputs(x, dt, A, B, C, D)), atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(("batch", "groups", "inner"), [(4096, 1, 64), (260, 520, 16)])
+def test_mamba2_chunk_scan_of_many_heads(last, batch, groups, inner):
+    """What its kernels leave each other passes 2**31 elements: states of heads, pairs of tokens of groups."""
+    torch.manual_seed(1)
+    x, (B, C) = torch.randn(1, 64, 1, 16, dtype=LOW[0]), torch.randn(2, 1, 64, 1, inner, dtype=LOW[0]) / 8
+    dt, A, D = torch.rand(1, 64, 1).half(), -torch.rand(1), torch.rand(1)
+    expected, _ = scan_reference(ScanInputs(x, dt, A, B, C, D))
+    x, dt, B, C = (
+        t.expand(batch, 64, heads, *t.shape[3:])
+        for t, heads in zip((x, dt, B, C), (520, 520, groups, groups), strict=True)
+    )
+    out, _ = mamba2_chunk_scan.forward_triton(ScanInputs(x, dt, A.expand(520), B, C, D.expand(520)))
+    torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)

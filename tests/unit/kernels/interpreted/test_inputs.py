@@ -10,6 +10,7 @@ import test_cross_entropy
 import test_gated_delta_rule
 import test_glu
 import test_layer_norm
+import test_mamba2_chunk_scan
 import test_qk_norm_rope
 import test_rms_norm
 import test_rope
@@ -28,6 +29,7 @@ from megacompile.kernels.gated_delta_rule import gated_delta_rule
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
+from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
 from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
@@ -97,6 +99,13 @@ def one_rule(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     )[0, :, 0]
 
 
+def one_scan(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of one head's tokens, its time steps, what they write by and are read by, its decay and skip."""
+    return lambda x, dt, B, C, A, D: call(
+        x[None, :, None], dt[None], A, *(t[None, :, None] for t in (B, C)), D
+    )[0, :, 0]
+
+
 CASES = {
     "rms_norm": Case(rms_norm, lambda x, w: test_rms_norm.eager(x, w, 0, True), lambda r, c: (randn(c),)),
     "add_rms_norm": Case(add_rms_norm, plain_add_norm, lambda r, c: (randn(r, c), randn(c))),
@@ -118,6 +127,14 @@ CASES = {
         one_rule(gated_delta_rule),
         one_rule(test_gated_delta_rule.eager),
         lambda r, c: (randn(r, 24), randn(r, 24), torch.tensor([-0.1, 0.5]).repeat(r, 1).requires_grad_()),
+    ),
+    "mamba2_chunk_scan": Case(
+        one_scan(mamba2_chunk_scan),
+        one_scan(test_mamba2_chunk_scan.eager),
+        lambda r, c: (
+            *(torch.rand(r, 1).requires_grad_(), randn(r, 24), randn(r, 24)),
+            *(torch.tensor([x]).requires_grad_() for x in (-0.2, 0.7)),
+        ),
     ),
     "linear_cross_entropy": Case(
         lambda h, w: linear_cross_entropy(h, w, labels(len(h), len(w))),
