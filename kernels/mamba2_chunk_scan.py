@@ -70,54 +70,75 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
 
 
-def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, states before each span)."""
-    x, B, C = map(_dense, (given.x, given.B, given.C))
-    A, D = given.A.contiguous(), given.D.contiguous()
-    batch, tokens, heads, width = x.shape
-    groups, inner = B.shape[2:]
-    out = x.new_empty(x.shape, dtype=wide(x.dtype))
-    states = out.new_empty(given.states_shape)
-    spans, chunks = len(states), ceil_div(tokens, CHUNK)
-    decays = out.new_empty(batch, heads, spans)
-    similar = out.new_empty(batch, groups, chunks, SPAN // CHUNK, CHUNK, CHUNK)
+def _sizes(given: Inputs) -> dict[str, Any]:
+    """Constants that kernels of chunks share."""
+    inner = given.B.shape[3]
     padded = max(16, next_power_of_2(inner))
-    columns = min(64 if padded <= 128 else 32, max(16, next_power_of_2(width)))
-    blocks = ceil_div(width, columns)
-    acc = {"ACC": accumulator(x.dtype), "DIM": inner}
-    chunked = {"SPAN": SPAN // CHUNK, "CHUNK": CHUNK, "BLOCK_D": padded, "num_stages": 2, **acc}
-    of_columns = {"V_DIM": width, "BLOCK_V": columns, **chunked}
-    of_heads = states.stride(0), heads, heads // groups
+    chunks = {"SPAN": SPAN // CHUNK, "CHUNK": CHUNK, "BLOCK_D": padded, "num_stages": 2}
+    return {"ACC": accumulator(given.x.dtype), "DIM": inner, **chunks}
+
+
+def _states(given: Inputs) -> Tensor:
+    """Before each span."""
+    batch, _, heads, width = given.x.shape
+    states = given.x.new_empty(given.states_shape, dtype=wide(given.x.dtype))
+    decays = states.new_empty(batch, heads, len(states))
+    sizes = _sizes(given)
+    columns = min(32 if sizes["BLOCK_D"] > 128 else 64, max(16, next_power_of_2(width)))  # held in registers
+    of_heads = states.stride(0), heads, heads // given.B.shape[2]
     launch(
         mamba2_states_kernel,
-        (spans * blocks, heads, batch),
-        *(x, given.dt, A, B, states, decays),
-        *(*_strides(x, given.dt, B), *of_heads, tokens),
-        num_warps=_WARPS.get(arch_of(x), 4),
-        **of_columns,
+        (len(states) * ceil_div(width, columns), heads, batch),
+        *(given.x, given.dt, given.A, given.B, states, decays),
+        *(*_strides(given.x, given.dt, given.B), *of_heads, given.x.shape[1]),
+        num_warps=_WARPS.get(arch_of(given.x), 4),
+        V_DIM=width,
+        BLOCK_V=columns,
+        **sizes,
     )
     launch(
         mamba2_pass_kernel,
-        (ceil_div(inner * width, _PASSED), heads, batch),
-        *(states, decays, *of_heads, spans),
-        **acc,
+        (ceil_div(sizes["DIM"] * width, _PASSED), heads, batch),
+        *(states, decays, *of_heads, len(states)),
+        ACC=sizes["ACC"],
+        DIM=sizes["DIM"],
         V_DIM=width,
         BLOCK=_PASSED,
     )
+    return states
+
+
+def _results(given: Inputs, states: Tensor) -> Tensor:
+    x, B, C = given.x, given.B, given.C
+    batch, tokens, heads, width = x.shape
+    chunks, groups, span = ceil_div(tokens, CHUNK), B.shape[2], SPAN // CHUNK
+    out = states.new_empty(x.shape)
+    similar = states.new_empty(batch, groups, chunks, span, CHUNK, CHUNK)
+    columns = min(64, max(16, next_power_of_2(width)))
     launch(
         mamba2_scores_kernel,
-        (chunks * (SPAN // CHUNK), groups, batch),
+        (chunks * span, groups, batch),
         *(B, C, similar, *_strides(B, C), groups, tokens),
-        **chunked,
+        **_sizes(given),
     )
     launch(
         mamba2_scan_kernel,
-        (chunks * blocks, heads, batch),
-        *(x, given.dt, A, C, D, similar, states, out),
-        *(*_strides(x, given.dt, C, out), *of_heads, tokens),
-        **of_columns,
+        (chunks * ceil_div(width, columns), heads, batch),
+        *(x, given.dt, given.A, C, given.D, similar, states, out),
+        *(*_strides(x, given.dt, C, out), states.stride(0), heads, heads // groups, tokens),
+        V_DIM=width,
+        BLOCK_V=columns,
+        **_sizes(given),
     )
-    return out, states
+    return out
+
+
+def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, states before each span)."""
+    x, B, C = map(_dense, (given.x, given.B, given.C))
+    dense = Inputs(x, given.dt, given.A.contiguous(), B, C, given.D.contiguous())
+    states = _states(dense)
+    return _results(dense, states), states
 
 
 def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
