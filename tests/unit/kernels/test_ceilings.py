@@ -236,10 +236,7 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
         ("gated_delta_forward_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),  # a chunk and 16 columns of a state
         ("gated_delta_states_kernel", 2 * 64 * 16 * (2 * 96 + 64)),  # neither reads of q nor scores
         ("gated_delta_backward_state_kernel", 2 * 64 * 16 * (3 * 96 + 2 * 64)),
-        (
-            "gated_delta_backward_pairs_kernel",
-            2 * 2 * 64 * 64 * 16,
-        ),  # the gradient and dv with what is written
+        ("gated_delta_backward_pairs_kernel", 2 * 2 * 64 * 64 * 16),  # grad and dv with what is written
         ("gated_delta_backward_q_kernel", 2 * 64 * 16 * 96),
         ("gated_delta_backward_k_kernel", 2 * 64 * 16 * 96),
         ("mamba2_states_kernel", 2 * 64 * 96 * 16),
