@@ -3,8 +3,9 @@
     python -m benchmarks.ranks_scaling [--models llama-3.1-8b] [--machine h100-sxm]
 
 Steps with clipping, planned as ``megacompile plan --gpus --nodes`` plans them: up to 8 GPUs in a machine, the
-batch of each GPU fixed, nothing measured. A host takes what the state needs; the table
-says how much that is. "Efficiency" is tokens per second and GPU beside those of one GPU.
+batch of each GPU fixed, nothing measured. A host takes what the state needs; the table says how much that is,
+and of several machines whether each has a copy of the state or all share one. "Efficiency" is tokens per
+second and GPU beside those of one GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from megacompile.estimate.answer import Prediction, Question
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
+from megacompile.estimate.sweeps import best_mesh
 from megacompile.machine.catalog import PROFILES, MachineProfile
 from megacompile.units import format_bytes, format_seconds
 
@@ -32,7 +34,15 @@ def predictions(model: str, profile: MachineProfile) -> Iterator[tuple[int, Pred
         assert profile.device_bytes is not None
         budget = profile.device_bytes * 9 // 10
         asked = Question(profile, SEQUENCES[model], TOKENS, budget, gpus=gpus, nodes=ranks // gpus)
-        yield ranks, study.answer(asked, both=False, clip=True).prediction(True)
+        if ranks > gpus:
+            yield ranks, best_mesh(study, asked, clip=True)[0].prediction(True)
+        else:
+            yield ranks, study.answer(asked, both=False, clip=True).prediction(True)
+
+
+def _state(question: Question) -> str:
+    """Who has one: all GPUs together, or each machine."""
+    return "of each machine" if question.replicated else "of all"
 
 
 def main() -> None:
@@ -42,21 +52,22 @@ def main() -> None:
     parser.add_argument("--machine", choices=list(PROFILES), default="h100-sxm")
     options = parser.parse_args()
     print(
-        "| model, tokens of each GPU | GPUs | host memory of each machine | step | tokens/s | TFLOP/s of "
-        "each GPU | efficiency | lower bound |"
+        "| model, tokens of each GPU | GPUs | state | host memory of each machine | step | tokens/s "
+        "| TFLOP/s of each GPU | efficiency | lower bound |"
     )
-    print("|---|--:|--:|--:|--:|--:|--:|---|")
+    print("|---|--:|---|--:|--:|--:|--:|--:|---|")
     for model in options.models:
         alone = 0.0
         for ranks, found in predictions(model, PROFILES[options.machine]):
             start = f"| {model}, {SEQUENCES[model] * TOKENS // 1024}k | {ranks} |"
             if found is None:
-                print(f"{start} does not fit | | | | | |", flush=True)
+                print(f"{start} | does not fit | | | | | |", flush=True)
                 continue
             each = found.tokens_per_second / ranks
             alone = alone or each
             print(
-                f"{start} {format_bytes(found.host.total)} | {format_seconds(found.seconds)} "
+                f"{start} {_state(found.question)} | {format_bytes(found.host.total)} "
+                f"| {format_seconds(found.seconds)} "
                 f"| {found.tokens_per_second:,.0f} | {found.model_flops_per_second / 1e12:.0f} "
                 f"| {each / alone:.0%} | {format_seconds(found.bound.seconds)}: {found.bound.binding} |",
                 flush=True,

@@ -19,7 +19,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "active_parameters": answer.model.active_parameters,
         "machine": q.profile.name,
         "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
-        "gpus": q.gpus, "nodes": q.nodes,
+        "gpus": q.gpus, "nodes": q.nodes, "replicated": q.replicated,
         "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
         "fits": answer.fits(extras.clip),
         "fits_device": answer.fits_device(),
@@ -34,6 +34,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "flops_missed_by_graph": answer.missed_flops,
         "ways_out": [asdict(w) for w in extras.ways],
         "splits": [asdict(s) for s in extras.splits],
+        "meshes": [asdict(m) for m in extras.meshes],
         "largest": asdict(extras.largest) if extras.largest else None,
         "sources": q.profile.sources,
     }  # fmt: skip

@@ -139,7 +139,13 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
     add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
     add("--gpus", type=_positive, default=1, metavar="N", help="cards of each machine, which share the state")
-    add("--nodes", type=_positive, default=1, metavar="N", help="machines that train together")
+    add(
+        "--nodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="machines that train together; one state for all, or a copy in each: the faster that fits",
+    )
     add("--fabric", type=_above_zero, metavar="GB/S", help="sustained bandwidth between cards, each way")
     add("--network", type=_above_zero, metavar="GB/S", help="sustained bandwidth of a machine, each way")
     _answer_arguments(plan)

@@ -14,7 +14,7 @@ from megacompile.assemble.text import plan_table
 from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
-from megacompile.estimate.sweeps import Split
+from megacompile.estimate.sweeps import Mesh, Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.least import describe_peak
@@ -35,12 +35,16 @@ class Extras:
     ways: tuple[WayOut, ...] = ()
     largest: Largest | None = None
     splits: tuple[Split, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
 
 
 def render(answer: Answer, extras: Extras) -> str:
     """The whole answer as text."""
     shown = answer.prediction(extras.clip)
-    parts = [_head(answer, shown) + _splits(extras.splits), _verdict(answer, extras)]
+    parts = [
+        _head(answer, shown) + _splits(extras.splits) + _meshes(answer, extras.meshes),
+        _verdict(answer, extras),
+    ]
     if extras.ways:
         parts.append(_ways(extras.ways))
     if shown is not None:
@@ -107,6 +111,22 @@ def _splits(splits: tuple[Split, ...]) -> str:
         f"{s.micro_batches}: {format_seconds(s.seconds) if s.seconds else 'does not fit'}" for s in splits
     )
     return f"\nmicro-batches tried, the fastest is taken: {', '.join(tried)}"
+
+
+def _meshes(answer: Answer, meshes: tuple[Mesh, ...]) -> str:
+    """One state of all machines beside a copy in each."""
+    q, lines = answer.question, []
+    for mesh in meshes:
+        name = "state shared by all cards"
+        if mesh.replicated:
+            name = f"      copied to each machine, mesh=({q.nodes}, {q.gpus})"
+        taken = ", taken" if mesh.replicated == q.replicated else ""
+        found = "does not fit"
+        if mesh.seconds is not None and mesh.host_bytes is not None:
+            host = format_bytes(mesh.host_bytes)
+            found = f"{format_seconds(mesh.seconds)}, {host} a host, bound by {mesh.binding}"
+        lines.append(f"\n{name}{taken}: {found}")
+    return "".join(lines)
 
 
 def _verdict(answer: Answer, extras: Extras) -> str:

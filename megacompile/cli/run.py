@@ -19,7 +19,7 @@ from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.largest import estimate_largest, largest
 from megacompile.estimate.models import load_model
 from megacompile.estimate.study import Study
-from megacompile.estimate.sweeps import Point, Split, best_split, sweep
+from megacompile.estimate.sweeps import Mesh, Point, Split, best_mesh, best_split, sweep
 from megacompile.estimate.ways import ways_out
 from megacompile.machine.catalog import PROFILES, THIS_CPU, MachineProfile, load_machine, override
 from megacompile.schedule.dump import write_dump
@@ -60,12 +60,8 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         if options.sweep:
             return _run_sweep(options, study, question, clip, progress)
-        splits: tuple[Split, ...] = ()
-        if options.micro_batches == "auto":
-            answer, splits = best_split(study, question, clip)
-        else:
-            answer = study.answer(question)
-        extras = replace(_extras(options, study, answer, clip), splits=splits)
+        answer, splits, meshes = _answer(options, study, question, clip)
+        extras = replace(_extras(options, study, answer, clip), splits=splits, meshes=meshes)
         shown = answer.prediction(clip)
         schedule = shown.schedule(answer.model) if shown else None
         if folder is not None and shown and schedule:
@@ -81,6 +77,20 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
     return 0 if answer.fits(clip) else 1
+
+
+def _answer(
+    options: argparse.Namespace, study: Study, question: Question, clip: bool
+) -> tuple[Answer, tuple[Split, ...], tuple[Mesh, ...]]:
+    """The answer, with the fastest split and mesh where they are to be found."""
+    if options.micro_batches != "auto":
+        answer, meshes = best_mesh(study, question, clip)
+        return answer, (), meshes
+    answer, splits = best_split(study, question, clip)
+    if question.nodes == 1:
+        return answer, splits, ()
+    answer, meshes = best_mesh(study, answer.question, clip)
+    return answer, splits, meshes
 
 
 def _dump(shown: Prediction, schedule: Schedule, folder: Path) -> None:
@@ -195,7 +205,7 @@ def _run_sweep(
     options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: Progress
 ) -> int:
     values = _values(options.values, options.sweep) if options.values else ()
-    points = list(sweep(study, question, options.sweep, values))
+    points = list(sweep(study, question, options.sweep, values, clip))
     progress.clear()
     if options.json:
         extras = Extras(clip, options.tokens, question.profile.price_per_hour)

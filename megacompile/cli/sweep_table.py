@@ -24,5 +24,6 @@ def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
             f"{format_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} "
             f"{p.model_flops_per_second / 1e12:>8.1f} {p.mfu:>6.1%}  "
             f"{format_seconds(p.bound.seconds)}: {p.bound.binding}"
+            + (", with a copy of the state in each machine" if a.question.replicated else "")
         )
     return "\n".join(lines) + "\n"

@@ -25,15 +25,16 @@ from megacompile.schedule.dump import step_calls
 from megacompile.schedule.schedule import Schedule
 from megacompile.step.operations import Step
 
-Kind = tuple[int, int, bool, int | None, int]
-"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many train."""
+Kind = tuple[int, int, bool, int | None, int, int]
+"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many share the
+state, how many replicas of it train."""
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
-    ``gpus`` cards in each of ``nodes`` machines. Host bytes and those of drives are a machine's. Several
-    cards need links between them in ``profile``."""
+    ``gpus`` cards in each of ``nodes`` machines, which share the state, or have it ``replicated`` in each.
+    Host bytes and those of drives are a machine's. Several cards need links between them in ``profile``."""
 
     profile: MachineProfile
     batch: int
@@ -45,6 +46,7 @@ class Question:
     nvme_budget: int | None = None
     gpus: int = 1
     nodes: int = 1
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
@@ -55,8 +57,13 @@ class Question:
 
     @property
     def ranks(self) -> int:
-        """Cards of all machines, which share the state."""
+        """Cards of all machines."""
         return self.gpus * self.nodes
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the state in all."""
+        return self.nodes if self.replicated else 1
 
     @property
     def tokens(self) -> int:
@@ -67,7 +74,7 @@ class Question:
     def kind(self) -> Kind:
         """What a capture depends on."""
         stored, processors = self.nvme_budget is not None, self.profile.machine.processors
-        return self.batch, self.seq, stored, processors, self.ranks
+        return self.batch, self.seq, stored, processors, self.ranks // self.replicas, self.replicas
 
     @property
     def terms(self) -> Terms:
@@ -77,7 +84,7 @@ class Question:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
             tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
         if self.ranks > 1:
-            machine = machine.shared_by(self.gpus, self.nodes)
+            machine = machine.shared_by(self.gpus, self.nodes // self.replicas)
         return Terms(machine, self.hbm_budget, tiers)
 
     def mode(self, clip: bool) -> Mode:
@@ -193,7 +200,8 @@ class Answer:
         FP32, which one clipped micro-batch in bf16 need not be."""
         trained = sum(g.elements for g in self.compiled.assembly.groups if g.trainable)
         clipped = self.host(True)
-        accumulated = replace(clipped, gradients=4 * trained // self.question.nodes)
+        q = self.question
+        accumulated = replace(clipped, gradients=4 * trained * q.replicas // q.nodes)
         return {"streamed": self.host(False), "clipped": clipped, "accumulated": accumulated}
 
     def fits_host(self, clip: bool) -> bool:

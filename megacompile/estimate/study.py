@@ -46,7 +46,7 @@ class Study:
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return self._whole((batch, seq, False, None, 1))[0]
+        return self._whole((batch, seq, False, None, 1, 1))[0]
 
     def _whole(self, kind: Kind) -> tuple[Compiled, float]:
         """The batch with no weight cut, and the share of model FLOPs that the graph misses."""
@@ -61,12 +61,18 @@ class Study:
     def _repeat(self, kind: Kind) -> Repeated:
         """The batch's captures, made once."""
         if kind not in self._repeated:
-            batch, seq, stored, processors, ranks = kind
+            batch, seq, stored, processors, ranks, replicas = kind
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
             read = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
             self._repeated[kind] = Repeated(
-                self.model, read, _DTYPES[self._dtype], stored=stored, processors=processors, ranks=ranks
+                self.model,
+                read,
+                _DTYPES[self._dtype],
+                stored=stored,
+                processors=processors,
+                ranks=ranks,
+                replicas=replicas,
             )
         return self._repeated[kind]
 

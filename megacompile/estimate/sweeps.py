@@ -29,15 +29,18 @@ class Point:
 
 
 def sweep(
-    study: Study, question: Question, over: str, values: Sequence[int | MachineProfile]
+    study: Study, question: Question, over: str, values: Sequence[int | MachineProfile], clip: bool
 ) -> Iterator[Point]:
-    """Answers along one axis, as they come: at these budgets, numbers or machines, else at usual ones."""
+    """Answers along one axis, as they come: at these budgets, numbers or machines, else at usual ones.
+
+    Of several machines the faster mesh counts, as ``clip`` says.
+    """
     points = [
         _point(question, over, index, value)
         for index, value in enumerate(values or _usual(study, question, over))
     ]
     for label, at, asked in points:
-        answer = study.answer(asked)
+        answer, _ = best_mesh(study, asked, clip)
         yield Point(label, at, answer)
         if not values and over in _NUMBERS and not answer.fits_device():
             return
@@ -60,6 +63,38 @@ def _usual(study: Study, question: Question, over: str) -> Sequence[int | Machin
     low = study.least(replace(question, hbm_budget=0))[0].device_bytes
     high = max(low, min(question.profile.device_bytes or _ANY, max(question.hbm_budget, 2 * low)))
     return [low + (high - low) * i // 6 for i in range(7)]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One state that all cards share, or ``replicated`` in each machine: the seconds of a step, what binds
+    it, and the host bytes of a machine; None where it does not fit."""
+
+    replicated: bool
+    seconds: float | None = None
+    binding: str | None = None
+    host_bytes: int | None = None
+
+
+def best_mesh(study: Study, question: Question, clip: bool) -> tuple[Answer, tuple[Mesh, ...]]:
+    """The answer to the question with the state on the mesh that makes the faster step, and what was tried;
+    nothing but the question's own where there is one machine, or a card in each."""
+    if question.nodes == 1 or question.gpus == 1:
+        return study.answer(question), ()
+    answers = [
+        study.answer(replace(question, replicated=replicated), both=False, clip=clip)
+        for replicated in (False, True)
+    ]
+    fitting = [a for a in answers if a.fits(clip)] or answers[:1]  # shared by all it takes least
+    best = min(fitting, key=lambda a: p.seconds if (p := a.prediction(clip)) else math.inf)
+    return study.answer(best.question, known=best), tuple(_tried(a, clip) for a in answers)
+
+
+def _tried(answer: Answer, clip: bool) -> Mesh:
+    planned, replicated = answer.prediction(clip), answer.question.replicated
+    if planned is None or not answer.fits(clip):
+        return Mesh(replicated)
+    return Mesh(replicated, planned.seconds, planned.bound.binding, planned.host.total)
 
 
 @dataclass(frozen=True)

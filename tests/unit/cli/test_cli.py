@@ -305,17 +305,24 @@ def test_several_cards_share_the_state_and_bring_batches_of_their_own(
         found = plan("--hbm-budget", "30MB", "--json", *arguments, machine="h100-sxm")[1]
         return dict(json.loads(found))
 
-    one, four, eight = asked(), asked("--gpus", "4"), asked("--gpus", "4", "--nodes", "2")
-    masters = [found["host_bytes"]["streamed"]["masters"] for found in (one, four, eight)]
+    machines = ("--gpus", "4", "--nodes", "2")
+    one, four, copied = asked(), asked("--gpus", "4"), asked(*machines, "--network", "0.1")
+    shared_by_all, of_each = copied["meshes"]
+    assert copied["replicated"] and of_each["seconds"] < shared_by_all["seconds"]
+    between = (of_each["host_bytes"] + shared_by_all["host_bytes"]) // 2
+    eight = asked(*machines, "--network", "0.1", "--host-budget", f"{between}B")
+    assert not eight["replicated"] and eight["meshes"][1]["seconds"] is None, "the host has no room"
+    masters = [found["host_bytes"]["streamed"]["masters"] for found in (one, four, eight, copied)]
     assert masters[0] <= masters[1] < 1.05 * masters[0]  # shards are equal, so padded
-    assert masters[1] <= 2 * masters[2] < 1.05 * masters[1]
-    for found, ranks in ((one, 1), (four, 4), (eight, 8)):
+    assert masters[1] <= 2 * masters[2] < 1.05 * masters[1] and masters[3] == masters[1]
+    for found, ranks in ((one, 1), (four, 4), (eight, 8), (copied, 8)):
         p = found["with_clipping"]
         assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(ranks * 256)
         assert (p["lower_bound"]["gathers"] > 0) == (p["busy_seconds"]["comm"] > 0) == (ranks > 1)
         assert p["lower_bound"]["seconds"] <= p["step_seconds"]
-    _, out, _ = plan("--hbm-budget", "30MB", "--gpus", "4", "--nodes", "2", machine="h100-sxm")
+    _, out, _ = plan("--hbm-budget", "30MB", *machines, "--network", "0.1", machine="h100-sxm")
     assert "2 machines of 4 × H100" in out and "on each machine" in out and "network " in out
+    assert "copied to each machine, mesh=(2, 4), taken: " in out and "state shared by all cards: " in out
 
 
 @pytest.mark.parametrize("over", ["hbm-budget", "machine"])
