@@ -66,12 +66,20 @@ def measure(form: StateFormat, way: str, parameters: int) -> dict[str, float]:
     return {"grown": grown / count, "held": held / count, "host": host / count, "device": device / count}
 
 
-def run(model: nn.Module, batch: list[Tensor], clip: float | None, form: StateFormat, package: Any) -> Any:
+def run(
+    model: nn.Module,
+    batch: list[Tensor],
+    clip: float | None,
+    form: StateFormat,
+    package: Any,
+    planner: Any = None,
+) -> Any:
     """A program after three steps, its updates done, under the least budget that streams."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     program = package.compile(
-        model, "40MB", optimizer=optimizer, max_grad_norm=clip, optimizer_state=form, kernels=None
-    )
+        model, "40MB", optimizer=optimizer, max_grad_norm=clip, optimizer_state=form, kernels=None,
+        planner=planner,
+    )  # fmt: skip
     for _ in range(3):
         program.train_step(batch if len(batch) > 1 else batch[0])
     program.synchronize()

@@ -3,9 +3,10 @@
     python -m benchmarks.ranks_memory [--parameters 67108864] [--ranks 1 2]
 
 A model of square layers is trained by each number of ranks, in processes that Python starts for it, bf16
-compute, updates that stream. "Grown" is by how much their PSS (pages that several share count once) grew from
-before the model was made until after the steps, when freed memory was given back. "Accounted" is what
-``program.memory`` says of the host; the emulated devices' peaks are no host state, and are taken off.
+compute, updates that stream, all state on hosts. "Grown" is by how much their PSS (pages that several share
+count once) grew from before the model was made until after the steps, when freed memory was given back.
+"Accounted" is what ``program.memory`` says of the host; the emulated devices' peaks are no host state, and
+are taken off.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ import torch.multiprocessing as mp
 
 from benchmarks.bytes_per_parameter import WIDTH, Tower, run
 from benchmarks.report import machine_line
+from megacompile.assemble.plan import Mode, Plan
+from megacompile.assemble.workload import Workload
 from megacompile.host.arena import trim_heap
+from megacompile.machine.rates import Machine
+from megacompile.plan.planner import search
+
+
+def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+    """A planner that keeps no state on devices."""
+    return search(work, mode, machine, budget_bytes).plan
 
 
 def main() -> None:
@@ -58,9 +68,9 @@ def _work(rank: int, ranks: int, folder: str, results: Any, parameters: int) -> 
     if ranks > 1:
         store = f"file://{Path(folder) / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    run(Tower(2), batch, None, "fp32", megacompile).close()  # what a process needs besides any model
+    run(Tower(2), batch, None, "fp32", megacompile, on_host).close()  # what a process needs besides any model
     before = _held()
-    program = run(Tower(parameters // WIDTH**2), batch, None, "fp32", megacompile)
+    program = run(Tower(parameters // WIDTH**2), batch, None, "fp32", megacompile, on_host)
     grown = _held() - before
     if ranks > 1:
         dist.barrier()  # none goes while another still counts pages that both share

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ranks_overhead [--tokens 512] [--repeats 9]
 
-About 100M parameters, fp32, two processes of one thread each, whole steps with updates. First each trains
-a model of its own. Then they are ranks of one program: with collectives that copy within a process (numbers
-are wrong then, all the rest is the step's own work), and with those of gloo.
+About 100M parameters, fp32, two processes of one thread each, whole steps with updates, all state on hosts.
+First each trains a model of its own. Then they are ranks of one program: with collectives that copy within a
+process (numbers are wrong then, all the rest is the step's own work), and with those of gloo.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import megacompile
+from benchmarks.ranks_memory import on_host
 from benchmarks.report import machine_line
 from benchmarks.step_overhead import batch_of, build
 from megacompile import Program
@@ -80,8 +81,9 @@ def _compiled(batch: Any) -> Program:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return megacompile.compile(
-        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, device="cpu", example_batch=batch
-    )
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, device="cpu", example_batch=batch,
+        planner=on_host,
+    )  # fmt: skip
 
 
 def _step(program: Program, batch: Any) -> None:
