@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megacompile import MegacompileError
+from tests.e2e.test_ranks_faults import told
 from tests.e2e.test_several_devices import CASES, batches, compiled, train
 from tests.support.ranks import raising, run_ranks, saved, whole
 
@@ -66,3 +67,18 @@ def test_replicas_are_bitwise_micro_batches(replicas: int, shards: int, micro: i
     assert [bool(rank["values"]) for rank in ours] == [True] + [False] * (len(ours) - 1)
     for name, value in ours[0]["values"].items():
         assert torch.equal(again[f"{name}/weights"], value.reshape(-1))
+
+
+def told_on_mesh(rank: int, how: str, where: str, count: int) -> str:
+    return told(rank, how, where, count, mesh=init_device_mesh("cpu", (2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "count"), [("killed", "all_to_all", 4), ("raises", "all_gather", 8)]
+)
+def test_a_rank_that_fails_is_named_in_all_replicas(how: str, where: str, count: int) -> None:
+    """Of rank 3 too, which meets it in sums alone, and rank 2, which never does."""
+    first, failed, *others = run_ranks(4, told_on_mesh, how, where, count)
+    words = "Rank 1 is gone." if how == "killed" else "Rank 1 stopped: ValueError: the card fell out"
+    assert all(words in said for said in (first, *others))
+    assert failed == (None if how == "killed" else "the card fell out")

@@ -151,9 +151,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None
 STALL = 30.0  # seconds that the others wait for a rank that stalls, and for rank 0 to plan
 
 
-def told(rank: int, how: str, where: str, count: int) -> str:
+def told(rank: int, how: str, where: str, count: int, **options: Any) -> str:
     """Rank 1 fails when it comes to ``where`` the ``count``-th time; what the others say then."""
-    program, batch = compiled(max_grad_norm=1.0), batch_for("plain", rank)
+    program, batch = compiled(max_grad_norm=1.0, **options), batch_for("plain", rank)
     program.train_step(batch)
     program.synchronize()
     beyond = STALL + 30  # what the others wait for last words
