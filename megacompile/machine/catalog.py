@@ -144,8 +144,8 @@ def _built_in(
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
-            "our kernels": f"ceilings of compute capability {chip / 10:.1f}; attention {REACHED:g} of "
-            f"them, its backward and the gated delta rule {REACHED_BACKWARD:g} (assumed)",
+            "our kernels": f"ceilings of sm_{chip}; attention {REACHED:g}, its backward and delta rules "
+            f"{REACHED_BACKWARD:g} of them (assumed)",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",
