@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.capture.outputs import OutputsFn
 from megacompile.capture.padding import pad_batch
 from megacompile.capture.right_padding import is_padded_right
 from megacompile.compiler import Compiler, Scheduled
+from megacompile.host.adam import backend
 from megacompile.host.optimizer import hypers
 from megacompile.padder import OfRanks
 from megacompile.runtime.step_io import step_seed
@@ -48,9 +51,19 @@ def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, An
             f"max_grad_norm={settings.max_grad_norm}, on_nonfinite={settings.on_nonfinite!r}, "
             f"seed={settings.seed}, optimizer_state={settings.optimizer_state!r}"
         ),
+        "updates": _updates(settings),
         "layout": _digest(str(slots)),
         "source": _digest(f"{scheduled.source}{moved}{step.resident}{step.shards}{step.exchange_bytes}"),
     }
+
+
+def _updates(settings: Settings) -> str:
+    """What updates a state that other ranks update too, where its bits depend on it."""
+    if settings.world.ranks.replicas == 1:
+        return ""
+    gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
+    kernel = {"c": "the C kernel", "torch": "torch"}[backend(settings.optimizer_state)]
+    return f"{kernel} on the host, and {gpu}"
 
 
 def agreed_batches(

@@ -20,6 +20,10 @@ _SENTENCES = {  # in the order in which they are looked at
         _PACKAGES, "Rank {rank} runs {theirs}, and rank 0 {first}: install the same versions on all machines."
     ),
     "settings": "Rank {rank} was compiled with {theirs}, and rank 0 with {first}: give all ranks the same.",
+    "updates": (
+        "Rank {rank} updates by {theirs}, rank 0 by {first}: give all machines of a mesh the same, or their "
+        "copies of the state drift apart."
+    ),
     "layout": "The weight groups of rank {rank} are not those of rank 0: make the same model on every rank.",
     "source": "Rank {rank} compiled another program than rank 0: please report this schedule.",
     "micro": "Rank {rank} brought {theirs} micro-batches, rank 0 {first}: give every rank as many.",

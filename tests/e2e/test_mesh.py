@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacompile import MegacompileError
+from megacompile import MegacompileError, together
 from tests.e2e.test_ranks_faults import told
-from tests.e2e.test_several_devices import CASES, batches, compiled, train
+from tests.e2e.test_several_devices import CASES, FP32, batches, compiled, train
 from tests.support.ranks import raising, run_ranks, saved, whole
 
-NAMES = ["some on devices", "clipped", "in small pieces"]
+NAMES = ["some on devices", "clipped", "in small pieces", "dropout in bf16"]
 
 
 def refused(rank: int, mesh: DeviceMesh) -> None:
@@ -27,6 +28,11 @@ def refused(rank: int, mesh: DeviceMesh) -> None:
         compiled("plain", {"mesh": init_device_mesh("cpu", (4, 1))})
     with raising(MegacompileError, "Rank 3 has a mesh of 1 × 4, and rank 0 of 2 × 2"):
         compiled("plain", {"mesh": None if rank == 3 else mesh})
+    with (
+        mock.patch.object(together, "backend", lambda kernel: "torch" if rank == 3 else "c"),
+        raising(MegacompileError, "Rank 3 updates by torch on the host, and no GPU, rank 0 by the C kernel"),
+    ):
+        compiled("plain", FP32 | {"mesh": mesh}).train_step(batches("plain", 0, range(rank, 4, 4)))
 
 
 def on_mesh(rank: int, shape: tuple[int, int], folder: Path, micro: int) -> dict[str, Any]:
