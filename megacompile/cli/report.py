@@ -120,11 +120,12 @@ def _meshes(answer: Answer, meshes: tuple[Mesh, ...]) -> str:
         name = "state shared by all cards"
         if mesh.replicated:
             name = f"      copied to each machine, mesh=({q.nodes}, {q.gpus})"
+        if mesh.seconds is None or mesh.host_bytes is None:
+            lines.append(f"\n{name}: does not fit")
+            continue
         taken = ", taken" if mesh.replicated == q.replicated else ""
-        found = "does not fit"
-        if mesh.seconds is not None and mesh.host_bytes is not None:
-            host = format_bytes(mesh.host_bytes)
-            found = f"{format_seconds(mesh.seconds)}, {host} a host, bound by {mesh.binding}"
+        host = format_bytes(mesh.host_bytes)
+        found = f"{format_seconds(mesh.seconds)}, {host} a host, bound by {mesh.binding}"
         lines.append(f"\n{name}{taken}: {found}")
     return "".join(lines)
 
