@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacompile.assemble.text import plan_table
+from megacompile.cli.report_head import head, meshes_text, splits_text
 from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
 from megacompile.estimate.largest import Largest
@@ -20,7 +21,7 @@ from megacompile.host.formats import CODINGS, state_bytes
 from megacompile.plan.least import describe_peak
 from megacompile.plan.tiers import describe_traffic
 from megacompile.step.spec import STREAMS
-from megacompile.units import format_bytes, format_count, format_hours, format_seconds
+from megacompile.units import format_bytes, format_hours, format_seconds
 
 _STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host", "comm": "between devices"}
 
@@ -42,7 +43,7 @@ def render(answer: Answer, extras: Extras) -> str:
     """The whole answer as text."""
     shown = answer.prediction(extras.clip)
     parts = [
-        _head(answer, shown) + _splits(extras.splits) + _meshes(answer, extras.meshes),
+        head(answer, shown) + splits_text(extras.splits) + meshes_text(answer, extras.meshes),
         _verdict(answer, extras),
     ]
     if extras.ways:
@@ -57,34 +58,6 @@ def render(answer: Answer, extras: Extras) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(answer: Answer, shown: Prediction | None) -> str:
-    q, m = answer.question, answer.model
-    active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
-    title = q.profile.title or q.profile.name
-    times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
-    if q.ranks > 1:
-        times = f"on each card {times}"
-    return (
-        f"{m.name} on {_cards(q)}{title}\n"
-        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state "
-        f"{_state_at(answer, shown)}\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
-    )
-
-
-def _state_at(answer: Answer, shown: Prediction | None) -> str:
-    """Where masters and moments are, by the plan shown."""
-    host = "on NVMe and in host memory" if shown is not None and shown.host.nvme else "in host memory"
-    if shown is None:
-        return host
-    trained = [g for g in answer.compiled.assembly.groups if g.trainable]
-    there = sum(g.elements for g in trained if shown.planned.plan.groups[g.index].state == "device")
-    share = there / max(1, sum(g.elements for g in trained))
-    devices = "on the devices" if answer.question.ranks > 1 else "on the device"
-    if share in (0, 1):
-        return devices if share else host
-    return f"{share:.0%} {devices}, the rest {host}"
-
-
 def largest_line(big: Largest, question: Question) -> str:
     """What would fit; of what does not fit at all, nothing is told but that."""
     about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
@@ -95,39 +68,6 @@ def largest_line(big: Largest, question: Question) -> str:
         f"  largest that fits the device: {batch} at {question.seq:,} tokens, {seq} at batch "
         f"{question.batch}{sure}"
     )
-
-
-def _cards(question: Question) -> str:
-    """``4 machines of 8 × ``; nothing for a single card."""
-    cards = f"{question.gpus} × " if question.ranks > 1 else ""
-    return f"{question.nodes} machines of {cards}" if question.nodes > 1 else cards
-
-
-def _splits(splits: tuple[Split, ...]) -> str:
-    """What other numbers of micro-batches would take."""
-    if not splits:
-        return ""
-    tried = (
-        f"{s.micro_batches}: {format_seconds(s.seconds) if s.seconds else 'does not fit'}" for s in splits
-    )
-    return f"\nmicro-batches tried, the fastest is taken: {', '.join(tried)}"
-
-
-def _meshes(answer: Answer, meshes: tuple[Mesh, ...]) -> str:
-    """One state of all machines beside a copy in each."""
-    q, lines = answer.question, []
-    for mesh in meshes:
-        name = "state shared by all cards"
-        if mesh.replicated:
-            name = f"      copied to each machine, mesh=({q.nodes}, {q.gpus})"
-        if mesh.seconds is None or mesh.host_bytes is None:
-            lines.append(f"\n{name}: does not fit")
-            continue
-        taken = ", taken" if mesh.replicated == q.replicated else ""
-        host = format_bytes(mesh.host_bytes)
-        found = f"{format_seconds(mesh.seconds)}, {host} a host, bound by {mesh.binding}"
-        lines.append(f"\n{name}{taken}: {found}")
-    return "".join(lines)
 
 
 def _verdict(answer: Answer, extras: Extras) -> str:
