@@ -2,8 +2,8 @@
 
 In: a partition and its differentiated templates. Out: :class:`Assembly`, which holds the layout of
 each weight group's flat bucket and the :class:`~megacompile.assemble.workload.Workload`. Parameters belong to
-one group exactly if they are used by the same blocks, get gradients from the same blocks, compute in one dtype,
-and are all trained or all frozen; inside a group, those of one optimizer param group are adjacent.
+one group exactly if they are used by the same blocks, get gradients from the same blocks, compute in one
+dtype, and are all trained or all frozen; inside one, those of one optimizer param group are adjacent.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def assemble(
 ) -> Assembly:
     """Group the parameters and describe every block by numbers.
 
-    ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep, those of
-    an earlier program. ``outside``: see :class:`Workload`. ``ranks`` share them, in each of ``replicas``.
+    ``constant_bytes`` is what buffers take on the device all the time. ``groups`` are layouts to keep, of an
+    earlier program. ``outside``: see :class:`Workload`. ``ranks`` share them, in each of ``replicas``.
     """
     groups = groups or _group(part, templates, parameters, ranks)
     places = {s.parameter.name: (g.index, i) for g in groups for i, s in enumerate(g.slots)}
