@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from contextlib import nullcontext
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 import megacompile
 from megacompile import MegacompileError, NonFiniteError, Program
 from tests.support.models import batch_for, build
-from tests.support.ranks import end_of, failing, partly_on_devices, raising, run_ranks, whole
+from tests.support.ranks import partly_on_devices, raising, run_ranks, told, whole
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
@@ -151,14 +150,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None
 STALL = 30.0  # seconds that the others wait for a rank that stalls, and for rank 0 to plan
 
 
-def told(rank: int, how: str, where: str, count: int, **options: Any) -> str:
-    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what the others say then."""
+def failing_rank(rank: int, how: str, where: str, count: int, **options: Any) -> str:
     program, batch = compiled(max_grad_norm=1.0, **options), batch_for("plain", rank)
-    program.train_step(batch)
-    program.synchronize()
-    beyond = STALL + 30  # what the others wait for last words
-    with failing(how, where, count, beyond) if rank == 1 else nullcontext():
-        return end_of(program, lambda: program.train_step(batch))
+    return told(program, lambda: program.train_step(batch), rank, how, where, count, STALL + 30)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +170,7 @@ def told(rank: int, how: str, where: str, count: int, **options: Any) -> str:
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     timeout = STALL if how == "stalls" else 600.0
     ranks = 2 if how == "runs out" else 3
-    first, failed, *others = run_ranks(ranks, told, how, where, count, timeout=timeout)
+    first, failed, *others = run_ranks(ranks, failing_rank, how, where, count, timeout=timeout)
     assert all(words in said for said in (first, *others))
     assert failed is None if how == "killed" else failed
     if how in ("raises", "runs out"):

@@ -74,18 +74,20 @@ def test_rates_are_those_of_the_call_whatever_happens_while_updates_fly(
     program.close()
 
 
-class Branches(nn.Module):
-    """A second branch that only some batches use."""
+class Layers(nn.Module):
+    """A second layer that only some batches use, after a first whose gradient only some let through."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 3), nn.Linear(16, 3)
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
 
-    def forward(self, x: Tensor, y: Tensor, both: bool) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, both: bool = True, cut: bool = False) -> Tensor:
         h = self.first(x)
+        if cut:
+            h = h.detach()
         if both:
             h = h + self.second(x)
-        return nn.functional.mse_loss(h, y)
+        return nn.functional.mse_loss(self.third(h), y)
 
 
 def as_eager_trains(model: nn.Module, batches: list[dict[str, Any]], **settings: float) -> None:
@@ -109,19 +111,7 @@ def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorde
     """Bias correction goes by each group's own updates, as torch counts them by parameter."""
     torch.manual_seed(0)
     uses = (True, False, False, True, False, True)
-    as_eager_trains(Branches(), [{**batch(index), "both": both} for index, both in enumerate(uses)])
-
-
-class Detached(nn.Module):
-    """A layer whose values reach the loss, but its gradient only where the batch lets it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor, y: Tensor, cut: bool) -> Tensor:
-        h = self.first(x)
-        return nn.functional.mse_loss(self.second(h.detach() if cut else h), y)
+    as_eager_trains(Layers(), [{**batch(index), "both": both} for index, both in enumerate(uses)])
 
 
 def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
@@ -129,11 +119,11 @@ def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
     torch.manual_seed(0)
     cuts = (False, True, True, False)
     batches = [{**batch(index), "cut": cut} for index, cut in enumerate(cuts)]
-    as_eager_trains(Detached(), batches, weight_decay=0.5)
+    as_eager_trains(Layers(), batches, weight_decay=0.5)
 
 
 def test_a_parameter_that_gets_its_first_gradient_later_is_named() -> None:
-    model = Detached()
+    model = Layers()
     program = megacompile.compile(
         model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), compute_dtype=torch.float32
     )

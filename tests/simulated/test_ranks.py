@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from tests.simulated.numbers import runtime
 from tests.simulated.test_faults import DELAY, Wide, batch
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build, llama
-from tests.support.ranks import end_of, failing, raising, run_ranks, saved, whole
+from tests.support.ranks import raising, run_ranks, saved, told, whole
 
 BUDGET = 10**9
 CONTEXT, NCCL = 512 << 20, 64 << 20  # what the simulated driver and a communicator take of a device
@@ -248,14 +247,9 @@ def on_cpu(rank: int) -> list[float]:
 STALL = 20.0  # seconds that ranks wait for each other
 
 
-def told(rank: int, size: int, how: str, where: str, count: int) -> str:
-    """Rank 1 fails when it comes to ``where`` the ``count``-th time; what ranks say then."""
+def failing_rank(rank: int, size: int, how: str, where: str, count: int) -> str:
     trained = program(Wide(), "cuda", "1GB", planner="double-buffer")
-    trained.train_step((batch(rank),))
-    trained.synchronize()
-    beyond = STALL + 15  # what the others wait for last words
-    with failing(how, where, count, beyond) if rank == 1 else nullcontext():
-        said = end_of(trained, lambda: trained.train_step((batch(rank),)))
+    said = told(trained, lambda: trained.train_step((batch(rank),)), rank, how, where, count, STALL + 15)
     trained.close()
     return said
 
@@ -273,7 +267,7 @@ def told(rank: int, size: int, how: str, where: str, count: int) -> str:
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     """None of them computes on: a collective that waits for the rank is ended."""
     timeout = STALL if how == "stalls" else 600.0
-    first, failed, third = run_ranks(3, on_gpu, 3, told, how, where, count, timeout=timeout)
+    first, failed, third = run_ranks(3, on_gpu, 3, failing_rank, how, where, count, timeout=timeout)
     assert words in first and words in third, (first, third)
     if how == "killed":
         assert failed is None

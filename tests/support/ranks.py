@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -187,6 +187,16 @@ def failing(how: str, where: str, count: int, stall: float = 0.0) -> Iterator[No
 
     with mock.patch.object(owner, where, fail):
         yield
+
+
+def told(
+    program: Program, step: Callable[[], object], rank: int, how: str, where: str, count: int, stall: float
+) -> str:
+    """Rank 1 fails after one step, as :func:`failing` says; what this rank says then."""
+    step()
+    program.synchronize()
+    with failing(how, where, count, stall) if rank == 1 else nullcontext():
+        return end_of(program, step)
 
 
 def end_of(program: Program, step: Callable[[], object]) -> str:
