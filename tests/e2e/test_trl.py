@@ -119,7 +119,7 @@ def test_sft_logs_what_trl_does(
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        pytest.param(lambda: build("llama", layers=2), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
+        pytest.param(lambda: build("llama", layers=1), {"loss_type": ["sigmoid", "sft"]}, id="two losses"),
         pytest.param(lora, {}, id="LoRA"),
         pytest.param(virtual_tokens, {}, id="virtual tokens"),
     ],

@@ -15,6 +15,10 @@ from megacompile.cli.main import main
 
 def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_run, "_LENGTH", 32)
+    monkeypatch.setattr(first_run, "_WIDTH", 64)
+    monkeypatch.setattr(
+        first_run, "_SIZES", {what: min(most, 256) for what, most in first_run._SIZES.items()}
+    )
     found = list(first_run.findings("cpu", "50MB"))
     assert len(found) == 3 + len(OURS) and all(f.good for f in found), found
     assert "peak" in found[-1].text and "predicted" in found[-1].text
