@@ -34,7 +34,6 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 HERE = Path(__file__).parent
 ANEW = (
     "tests/unit/capture/",
-    "tests/unit/cli/",
     "tests/unit/differentiate/",
     "tests/e2e/test_bad_input.py",
     "tests/e2e/test_between_steps.py",

@@ -66,18 +66,22 @@ class Captures:
             self._captured[key] = capture(model, args, kwargs, **options)
         return self._captured[key]
 
-    def differentiate(self, template: Any, mode: Any, *target: Any) -> DifferentiatedTemplate:
+    def differentiate(self, template: Any, mode: Any, *target: Any, **options: Any) -> DifferentiatedTemplate:
         """As :func:`megacompile.differentiate.policies.differentiate`."""
-        key = (template.digest, template.name, mode, target)
+        key = (template.digest, template.name, mode, target, *sorted(options.items()))
         if key not in self._templates:
-            self._templates[key] = differentiate(template, mode, *target)
+            self._templates[key] = differentiate(template, mode, *target, **options)
         return self._templates[key]
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Programs that are compiled within take these captures."""
         stages = functools.partial(Frontend, capture=self.capture, differentiate=self.differentiate)
-        with mock.patch("megacompile.api.Frontend", stages):
+        with (
+            mock.patch("megacompile.api.Frontend", stages),
+            mock.patch("megacompile.estimate.unroll.Frontend", stages),
+            mock.patch("megacompile.estimate.unroll.differentiate", self.differentiate),
+        ):
             yield
 
 
