@@ -46,7 +46,22 @@ CHIPS = {
 
 
 @dataclass(frozen=True, order=True)
-class Ceiling:
+class CompiledKernel:
+    """A kernel as compiled for a chip; ``variant`` counts the launches of it that one case makes."""
+
+    module: str
+    case: str
+    kernel: str
+    variant: int
+    arch: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.case, self.kernel, self.variant, self.arch
+
+
+@dataclass(frozen=True, order=True)
+class Ceiling(CompiledKernel):
     """One row of the table; cycles are per CTA and iteration of the hot loop, bytes too.
 
     ``executed``: flops of MMA instructions / flops that the formula needs (0 without products).
@@ -55,11 +70,6 @@ class Ceiling:
     "latency" (too few bytes in flight).
     """
 
-    module: str
-    case: str
-    kernel: str
-    variant: int
-    arch: int
     mma: str
     executed: float
     issue: int
@@ -74,10 +84,6 @@ class Ceiling:
     in_flight: int
     rate: float
     binds: str
-
-    @property
-    def key(self) -> tuple[str, str, str, int, int]:
-        return self.module, self.case, self.kernel, self.variant, self.arch
 
     @property
     def text(self) -> str:

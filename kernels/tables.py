@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 from megacompile.kernels._triton import triton
-from megacompile.kernels.chips import Ceiling
+from megacompile.kernels.chips import Ceiling, CompiledKernel
 
 TABLE_TRITON = "3.9."
 TABLE, CEILINGS = (Path(__file__).with_name(name) for name in ("resources.csv", "ceilings.csv"))
@@ -57,24 +57,15 @@ OLD_PRODUCTS = {("256", _KV, 100), ("192/128", _KV, 100)}
 
 
 @dataclass(frozen=True, order=True)
-class Resources:
-    """One row of the table; ``variant`` counts the launches of a kernel that one case makes."""
+class Resources(CompiledKernel):
+    """One row of the table."""
 
-    module: str
-    case: str
-    kernel: str
-    variant: int
-    arch: int
     registers: int
     local: int
     shared: int
     load: int
     narrow_loads: int
     store: int
-
-    @property
-    def key(self) -> tuple[str, str, str, int, int]:
-        return self.module, self.case, self.kernel, self.variant, self.arch
 
 
 Row = TypeVar("Row", Resources, Ceiling)

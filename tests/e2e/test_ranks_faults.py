@@ -15,7 +15,7 @@ import torch
 import megacompile
 from megacompile import MegacompileError, NonFiniteError, Program
 from tests.support.models import batch_for, build
-from tests.support.ranks import partly_on_devices, raising, run_ranks, told, whole
+from tests.support.ranks import FAULTS, partly_on_devices, raising, run_ranks, told, whole
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
@@ -158,13 +158,9 @@ def failing_rank(rank: int, how: str, where: str, count: int, **options: Any) ->
 @pytest.mark.parametrize(
     ("how", "where", "count", "words"),
     [
-        ("killed", "all_gather", 9, "Rank 1 is gone."),
-        ("killed", "all_to_all", 3, "Rank 1 is gone."),
-        ("killed", "all_numbers", 2, "Rank 1 is gone."),
-        ("raises", "all_to_all", 5, "Rank 1 stopped: ValueError: the card fell out"),
-        ("raises", "call", 7, "Rank 1 stopped: ValueError: the card fell out"),
+        *FAULTS,
+        ("killed", "all_numbers", 2, "Rank 1 is gone"),
         ("runs out", "_tangent", 5, "Rank 1 stopped: OutOfMemoryError: no room on the card"),
-        ("stalls", "all_gather", 12, "Rank 1 is gone, or does not answer"),
     ],
 )
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:

@@ -23,7 +23,7 @@ from tests.simulated.numbers import runtime
 from tests.simulated.test_faults import DELAY, Wide, batch
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build, llama
-from tests.support.ranks import raising, run_ranks, saved, told, whole
+from tests.support.ranks import FAULTS, raising, run_ranks, saved, told, whole
 
 BUDGET = 10**9
 CONTEXT, NCCL = 512 << 20, 64 << 20  # what the simulated driver and a communicator take of a device
@@ -254,16 +254,7 @@ def failing_rank(rank: int, size: int, how: str, where: str, count: int) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("how", "where", "count", "words"),
-    [
-        ("killed", "all_gather", 5, "Rank 1 is gone"),
-        ("killed", "all_to_all", 3, "Rank 1 is gone"),
-        ("raises", "all_to_all", 3, "Rank 1 stopped: ValueError: the card fell out"),
-        ("raises", "call", 5, "Rank 1 stopped: ValueError: the card fell out"),
-        ("stalls", "all_gather", 5, "Rank 1 does not answer"),
-    ],
-)
+@pytest.mark.parametrize(("how", "where", "count", "words"), FAULTS)
 def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: int, words: str) -> None:
     """None of them computes on: a collective that waits for the rank is ended."""
     timeout = STALL if how == "stalls" else 600.0

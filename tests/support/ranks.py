@@ -189,6 +189,16 @@ def failing(how: str, where: str, count: int, stall: float = 0.0) -> Iterator[No
         yield
 
 
+FAULTS = [
+    ("killed", "all_gather", 5, "Rank 1 is gone"),
+    ("killed", "all_to_all", 3, "Rank 1 is gone"),
+    ("raises", "all_to_all", 3, "Rank 1 stopped: ValueError: the card fell out"),
+    ("raises", "call", 5, "Rank 1 stopped: ValueError: the card fell out"),
+    ("stalls", "all_gather", 5, "does not answer"),
+]
+"""How rank 1 fails, where, at which call, and the words of the others for it."""
+
+
 def told(
     program: Program, step: Callable[[], object], rank: int, how: str, where: str, count: int, stall: float
 ) -> str:
