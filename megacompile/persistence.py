@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import ProgramError
+from megacompile.errors import DiskError, MegacompileError, ProgramError
 from megacompile.forward import Forward
 from megacompile.host.optimizer import check_settings, restore_settings, settings_of
 from megacompile.host.snapshot import Snapshot
@@ -170,12 +170,20 @@ class Persistence(Forward):
         if session.inconsistent and not self._closed:
             raise ProgramError(session.inconsistent)
         values = itertools.chain(session.values.parameters(), session.values.buffers().items())
+        failures: list[Exception] = []
+
+        def settle() -> None:
+            if failures:
+                raise failures[0]
+
         with session.world.together():
             if session.world.rank == 0:
-                export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
-            else:
-                deque(values, maxlen=0)
-            session.world.agree(lambda: None)
+                try:
+                    export_model(Path(folder), describe(self.model), values, dtype, beside=beside)
+                except (DiskError, MegacompileError) as error:
+                    failures.append(error)
+            deque(values, maxlen=0)  # all give what the first one did not take
+            session.world.agree(settle)
 
     @alone
     def sync_to(self, model: nn.Module) -> None:

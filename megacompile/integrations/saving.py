@@ -50,13 +50,36 @@ class Writing:
         self._best_before = state.best_model_checkpoint
         self._model: Description | None = None  # whose weights are still to be written
         self._program: Program | None = None  # that writes
+        self._refused: Exception | None = None  # a file that is small
         self._error: BaseException | None = None
         self._goes_on = False  # training, although the disk did not take it
         self._over = threading.Event()
 
     def begin(self) -> None:
         """From now on the folder is there, and not whole."""
-        self._world.agree(lambda: begin(self.folder) if self._world.rank == 0 else None)
+        with self.small():
+            if self._world.rank == 0:
+                begin(self.folder)
+        self.agree()
+
+    @contextlib.contextmanager
+    def small(self) -> Iterator[None]:
+        """What writes small files; that the disk did not take one is raised where ranks :meth:`agree`, which
+        the others reach too."""
+        try:
+            yield
+        except Exception as error:
+            if not is_of_disk(error):
+                raise
+            self._refused = self._refused or error
+
+    def agree(self) -> None:
+        """All small files so far are written, of every rank, or all ranks raise why one is not."""
+        self._world.agree(self._raise_refused)
+
+    def _raise_refused(self) -> None:
+        if self._refused is not None:
+            raise DiskError(str(self._refused)) from self._refused  # as all ranks hear it
 
     def go_on(self, program: Program, model: Description | None) -> None:
         """Let a thread write the program's state, and the weights of the model that is described."""
@@ -83,15 +106,12 @@ class Writing:
     def _complete(self) -> None:
         if self._world.rank > 0:
             return
-        try:
+        with self.small():
             if self._model is not None:
                 values = saved_values(self.folder / STATE, self._model)
                 export_model(self.folder, self._model, values, None, beside=True)
             finish(self.folder)
-        except BaseException as error:
-            if not is_of_disk(error):
-                raise
-            raise DiskError(str(error)) from error  # as all ranks hear it
+        self._raise_refused()
         best = self._state.best_model_checkpoint
         rotate_checkpoints(os.fspath(self.folder.parent), self._limit, best, use_mtime=True)
 
@@ -182,7 +202,7 @@ class Saving(_Upstream):
         failed = False
         try:
             writing.begin()
-            with self._all_kept():
+            with writing.small(), self._all_kept():
                 super()._save_checkpoint(model, trial)
             self._save_large(writing)
         except BaseException as error:
@@ -199,8 +219,10 @@ class Saving(_Upstream):
 
     def _save_large(self, writing: Writing) -> None:
         assert self.program is not None
-        if self.args.should_save:
-            torch.save(self.args, writing.folder / "training_args.bin")
+        with writing.small():
+            if self.args.should_save:
+                torch.save(self.args, writing.folder / "training_args.bin")
+        writing.agree()
         if self.args.save_only_model:
             writing.end()
         else:
@@ -226,10 +248,15 @@ class Saving(_Upstream):
         folder = output_dir if output_dir is not None else self.args.output_dir
         if not self._in_part:
             self._finish_saving()
+        kept = self._writing.small() if self._in_part and self._writing else contextlib.nullcontext()
+        with kept:  # upstream's ranks may wait for each other next
+            self._write_model(self.program, folder)
+
+    def _write_model(self, program: Program, folder: str) -> None:
         if hasattr(self.model, "peft_config"):
-            save_adapters(self.model, self.program, folder)
+            save_adapters(self.model, program, folder)
         elif not self._in_part or self.args.save_only_model:
-            self.program.export(folder, dtype=None, beside=True)
+            program.export(folder, dtype=None, beside=True)
         if not self.args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megacompile import MegacompileError, Program, ProgramError
-from megacompile.storage import checkpoint
+from megacompile.errors import DiskError
+from megacompile.storage import checkpoint, export
 from tests.e2e.test_ranks_faults import compiled
 from tests.support.models import batch_for
 from tests.support.ranks import raising, run_ranks, saved, whole
@@ -58,9 +59,10 @@ def while_training(rank: int, folder: Path) -> int:
 
 
 def full_disk(rank: int, folder: Path) -> list[float]:
-    """The second rank's disk is full, in the foreground and in the background: no rank has a checkpoint."""
+    """The second rank's disk is full, in the foreground and in the background, and the first one's as it
+    exports: no rank has a checkpoint."""
 
-    def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    def full(path: Path, tensors: dict[str, Tensor], *metadata: Any) -> dict[str, int]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     program = trained(rank, 2)
@@ -72,6 +74,8 @@ def full_disk(rank: int, folder: Path) -> list[float]:
         program.train_step(batch_for("plain", rank))
         with raising(ProgramError, *words):
             program.finish_saving()
+    with mock.patch.object(export, "save_shard", full), raising(DiskError, "not exported", "Rank 0" * rank):
+        program.export(folder / "model")
     with raising(MegacompileError, "holds no checkpoint", "" if rank else "Rank 1: "):
         program.load(folder / ("at once" if rank == 0 else "nowhere"))
     return [float(loss) for loss in program.train_step(batch_for("plain", rank)).losses]
@@ -82,7 +86,7 @@ def saving(rank: int, folder: Path) -> tuple[int, list[float]]:
 
 
 def test_ranks_write_what_each_has_while_training_goes_on(tmp_path: Path) -> None:
-    """And a disk that does not take one rank's part is an error of all, who then train on."""
+    """And a disk that does not take one rank's part, or an export, is an error of all, who then train on."""
     (first, losses), (second, others) = whole(run_ranks(2, saving, tmp_path))
     assert first == pytest.approx(second, rel=0.1)
     assert losses == others

@@ -260,17 +260,24 @@ def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
 
 
 def full_disk(rank: int, folder: Path) -> tuple[int, list[str]]:
-    """The last rank's disk does not take its part of the second checkpoint of three."""
-    write = checkpoint.save_shard
+    """The last rank's disk does not take its part of the second checkpoint of four, rank 0's no small file of
+    the third."""
+    write, write_small = checkpoint.save_shard, transformers.TrainerState.save_to_json
 
     def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
         if "checkpoint-4" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, tensors)
 
-    one = of(rank, folder, max_steps=6, eval_strategy="no", save_strategy="steps", save_steps=2)
+    def small(state: transformers.TrainerState, path: str) -> None:
+        if "checkpoint-6" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_small(state, path)
+
+    one = of(rank, folder, max_steps=8, eval_strategy="no", save_strategy="steps", save_steps=2)
     taken = mock.patch.object(checkpoint, "save_shard", full if rank == RANKS - 1 else write)
-    with taken, warnings.catch_warnings(record=True) as caught:
+    kept = mock.patch.object(transformers.TrainerState, "save_to_json", small)  # called on rank 0
+    with taken, kept, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one.train()
     told = [str(w.message) for w in caught if "The disk did not take" in str(w.message)]
@@ -279,11 +286,12 @@ def full_disk(rank: int, folder: Path) -> tuple[int, list[str]]:
 
 def test_a_full_disk_of_one_rank_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     (steps, told), second = whole(run_ranks(RANKS, full_disk, tmp_path))
-    assert steps == 6 and second == (6, [])
-    (warning,) = told
-    assert "checkpoint-4, which was removed; training goes on: Rank 1: The checkpoint was not" in warning
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
-    assert Path(last_checkpoint(str(tmp_path))).name == "checkpoint-6"
+    assert steps == 8 and second == (8, [])
+    of_part, of_small = told
+    assert "checkpoint-4, which was removed; training goes on: Rank 1: The checkpoint was not" in of_part
+    assert "checkpoint-6, which was removed; training goes on: [Errno 28] No space left" in of_small
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert Path(last_checkpoint(str(tmp_path))).name == "checkpoint-8"
 
 
 def fails(rank: int, folder: Path, how: str) -> str:
