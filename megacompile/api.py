@@ -196,7 +196,7 @@ def _compiler(
         reserved_bytes=budget - plannable,
         lacking_bytes=lacking,
         machine=backend.machine
-        and backend.machine.shared_by(world.local, max(1, world.ranks.shards // world.local)),
+        and backend.machine.shared_by(world.local, world.ranks.shards, world.ranks.replicas),
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
         planner=planner,

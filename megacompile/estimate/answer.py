@@ -84,7 +84,7 @@ class Question:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
             tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
         if self.ranks > 1:
-            machine = machine.shared_by(self.gpus, self.nodes // self.replicas)
+            machine = machine.shared_by(self.gpus, self.ranks // self.replicas, self.replicas)
         return Terms(machine, self.hbm_budget, tiers)
 
     def mode(self, clip: bool) -> Mode:

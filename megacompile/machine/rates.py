@@ -31,7 +31,8 @@ class Machine:
     they move bytes at ``memory_bandwidth`` and attend at attention's rates, as on a GPU that was measured.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
     is no such link; ``fabric_seconds`` the fixed cost of a collective. The ranks that share the weights are
-    on ``nodes`` machines; ``network_bandwidth`` is what a machine sends to, and gets from, all others.
+    on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine. ``network_bandwidth`` is
+    what a machine sends to, and gets from, all others.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -58,16 +59,21 @@ class Machine:
     fabric_bandwidth: float | None = None
     fabric_seconds: float = 20e-6
     nodes: int = 1
+    replicas: int = 1
+    beside: int = 1
     network_bandwidth: float = 50e9
 
-    def shared_by(self, ranks: int, nodes: int) -> Machine:
-        """What each of a machine's ``ranks`` has of it: they share host memory and the drive."""
+    def shared_by(self, ranks: int, shards: int, replicas: int) -> Machine:
+        """What each of a machine's ``ranks`` has of it: they share host memory and the drive. As many as
+        there are ``shards`` share the weights, in each of ``replicas``."""
         return replace(
             self,
             host_bandwidth=self.host_bandwidth / ranks,
             nvme_read_bandwidth=self.nvme_read_bandwidth / ranks,
             nvme_write_bandwidth=self.nvme_write_bandwidth / ranks,
-            nodes=nodes,
+            nodes=max(1, shards // ranks),
+            replicas=replicas,
+            beside=max(1, min(replicas, ranks // shards)),
         )
 
 

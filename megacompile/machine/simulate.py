@@ -126,9 +126,13 @@ def _fabric_seconds(op: Op, machine: Machine) -> float:
 
 
 def _network_seconds(op: Op, machine: Machine) -> float:
-    """Two exchanges, for which all devices of a machine share its network; replicas are taken to be on
-    machines of their own."""
-    return 2 * machine.fabric_seconds + op.nbytes * (op.ranks // machine.nodes) / machine.network_bandwidth
+    """Two exchanges, for which all devices of a machine share its network; replicas that are on one machine
+    exchange over its fabric."""
+    assert machine.fabric_bandwidth is not None
+    near = (machine.beside - 1) / max(1, machine.replicas - 1)
+    devices = op.ranks // machine.nodes * machine.beside
+    between = op.nbytes * (1 - near) * devices / machine.network_bandwidth
+    return 2 * machine.fabric_seconds + max(op.nbytes * near / machine.fabric_bandwidth, between)
 
 
 def _upload_seconds(op: Op, machine: Machine) -> float:

@@ -169,6 +169,17 @@ def test_sums_of_replicas_cross_the_network_and_weights_do_not() -> None:
     assert bound == pytest.approx(alone + 5 * duration(op, machine))
 
 
+def test_replicas_on_one_machine_exchange_sums_over_its_fabric() -> None:
+    machine = replace(UNIT, fabric_bandwidth=100.0, fabric_seconds=3.0, network_bandwidth=50.0)
+    op = REPLICATED.ops[find(REPLICATED, "all_reduce", group=2)]
+    assert duration(op, machine.shared_by(6, 2, 3)) == 6.0 + op.nbytes / 100.0
+    assert (
+        duration(op, machine.shared_by(4, 2, 3)) == 6.0 + op.nbytes / 2 * 4 / 50.0
+    )  # the third is elsewhere
+    assert duration(op, machine.shared_by(2, 2, 3)) == duration(op, machine)
+    assert machine.shared_by(2, 4, 3).nodes == 2
+
+
 def test_emitted_source_numbers_buffers_in_turn() -> None:
     source = emit_step(STEP, WORK, title="a step")
     assert "comm exchanges with the other 1 of 2 ranks." in source
