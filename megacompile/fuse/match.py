@@ -34,7 +34,8 @@ class Match:
     in reports; ``views`` are nodes whose shape argument follows the number of rows. ``also`` are inner
     nodes whose values are replaced too: ``build`` then returns one node for the root and one for each.
     ``takes`` are the placements (pattern, home) that this one takes over. ``stays`` allows that others read
-    inner values without a gradient: these are computed beside it, again.
+    inner values without a gradient: these are computed beside it, again. ``reordered`` says that the
+    same operators multiply in another order, which needs no check on random inputs.
     """
 
     pattern: str
@@ -48,6 +49,7 @@ class Match:
     also: tuple[fx.Node, ...] = ()
     takes: tuple[tuple[str, fx.Node], ...] = ()
     stays: bool = False
+    reordered: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

@@ -3,9 +3,9 @@
 In: :class:`~megacompile.capture.captured.Captured`. Out: the same with a rewritten copy of the graph, and
 :class:`~megacompile.fuse.report.Fusions`, which says what was replaced where, what nearly was and why
 not. Invariants: a subgraph is replaced only if nothing else reads its inner values, but logits without a
-gradient, which are computed again in the parts that are read; and only after the
-fused operator agreed with it on random inputs, gradients included; a new node carries a value of its
-result and stands in the module whose work it does.
+gradient, which are computed again in the parts that are read; and only after the fused operator agreed with
+it on random inputs, gradients included, or where the same operators multiply in another order; a new node
+carries a value of its result and stands in the module whose work it does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import fx
 from megacompile.capture.captured import Captured, module_path
 from megacompile.errors import MegacompileError
 from megacompile.fuse.check import disagreement, signature
+from megacompile.fuse.experts import routing_weights
 from megacompile.fuse.gates import glu
 from megacompile.fuse.head import linear_cross_entropy
 from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, outside_user
@@ -37,6 +38,7 @@ PATTERNS: dict[str, Callable[[fx.Node], Match | None]] = {
     "rope": rope,
     "qk_norm_rope": qk_norm_rope,
     "glu": glu,
+    "routing_weights": routing_weights,
     "linear_cross_entropy": linear_cross_entropy,
 }
 
@@ -110,6 +112,8 @@ class _Rewriter:
         for i in match.fixed:
             if match.inputs[i] in self._graded:
                 raise NearMissError(f"{match.inputs[i].name} needs a gradient that the fused operator lacks")
+        if match.reordered:
+            return
         key = signature(match)
         if key not in self._checked:
             self._checked[key] = disagreement(match)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from megacompile.capture.cut import SHARE
+from megacompile.fuse.experts import is_product
 from megacompile.fuse.match import aten, is_call, operands, value
 from megacompile.tile.graph import TileEmitter, TileGraph
 from megacompile.tile.operators import PUT_ROWS, TAKE_ROWS
@@ -44,18 +44,6 @@ class Bank:
     @property
     def result(self) -> fx.Node:
         return self.inside[-1]
-
-
-def is_product(node: Any) -> bool:
-    """Whether a node multiplies sorted rows [N, K] by stacked weights [E, K, M] under offsets [E]."""
-    targets = [aten._grouped_mm.default]
-    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        targets.append(torch.ops.transformers.grouped_mm_fallback.default)
-    if not is_call(node, *targets) or len(operands(node)) < 3 or node.kwargs:
-        return False
-    x, weight, offsets = operands(node)[:3]
-    plain = all(extra is None for extra in operands(node)[3:]) and isinstance(offsets, fx.Node)
-    return plain and value(x).ndim == 2 and value(weight).ndim == 3
 
 
 def banks(graph: fx.Graph) -> list[Bank]:

@@ -45,6 +45,10 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi3ForCausalLM": ("Phi3Config", _SHAPE),
     "MistralForCausalLM": ("MistralConfig", _SHAPE),
     "MixtralForCausalLM": ("MixtralConfig", _SHAPE | {"num_local_experts": 4}),
+    "Qwen3MoeForCausalLM": (
+        "Qwen3MoeConfig",
+        _SHAPE | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    ),
     "GptOssForCausalLM": ("GptOssConfig", _SHAPE | {"head_dim": 8, "num_local_experts": 4}),
     "GPT2LMHeadModel": (
         "GPT2Config",
@@ -419,8 +423,10 @@ def test_trained_tables_keep_their_gradient() -> None:
 
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_a_switch_turns_one_kernel_off(name: str) -> None:
-    model = {"layer_norm": "gpt2", "qk_norm_rope": "gemma3"}.get(name, "llama")
-    fusions = fused(known(model), **{name: False})
+    others = {"layer_norm": "gpt2", "qk_norm_rope": "gemma3", "routing_weights": "Qwen3MoeForCausalLM"}
+    model = others.get(name, "llama")
+    graph = captured(architecture(model), batch_for(model)) if model in _OTHERS else known(model)
+    fusions = fused(graph, **{name: False})
     assert name not in fusions.counts and fusions.off == (name,) and fusions.counts
     assert f"switched off: {name}" in str(fusions)
 
