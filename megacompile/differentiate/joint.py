@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacompile.capture.patching import graphs_alone
 from megacompile.capture.views import reached, storage_nbytes
 from megacompile.differentiate.meter import is_oversized
+from megacompile.differentiate.permuted import gather_permuted
 from megacompile.errors import CaptureError
 from megacompile.partition.blocks import Template
 
@@ -52,6 +53,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
+    gather_permuted(traced.graph, mode)
     for node in list(traced.graph.nodes):
         if is_oversized(node):
             _copy_after(traced.graph, node, mode)

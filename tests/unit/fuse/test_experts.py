@@ -108,6 +108,9 @@ def test_the_backward_keeps_no_results_of_experts_and_computes_none_again() -> N
     again = [layer.policies["least"].recompute for layer in (before, after)]
     assert again[0] is not None and again[1] is not None
     assert again[0].flops - again[1].flops == 2 * rows * _WIDTH * _INNER
+    backward = after.policies["all"].backward
+    assert backward is not None
+    assert backward.source.count("aten.index_put.default") == 2  # sums of x's rows, and of the weights'
 
 
 def _layer(graph: Captured) -> DifferentiatedTemplate:
