@@ -1,0 +1,93 @@
+"""Bytes of a layer with experts, with routing weights behind their last product and before it, as Markdown.
+
+    python -m benchmarks.experts [--tokens 4096]
+
+One layer of Qwen3-MoE 30B-A3B and of GPT-OSS 20B on the meta device, one sequence, bfloat16, as plans for a
+GPU count them: what is saved, the FLOPs of a recompute of all, and the bytes that operators beside products
+and attention move in a forward and in a backward from all that is saved. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.capture.batch import read_batch
+from megacompile.differentiate.policies import DifferentiatedTemplate
+from megacompile.frontend import Frontend
+
+_COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward")
+_PROCESSORS = 132  # of an H100
+
+
+def qwen3_moe() -> nn.Module:
+    """Qwen3-MoE 30B-A3B's layer."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    )  # fmt: skip
+    made: nn.Module = transformers.Qwen3MoeForCausalLM(config)
+    return made
+
+
+def gpt_oss() -> nn.Module:
+    """GPT-OSS 20B's layer with full attention."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        num_hidden_layers=1, num_local_experts=32, layer_types=["full_attention"]
+    )
+    made: nn.Module = transformers.GptOssForCausalLM(config)
+    return made
+
+
+def layer(make: Callable[[], nn.Module], tokens: int, *, before: bool) -> tuple[DifferentiatedTemplate, int]:
+    """The layer's functions, and how often routing weights were placed before the product."""
+    with torch.device("meta"):
+        model = make().train()
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    batch = read_batch({"input_ids": ids, "labels": ids}, model)
+    kernels: dict[str, Any] = {} if before else {"routing_weights": False}
+    frontend = Frontend(model, torch.bfloat16, processors=_PROCESSORS, kernels=kernels)
+    compiled = frontend.build(batch, {}, evaluate=False)
+    (template,) = (t for t in compiled.templates if t.name.endswith("layers.0"))
+    return template, compiled.fusions.counts.get("routing_weights", 0)
+
+
+def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
+    """One line of the table."""
+    every, some = template.policies["all"], template.policies["some"]
+    recompute = template.policies["none"].recompute
+    assert every.backward is not None and recompute is not None
+    sizes = every.saved_bytes, some.saved_bytes
+    moved = every.forward.moved_bytes, every.backward.moved_bytes
+    cells = [
+        name, "before" if placed else "behind", *(f"{n / 1e6:,.1f} MB" for n in sizes),
+        f"{recompute.flops / 1e9:,.1f} GFLOP", *(f"{n / 1e6:,.0f} MB" for n in moved),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table; where nothing is placed, "behind" stands in both lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    tokens = parser.parse_args().tokens
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print(f"| {' | '.join(_COLUMNS)} |\n|---|---|" + "--:|" * 5)
+    for name, make in (("Qwen3-MoE 30B-A3B", qwen3_moe), ("GPT-OSS 20B", gpt_oss)):
+        for before in (False, True):
+            print(row(name, *layer(make, tokens, before=before)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
