@@ -106,8 +106,10 @@ def choose(
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
     room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
-    room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables.
-    It moves fewer bytes, so it is the first, unless all state has room on the device, where tables are best.
+    room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables,
+    whose state then stays with the host. It moves fewer bytes, so it is the first, unless all state has room
+    on the device, where tables are best. Where other blocks read a table too, as a tied head does, either may
+    be faster, and both are planned.
     Raises what ``plan`` does for the tiling of the least budget where none fits, of the
     tilings up to one whose activations alone take more than ``most`` bytes.
     """
@@ -116,20 +118,22 @@ def choose(
     coarser = 0
     needs = tried(candidates, mode, budget_bytes, enough=budget_bytes // 2, most=most)
     for number, (tiling, need) in enumerate(needs):
+        whole, rows = gathers and number == 0, gathers and number == 1
         if tightest is None or need < tightest[0]:
             tightest = need, tiling
-        if gathers and not number:
-            state = sum(g.nbytes + g.state_bytes for g in tiling.assembly.work.groups)
-            need = state + (need if state > budget_bytes else least(tiling.assembly.work, mode).nbytes)
+        if whole and not (resides and _is_shared(tiling)):
+            need = _with_all_state(tiling, mode, need, budget_bytes)
         if need > budget_bytes:
             continue
-        if best is not None and (coarser - need) * _ROOM < budget_bytes:
+        if best is not None and not rows and (coarser - need) * _ROOM < budget_bytes:
             return best
         planned = plan(tiling)
-        if best is not None:
-            slower = planned.timeline.step_seconds > _GAIN * best[1].timeline.step_seconds
-            return best if slower else (tiling, planned)
-        best, coarser = (tiling, planned), need
+        last = best is not None and not rows  # finer cuts, of which one is planned
+        if best is None or _seconds(planned) <= (_GAIN if last else 1) * _seconds(best[1]):
+            best = tiling, planned
+        if last:
+            return best
+        coarser = need
         if 2 * need <= budget_bytes and not (resides and _travels(tiling, planned)):
             return best
     assert tightest is not None
@@ -139,3 +143,19 @@ def choose(
 def _travels(tiling: _Cut, planned: Planned) -> bool:
     """Whether the state of any group that is trained has no place on the device."""
     return any(planned.plan.groups[g].state != "device" for g in tiling.assembly.work.contributions)
+
+
+def _seconds(planned: Planned) -> float:
+    return planned.timeline.step_seconds
+
+
+def _is_shared(tiling: _Cut) -> bool:
+    """Whether several blocks read a group that is trained, as the head of a tied table does."""
+    return any(len(blocks) > 1 for blocks in tiling.assembly.work.contributions.values())
+
+
+def _with_all_state(tiling: _Cut, mode: Mode, need: int, budget_bytes: int) -> int:
+    """Device bytes with all state there, or more than the budget."""
+    work = tiling.assembly.work
+    state = sum(g.nbytes + g.state_bytes for g in work.groups)
+    return state + (need if state > budget_bytes else least(work, mode).nbytes)

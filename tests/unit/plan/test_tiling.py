@@ -19,11 +19,12 @@ from tests.support.problems import chain
 MODE = Mode("train")
 
 
-def tiling_of(name: str, need: int, seconds: float, state: str) -> Any:
-    """A way of cutting: the bytes that it needs, and what planning it gives."""
+def tiling_of(name: str, need: int, seconds: float, state: str, readers: tuple[int, ...] = ()) -> Any:
+    """A way of cutting: the bytes that it needs, what planning it gives, and who reads its one group."""
     plan = SimpleNamespace(groups=(SimpleNamespace(state=state),))
     planned = SimpleNamespace(plan=plan, timeline=SimpleNamespace(step_seconds=seconds))
-    work = SimpleNamespace(contributions={0: ()})
+    groups = (SimpleNamespace(nbytes=80, state_bytes=80),)
+    work = SimpleNamespace(contributions={0: readers}, groups=groups)
     return SimpleNamespace(name=name, need=need, planned=planned, assembly=SimpleNamespace(work=work))
 
 
@@ -43,6 +44,21 @@ def test_finer_cuts_are_tried_where_they_may_leave_room_for_state(
     monkeypatch.setattr(tiling, "tried", lambda tilings, *_, **__: ((r, r.need) for r in tilings))
     found, planned = tiling.choose(tilings, MODE, 100, lambda r: r.planned, resides=resides)
     assert found.name == chosen and planned is found.planned
+
+
+@pytest.mark.parametrize(
+    ("readers", "rows", "chosen"), [((0, 3), 0.9, "rows"), ((0, 3), 1.1, "whole"), ((0,), 1.1, "rows")]
+)
+def test_a_table_that_others_read_is_planned_whole_too(
+    readers: tuple[int, ...], rows: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state may be on the device then; rows of any other are gathered where not all state has room."""
+    tilings = [
+        tiling_of(n, 10, s, "host", readers) for n, s in (("whole", 1.0), ("rows", rows), ("cut", 0.1))
+    ]
+    monkeypatch.setattr(tiling, "tried", lambda tilings, *_, **__: ((r, r.need) for r in tilings))
+    found, _ = tiling.choose(tilings, MODE, 100, lambda r: r.planned, gathers=True, resides=True)
+    assert found.name == chosen
 
 
 def test_no_smaller_pieces_where_activations_alone_are_too_much() -> None:
