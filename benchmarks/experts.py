@@ -9,20 +9,15 @@ and attention move in a forward and in a backward from all that is saved. Nothin
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from megacompile.capture.batch import read_batch
+from benchmarks.one_layer import compiled_layer, tokens_asked
 from megacompile.differentiate.policies import DifferentiatedTemplate
-from megacompile.frontend import Frontend
 
 _COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward")
-_PROCESSORS = 132  # of an H100
 
 
 def qwen3_moe() -> nn.Module:
@@ -51,14 +46,8 @@ def gpt_oss() -> nn.Module:
 
 def layer(make: Callable[[], nn.Module], tokens: int, *, before: bool) -> tuple[DifferentiatedTemplate, int]:
     """The layer's functions, and how often routing weights were placed before the product."""
-    with torch.device("meta"):
-        model = make().train()
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    batch = read_batch({"input_ids": ids, "labels": ids}, model)
     kernels: dict[str, Any] = {} if before else {"routing_weights": False}
-    frontend = Frontend(model, torch.bfloat16, processors=_PROCESSORS, kernels=kernels)
-    compiled = frontend.build(batch, {}, evaluate=False)
-    (template,) = (t for t in compiled.templates if t.name.endswith("layers.0"))
+    compiled, template = compiled_layer(make, tokens, kernels=kernels)
     return template, compiled.fusions.counts.get("routing_weights", 0)
 
 
@@ -78,11 +67,7 @@ def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
 
 def main() -> None:
     """Print the table; where nothing is placed, "behind" stands in both lines."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    tokens = parser.parse_args().tokens
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    tokens = tokens_asked(__doc__.splitlines()[0])
     print(f"| {' | '.join(_COLUMNS)} |\n|---|---|" + "--:|" * 5)
     for name, make in (("Qwen3-MoE 30B-A3B", qwen3_moe), ("GPT-OSS 20B", gpt_oss)):
         for before in (False, True):

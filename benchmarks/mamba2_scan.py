@@ -9,23 +9,18 @@ them: what a forward takes at most beside its inputs, what a backward does that 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
+from benchmarks.one_layer import compiled_layer, tokens_asked
 from megacompile.capture import patching
-from megacompile.capture.batch import read_batch
 from megacompile.differentiate.policies import PolicyFunctions
-from megacompile.frontend import Frontend
 
 _COLUMNS = ("layer", "scan", "nodes", "forward", "recompute and backward", "saved")
-_PROCESSORS = 132  # of an H100
 
 
 def mamba2() -> nn.Module:
@@ -62,12 +57,7 @@ def theirs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def layer(make: Callable[[], nn.Module], tokens: int) -> tuple[int, int, int, int]:
     """Nodes of the graph; bytes of a forward, of a recompute and backward, and of what is saved."""
-    with torch.device("meta"):
-        model = make().train()
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    batch = read_batch({"input_ids": ids, "labels": ids}, model)
-    compiled = Frontend(model, torch.bfloat16, processors=_PROCESSORS).build(batch, {}, evaluate=False)
-    (template,) = (t for t in compiled.templates if t.name.endswith("layers.0"))
+    compiled, template = compiled_layer(make, tokens)
     policies = template.policies
     least = min(_at_once(p) for p in policies.values())
     return len(compiled.fused.graph.nodes), template.forward.peak_bytes, least, policies["all"].saved_bytes
@@ -81,11 +71,7 @@ def _at_once(policy: PolicyFunctions) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    tokens = parser.parse_args().tokens
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    tokens = tokens_asked(__doc__.splitlines()[0])
     print("| " + " | ".join(_COLUMNS) + " |\n|---|---|" + "--:|" * 4)
     own = mock.patch.dict(patching._RECURRENCES, {"mamba2_chunk_scan": (theirs, "")})
     for name, make in (("Mamba-2 2.7B", mamba2), ("Bamba 9B", bamba)):
