@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megacompile import MegacompileError, together
-from tests.e2e.test_ranks_faults import told
+from tests.e2e.test_ranks_faults import failing_rank
 from tests.e2e.test_several_devices import CASES, FP32, batches, compiled, train
 from tests.support.ranks import raising, run_ranks, saved, whole
 
@@ -81,7 +81,7 @@ def test_replicas_are_bitwise_micro_batches(
 
 
 def told_on_mesh(rank: int, how: str, where: str, count: int) -> str:
-    return told(rank, how, where, count, mesh=init_device_mesh("cpu", (2, 2)))
+    return failing_rank(rank, how, where, count, mesh=init_device_mesh("cpu", (2, 2)))
 
 
 @pytest.mark.parametrize(

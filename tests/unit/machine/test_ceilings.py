@@ -20,7 +20,10 @@ from megacompile.machine.ceilings import kernel_seconds, nearest, rate
 from megacompile.machine.simulate import duration
 from megacompile.step.operations import Op
 
-MOVE = [name + suffix for name in (*PATTERNS, "clamped_glu") for suffix in ("", "_backward")]
+FUSED = [
+    name for name in (*PATTERNS, "clamped_glu") if name != "routing_weights"
+]  # which are torch's operators
+MOVE = [name + suffix for name in FUSED for suffix in ("", "_backward")]
 MOVE += ["dropout", "uniform"]  # and what a forward draws
 ATTEND = ["attention", "attention_backward"]
 DELTA = ["gated_delta_rule", "gated_delta_rule_backward"]
