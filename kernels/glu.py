@@ -59,6 +59,14 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_tile(ptr, stride, columns, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of a row of a matrix, as ACC, those of this program."""
+    row, start = tile_at(columns, BLOCK)
+    col = start + tl.arange(0, BLOCK)
+    return tl.load(ptr + row * stride + col, mask=col < columns, other=0.0).to(ACC)
+
+
+@triton.jit
 def glu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, columns,
     KIND: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
@@ -66,12 +74,11 @@ def glu_forward_kernel(
     """y = activation(gate) * up."""
     row, start = tile_at(columns, BLOCK)
     col = start + tl.arange(0, BLOCK)
-    inside = col < columns
-    gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
-    up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(ACC)
+    gate = load_tile(gate_ptr, gate_stride, columns, ACC, BLOCK)
+    up = load_tile(up_ptr, up_stride, columns, ACC, BLOCK)
     value, _ = activate(gate, KIND)
     y = (value * up).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * columns + col, y, mask=inside)
+    tl.store(y_ptr + row * columns + col, y, mask=col < columns)
 
 
 @triton.jit
@@ -82,14 +89,13 @@ def glu_backward_kernel(
     """dgate = grad * up * activation'(gate), dup = grad * activation(gate)."""
     row, start = tile_at(columns, BLOCK)
     col = start + tl.arange(0, BLOCK)
-    inside = col < columns
-    grad = tl.load(grad_ptr + row * grad_stride + col, mask=inside, other=0.0).to(ACC)
-    gate = tl.load(gate_ptr + row * gate_stride + col, mask=inside, other=0.0).to(ACC)
-    up = tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(ACC)
+    grad = load_tile(grad_ptr, grad_stride, columns, ACC, BLOCK)
+    gate = load_tile(gate_ptr, gate_stride, columns, ACC, BLOCK)
+    up = load_tile(up_ptr, up_stride, columns, ACC, BLOCK)
     value, slope = activate(gate, KIND)
     out = row * columns + col
-    tl.store(dgate_ptr + out, (grad * up * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + out, (grad * value).to(dup_ptr.dtype.element_ty), mask=inside)
+    tl.store(dgate_ptr + out, (grad * up * slope).to(dgate_ptr.dtype.element_ty), mask=col < columns)
+    tl.store(dup_ptr + out, (grad * value).to(dup_ptr.dtype.element_ty), mask=col < columns)
 
 
 def _kind(activation: str) -> int:

@@ -6,7 +6,7 @@ where there are any, of PASS. ``x_batch``, ``x_token``, ``x_head`` are x's strid
 """
 
 from megacompile.kernels._triton import tl, triton
-from megacompile.kernels.rope import rotate
+from megacompile.kernels.rope import load_halves, rotate
 
 
 @triton.jit
@@ -30,8 +30,7 @@ def qk_norm_rope_forward_kernel(
     col = tl.arange(0, HALF)[None, :]
     known = col < half
     inside = (head < heads) & known
-    a = tl.load(x_row + col, mask=inside, other=0.0).to(ACC)
-    b = tl.load(x_row + half + col, mask=inside, other=0.0).to(ACC)
+    a, b = load_halves(x_row, half, col, inside, ACC)
     squares = tl.sum(a * a + b * b, axis=1)[:, None]
     if PASS > 0:
         rest = rotary + tl.arange(0, PASS)[None, :]
@@ -40,12 +39,11 @@ def qk_norm_rope_forward_kernel(
         squares += tl.sum(c * c, axis=1)[:, None]
     rstd = 1.0 / tl.sqrt(squares / width + eps)
     tl.store(rstd_ptr + batch * rstd_batch + token * rstd_token + head * rstd_head, rstd, mask=head < heads)
-    a *= rstd * (tl.load(weight_ptr + col, mask=known, other=0.0).to(ACC) + offset)
-    b *= rstd * (tl.load(weight_ptr + half + col, mask=known, other=0.0).to(ACC) + offset)
-    cos_a = tl.load(cos_row + col, mask=known, other=0.0).to(ACC)
-    cos_b = tl.load(cos_row + half + col, mask=known, other=0.0).to(ACC)
-    sin_a = tl.load(sin_row + col, mask=known, other=0.0).to(ACC)
-    sin_b = tl.load(sin_row + half + col, mask=known, other=0.0).to(ACC)
+    weight_a, weight_b = load_halves(weight_ptr, half, col, known, ACC)
+    a *= rstd * (weight_a + offset)
+    b *= rstd * (weight_b + offset)
+    cos_a, cos_b = load_halves(cos_row, half, col, known, ACC)
+    sin_a, sin_b = load_halves(sin_row, half, col, known, ACC)
     a, b = rotate(a, b, cos_a, sin_a, cos_b, sin_b, False)
     tl.store(y_row + col, a.to(out), mask=inside)
     tl.store(y_row + half + col, b.to(out), mask=inside)
@@ -69,8 +67,8 @@ def qk_norm_rope_backward_kernel(
     half = rotary // 2
     col = tl.arange(0, HALF)[None, :]
     known = col < half
-    weight_a = tl.load(weight_ptr + col, mask=known, other=0.0).to(ACC) + offset
-    weight_b = tl.load(weight_ptr + half + col, mask=known, other=0.0).to(ACC) + offset
+    weight_a, weight_b = load_halves(weight_ptr, half, col, known, ACC)
+    weight_a, weight_b = weight_a + offset, weight_b + offset
     dw_a = tl.zeros((BLOCK_H, HALF), dtype=ACC)
     dw_b = tl.zeros((BLOCK_H, HALF), dtype=ACC)
     if PASS > 0:
@@ -91,14 +89,11 @@ def qk_norm_rope_backward_kernel(
         sin_row = sin_ptr + batch * sin_batch + token * sin_token
         inside = (head < heads) & known
         rstd = tl.load(rstd_row, mask=head < heads, other=0.0)
-        a = tl.load(grad_row + col, mask=inside, other=0.0).to(ACC)
-        b = tl.load(grad_row + half + col, mask=inside, other=0.0).to(ACC)
-        normal_a = tl.load(x_row + col, mask=inside, other=0.0).to(ACC) * rstd
-        normal_b = tl.load(x_row + half + col, mask=inside, other=0.0).to(ACC) * rstd
-        cos_a = tl.load(cos_row + col, mask=known, other=0.0).to(ACC)
-        cos_b = tl.load(cos_row + half + col, mask=known, other=0.0).to(ACC)
-        sin_a = tl.load(sin_row + col, mask=known, other=0.0).to(ACC)
-        sin_b = tl.load(sin_row + half + col, mask=known, other=0.0).to(ACC)
+        a, b = load_halves(grad_row, half, col, inside, ACC)
+        normal_a, normal_b = load_halves(x_row, half, col, inside, ACC)
+        normal_a, normal_b = normal_a * rstd, normal_b * rstd
+        cos_a, cos_b = load_halves(cos_row, half, col, known, ACC)
+        sin_a, sin_b = load_halves(sin_row, half, col, known, ACC)
         a, b = rotate(a, b, cos_a, sin_a, cos_b, sin_b, True)
         dw_a += a * normal_a
         dw_b += b * normal_b

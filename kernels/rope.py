@@ -46,6 +46,14 @@ def rotate(a, b, cos_a, sin_a, cos_b, sin_b, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def load_halves(row, half, col, mask, ACC: tl.constexpr):
+    """Columns ``col`` of a row's two halves, as ACC, zero where ``mask`` is not."""
+    a = tl.load(row + col, mask=mask, other=0.0).to(ACC)
+    b = tl.load(row + half + col, mask=mask, other=0.0).to(ACC)
+    return a, b
+
+
+@triton.jit
 def rope_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr,
     x_stride_0, x_stride_1, x_stride_2, y_stride_0, y_stride_1, y_stride_2,
@@ -85,12 +93,9 @@ def rope_kernel(
         col = tl.arange(0, BLOCK_R // 2)[None, :]
         known = col < half
         inside = (head < heads) & known
-        a = tl.load(x_row + col, mask=inside, other=0.0).to(ACC)
-        b = tl.load(x_row + half + col, mask=inside, other=0.0).to(ACC)
-        cos_a = tl.load(cos_row + col, mask=known, other=0.0).to(ACC)
-        cos_b = tl.load(cos_row + half + col, mask=known, other=0.0).to(ACC)
-        sin_a = tl.load(sin_row + col, mask=known, other=0.0).to(ACC)
-        sin_b = tl.load(sin_row + half + col, mask=known, other=0.0).to(ACC)
+        a, b = load_halves(x_row, half, col, inside, ACC)
+        cos_a, cos_b = load_halves(cos_row, half, col, known, ACC)
+        sin_a, sin_b = load_halves(sin_row, half, col, known, ACC)
         a, b = rotate(a, b, cos_a, sin_a, cos_b, sin_b, TRANSPOSED)
         tl.store(y_row + col, a.to(out), mask=inside)
         tl.store(y_row + half + col, b.to(out), mask=inside)

@@ -21,6 +21,7 @@ _LEAN_POLICIES = ("none", "some", "least", "attention")
 _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some"), ("least", "none"))
 _SHALLOW = 24  # blocks up to which all prefixes are tried
 _PREFIXES = 4  # tried per family of deeper models
+_NEAR = 1.001  # times the lower bound: no mixture is tried to save less
 _KEPT = 64  # workloads whose least is remembered
 
 
@@ -58,15 +59,21 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     """Plans of small peak: all blocks alike; then mixtures of what is kept. One that is sure to need no less
     than one before has a lower bound of its bytes.
 
-    Blocks that differ may need less when they are treated differently.
+    Blocks that differ may need less when they are treated differently: not where it is all the same to the
+    leanest plans what blocks keep, and hardly where one of them is close to the lower bound.
     """
     best: Least | None = None
     seen: set[Plan] = set()
+    lean = set()
     for plan in _unseen(work, _alike(work, mode), seen):
         found = _lowered(work, plan, mode, best)
         best = found if best is None or found.nbytes < best.nbytes else best
+        if not any(block.reload for block in plan.blocks):
+            lean.add(found.nbytes)
         yield found
     assert best is not None
+    if len(lean) == 1 or best.nbytes <= _NEAR * lowest_bytes(work, mode):
+        return
     alike = best.plan
     for plan in _unseen(work, (_with(alike, names) for names in _mixed(len(work.blocks))), seen):
         found = _lowered(work, plan, mode, best)
@@ -101,9 +108,10 @@ def _alike(work: Workload, mode: Mode) -> Iterator[Plan]:
     offered = policies_of(work)
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
     for shape in shapes(mode):
-        for checkpoint in lean if shape.prefetch_depth == 0 else ():
-            for saved_on in ("device", "host") if shape.reload else ("host",):
-                yield uniform(work, shape, checkpoint, saved_on, "stream")
+        if shape.prefetch_depth == 0:
+            for checkpoint in lean if shape.reload else [*lean, "all"]:
+                for saved_on in ("device", "host") if shape.reload else ("host",):
+                    yield uniform(work, shape, checkpoint, saved_on, "stream")
 
 
 def _mixed(count: int) -> Iterator[tuple[str, ...]]:
