@@ -30,13 +30,17 @@ _ANY = 1 << 60
 
 
 class Progress:
-    """One line on stderr that says what is going on; on a terminal it is overwritten."""
+    """Says on stderr what is going on: on a terminal in one line, elsewhere in a line for each change."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._terminal = sys.stderr.isatty()
+        self._said = ""
 
     def __call__(self, message: str) -> None:
+        if message == self._said and not self._terminal:
+            return
+        self._said = message
         text = f"[{time.perf_counter() - self._start:5.1f} s] {message} …"
         print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n",
               file=sys.stderr, flush=True)  # fmt: skip

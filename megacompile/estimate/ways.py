@@ -39,6 +39,7 @@ def ways_out(study: Study, answer: Answer, clip: bool) -> list[WayOut]:
     """What to change so that the step fits, the fastest first among those that are enough."""
     ways: list[WayOut] = []
     if not answer.fits_device():
+        study.progress("looking for what would fit")
         for way, question in _for_device(study, answer):
             if way.enough and question is not None:
                 found = study.answer(question, both=False, clip=clip).prediction(clip)
