@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megacompile.bench.recurrences import gated_delta_rule, mamba2_chunk_scan
 from megacompile.kernels._triton import wide
+from megacompile.kernels.gated_delta_rule import gated_delta_rule_backward_flops, gated_delta_rule_flops
+from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan_backward_flops, mamba2_chunk_scan_flops
 
 Shape = tuple[int, ...]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-6
 SOFTCAP, WINDOW = 50.0, 1024
 LIMIT, ALPHA = 7.0, 1.702
+RECURRENCES = ("gated_delta_rule", "mamba2_chunk_scan")
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,39 @@ def _attention_costs(window: int) -> Callable[[Shape, int], tuple[Cost, Cost]]:
     return costs
 
 
+def _delta_costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, v = (batch, tokens, groups, width), (batch, tokens, heads, inner)
+    keys, values = 2 * torch.Size(q).numel() * itemsize, 2 * torch.Size(v).numel() * itemsize
+    forward, backward = gated_delta_rule_flops(q, q, v), gated_delta_rule_backward_flops(v, q, q, v)
+    return Cost(keys + values, forward), Cost(2 * keys + 3 * values // 2, backward)
+
+
+def _scan_costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """What is read in x's type, and results and their gradients in float32."""
+    batch, groups, heads, tokens, width, inner = shape
+    x, B = (batch, tokens, heads, width), (batch, tokens, groups, inner)
+    values, read = torch.Size(x).numel(), (torch.Size(x).numel() + 2 * torch.Size(B).numel()) * itemsize
+    given = x, x[:3], (heads,), B
+    forward, backward = mamba2_chunk_scan_flops(*given), mamba2_chunk_scan_backward_flops(x, *given)
+    return Cost(read + 4 * values, forward), Cost(2 * read + 4 * values, backward)
+
+
+def _of_delta(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, k = (_normal(g, batch, tokens, groups, width) for _ in range(2))
+    gates = -F.softplus(_normal(g, batch, tokens, heads))
+    beta = _normal(g, batch, tokens, heads).sigmoid()
+    return [q, k, _normal(g, batch, tokens, heads, inner), gates, beta]
+
+
+def _of_scan(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    B, C = (_normal(g, batch, tokens, groups, inner) for _ in range(2))
+    dt, A = F.softplus(_normal(g, batch, tokens, heads)), -_normal(g, heads).exp()
+    return [_normal(g, batch, tokens, heads, width), dt, A, B, C, _normal(g, heads)]
+
+
 def _qkv(shape: Shape, g: torch.Generator) -> list[Tensor]:
     batch, heads, groups, tokens, width = shape
     return [_normal(g, batch, tokens, n, width).transpose(1, 2) for n in (heads, groups, groups)]
@@ -201,6 +238,10 @@ OPERATIONS: dict[str, Operation] = {
                   _qkv, 3, attention, _attention_costs(0)),
         Operation("capped_attention", ("batch", "heads", "groups", "tokens", "width"),
                   ((2, 16, 8, 4096, 128),), _qkv, 3, capped_attention, _attention_costs(WINDOW)),
+        Operation("gated_delta_rule", ("batch", "groups", "heads", "tokens", "width", "inner"),
+                  ((2, 16, 32, 4096, 128, 128),), _of_delta, 5, gated_delta_rule, _delta_costs),
+        Operation("mamba2_chunk_scan", ("batch", "groups", "heads", "tokens", "width", "inner"),
+                  ((1, 8, 128, 4096, 64, 128),), _of_scan, 6, mamba2_chunk_scan, _scan_costs),
     )
 }  # fmt: skip
 

@@ -74,6 +74,12 @@ def operation_of(call: KernelCall) -> tuple[str, Shape, str] | None:
         return name, shapes[0], kind
     if name == "linear_cross_entropy":
         return name, (*shapes[0], shapes[1][0]), kind
+    if name == "gated_delta_rule" and call.constants == ("True",):
+        (batch, tokens, groups, width), _, (*_, heads, inner) = shapes[:3]
+        return name, (batch, groups, heads, tokens, width, inner), kind
+    if name == "mamba2_chunk_scan":
+        (batch, tokens, heads, width), _, _, (*_, groups, inner) = shapes[:4]
+        return name, (batch, groups, heads, tokens, width, inner), kind
     plain = "True" in call.constants and "0.0" in call.constants and len(shapes) in (3, 5)
     if name == "attention" and plain:
         (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]

@@ -56,6 +56,8 @@ OURS: dict[str, Function] = {
     "linear_cross_entropy": lambda x, w, labels: kernels.linear_cross_entropy(x, w, labels).mean(),
     "attention": _attention(0.0, 0),
     "capped_attention": _attention(SOFTCAP, WINDOW),
+    "gated_delta_rule": kernels.gated_delta_rule,
+    "mamba2_chunk_scan": kernels.mamba2_chunk_scan,
 }
 
 

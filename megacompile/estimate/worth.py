@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.assemble.workload import KernelWork
-from megacompile.bench.cases import OPERATIONS, Shape, inputs_of
+from megacompile.bench.cases import OPERATIONS, RECURRENCES, Shape, inputs_of
 from megacompile.bench.plan import operation_of
 from megacompile.differentiate.costs import flops, moved
 from megacompile.differentiate.kernel_calls import Calls, KernelCall
@@ -27,6 +27,7 @@ from megacompile.fuse.head import head_backward_flops, head_flops
 from megacompile.machine.ceilings import kernel_seconds
 from megacompile.machine.rates import Machine
 
+_TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace
 _Cost = tuple[int, int]
 """Bytes that operators read and write, floating-point operations of products."""
 
@@ -78,7 +79,11 @@ def _eager(call: KernelCall) -> _Cost | None:
     if found is None:
         return None
     operation, shape, kind = found
-    return _traced(operation, shape, call.dtype)[kind == "backward"]
+    tokens = shape[3] if operation in RECURRENCES else 1
+    few = min(tokens, _TRACED)
+    shape = (*shape[:3], few, *shape[4:]) if operation in RECURRENCES else shape
+    nbytes, products = _traced(operation, shape, call.dtype)[kind == "backward"]
+    return nbytes * tokens // few, products * tokens // few
 
 
 @cache

@@ -30,6 +30,7 @@ SMALL: dict[str, Shape] = {
     "clamped_glu": (33, 96), "rope": (2, 4, 33, 16), "qk_norm_rope": (2, 4, 33, 16),
     "linear_cross_entropy": (33, 32, 300),
     "attention": (2, 4, 2, 33, 16), "capped_attention": (2, 4, 2, 33, 16),
+    "gated_delta_rule": (2, 2, 4, 70, 16, 8), "mamba2_chunk_scan": (2, 2, 4, 300, 16, 8),
 }  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 

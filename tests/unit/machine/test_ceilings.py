@@ -149,6 +149,14 @@ def test_what_a_kernel_is_worth_by_hand() -> None:
     assert found["glu"].without == pytest.approx(7 * 5 * one / 1e12)
 
 
+def test_a_recurrence_in_plain_torch_costs_as_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, B = (1, 1536, 4, 64), (1, 1536, 1, 128)
+    call = KernelCall("mamba2_chunk_scan", "bfloat16", (x, x[:3], (4,), B, B, (4,)), (), "64/128", 1)
+    few = worth(((call, 1),), H100)["mamba2_chunk_scan"].without
+    monkeypatch.setattr("megacompile.estimate.worth._TRACED", 1536)
+    assert few == pytest.approx(worth(((call, 1),), H100)["mamba2_chunk_scan"].without, rel=0.02)
+
+
 def test_the_table_travels_with_the_package() -> None:
     patterns = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert f'"megacompile.kernels" = ["*{CEILINGS.suffix}"]' in patterns
