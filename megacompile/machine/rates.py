@@ -30,9 +30,9 @@ class Machine:
     capability (90: 9.0), by which :mod:`~megacompile.machine.ceilings` knows how fast our kernels are; None:
     they move bytes at ``memory_bandwidth`` and attend at attention's rates, as on a GPU that was measured.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
-    is no such link; ``fabric_seconds`` the fixed cost of a collective. The ranks that share the weights are
-    on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine. ``network_bandwidth`` is
-    what a machine sends to, and gets from, all others.
+    is no such link, or none is known; ``fabric_seconds`` the fixed cost of a collective. The ranks that share
+    the weights are on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine.
+    ``network_bandwidth`` is what a machine sends to, and gets from, all others.
     The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
     measured one.
     """
@@ -65,12 +65,16 @@ class Machine:
 
     def shared_by(self, ranks: int, shards: int, replicas: int) -> Machine:
         """What each of a machine's ``ranks`` has of it: they share host memory and the drive. As many as
-        there are ``shards`` share the weights, in each of ``replicas``."""
+        there are ``shards`` share the weights, in each of ``replicas``. Devices without links to each other
+        exchange over those to the host."""
+        if ranks == shards == replicas == 1:
+            return self
         return replace(
             self,
             host_bandwidth=self.host_bandwidth / ranks,
             nvme_read_bandwidth=self.nvme_read_bandwidth / ranks,
             nvme_write_bandwidth=self.nvme_write_bandwidth / ranks,
+            fabric_bandwidth=self.fabric_bandwidth or min(self.h2d_bandwidth, self.d2h_bandwidth),
             nodes=max(1, shards // ranks),
             replicas=replicas,
             beside=max(1, min(replicas, ranks // shards)),

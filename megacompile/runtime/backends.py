@@ -100,15 +100,16 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
 
 def _machine(device: torch.device, dtype: Dtype) -> Machine:
-    """What ``megacompile profile`` measured of it; else the built-in profile that a card's name fits best, an
-    H100's where none does, with its own number of multiprocessors."""
+    """What ``megacompile profile`` measured of it; else, and for links to other cards, the built-in profile
+    that a card's name fits best, an H100's where none does, with its own number of multiprocessors."""
     name = torch.cuda.get_device_name(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    measured = kept_profile(name, processors)
-    if measured is not None:
-        return measured.rates(dtype)
     words = name.lower().replace("-", " ").split()
     shared = {name: sum(part in words for part in name.split("-")) for name in PROFILES}
     best = max(shared, key=lambda name: (shared[name], "sxm" in name))
     known = PROFILES[best if shared[best] else "h100-sxm"].rates(dtype)
-    return replace(known, processors=processors)
+    measured = kept_profile(name, processors)
+    if measured is None:
+        return replace(known, processors=processors)
+    own = measured.rates(dtype)
+    return replace(own, fabric_bandwidth=own.fabric_bandwidth or known.fabric_bandwidth)

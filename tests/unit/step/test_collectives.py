@@ -143,6 +143,8 @@ def test_a_rank_moves_its_part_over_its_link_and_the_rest_between_devices() -> N
     assert duration(fetch, machine) == 200 / machine.h2d_bandwidth
     assert duration(fetch.with_(stream="comm"), machine) == 400 / machine.memory_bandwidth  # read and written
     assert simulate(STEP, machine).busy["comm"] > 0
+    without = replace(machine, fabric_bandwidth=None, d2h_bandwidth=2.0).shared_by(3, 3, 1)
+    assert duration(ops[0], without) == 3.0 + 400 / 2.0, "over the links to the host"
 
 
 def test_weights_enter_a_machine_once_and_gradients_once_for_each_of_its_devices() -> None:
