@@ -53,7 +53,8 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).train()
     machine = stages.Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
-    compiler = stages.Compiler(Frontend(model, torch.bfloat16), 80 * 10**9, machine=machine)
+    room = getattr(stages, "Room", int)(80 * 10**9)
+    compiler = stages.Compiler(Frontend(model, torch.bfloat16), room, machine=machine)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     clock = _Clock()

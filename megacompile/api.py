@@ -24,7 +24,8 @@ from megacompile.host.state import Weights
 from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
 from megacompile.program import Program
-from megacompile.runtime.backends import Backend, Lacking, open_backend
+from megacompile.room import room_of
+from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
@@ -107,8 +108,9 @@ def compile(
     plan: a :class:`~megacompile.assemble.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
         or edited.
     mesh: a mesh of torch.distributed of all ranks, in two dimensions: (machines, ranks of a machine). Each
-        machine then keeps all of the state, and only sums of gradients cross the network. None: all ranks
-        share one state.
+        machine then keeps all of the state, and only sums of gradients cross the network; on a mesh of (1,
+        ranks) all ranks share one state. None: on one machine they do; on several with as many ranks each,
+        the mesh that the first program fits on and is predicted to be faster on.
 
     Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
     each holds its share of the state, and brings its own batches. With device="cuda" each has the GPU of its
@@ -131,6 +133,7 @@ def compile(
         settings = Settings(
             device=backend.device,
             open_device=lambda: backend.open(budget, world),
+            measure_room=lambda: room_of(backend, budget, world),
             host_budget_bytes=host,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
@@ -153,9 +156,7 @@ def compile(
             ranks=world.ranks.shards,
             replicas=world.ranks.replicas,
         )
-        compiler = _compiler(
-            frontend, optimizer, backend, settings, budget, dump, chosen_planner(planner, plan)
-        )
+        compiler = _compiler(frontend, optimizer, backend, settings, dump, chosen_planner(planner, plan))
         program = Program(Session(model, optimizer, compiler, settings, weights))
         if example_batch is not None:
             program.prepare(example_batch)
@@ -182,44 +183,22 @@ def _compiler(
     optimizer: torch.optim.Optimizer,
     backend: Backend,
     settings: Settings,
-    budget: int,
     dump: str | os.PathLike[str] | None,
     planner: Planner | None,
 ) -> Compiler:
-    """What compiles programs for a device that gives ``budget`` bytes."""
+    """What compiles programs for a device."""
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
-    form, world, stores = settings.optimizer_state, settings.world, bool(settings.offload_dirs)
-    plannable, lacking = _plannable(backend, budget, world)
+    form, stores = settings.optimizer_state, bool(settings.offload_dirs)
     return Compiler(
         frontend,
-        plannable,
-        reserved_bytes=budget - plannable,
-        lacking_bytes=lacking,
-        machine=backend.machine
-        and backend.machine.shared_by(world.local, world.ranks.shards, world.ranks.replicas),
+        settings.measure_room(),
+        machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),
         planner=planner,
         device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
-        world=world,
+        world=settings.world,
     )
-
-
-def _plannable(backend: Backend, budget: int, world: World) -> tuple[int, Lacking | None]:
-    """What of a budget a plan may use, and what the device's allocator lacks; of several ranks where least is
-    left."""
-    own, lacking = 0, backend.lacking_bytes
-
-    def say() -> bytes:
-        nonlocal own
-        own = backend.plan_bytes(budget)
-        return str(own).encode()
-
-    with world.together():
-        least = min(map(int, world.exchange(say)))
-    if lacking is None or own == least:
-        return least, lacking
-    return least, lambda nbytes, *asked: lacking(nbytes - (own - least), *asked)
 
 
 def _budgets(

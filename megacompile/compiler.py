@@ -25,7 +25,7 @@ from megacompile.plan.plan_program import Terms, first_that_fits, plan_program
 from megacompile.plan.planner import follow
 from megacompile.plan.tiers import Tiers
 from megacompile.plan.tiling import TilingCandidate
-from megacompile.runtime.backends import Lacking
+from megacompile.room import Room
 from megacompile.schedule.dump import write_dump
 from megacompile.schedule.schedule import Schedule
 from megacompile.step.emit import emit_step
@@ -34,9 +34,9 @@ from megacompile.step.verify import Proof, verify
 from megacompile.tile.rewrite import Cuts
 from megacompile.units import format_bytes
 from megacompile.world.control import World
+from megacompile.world.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)  # trainers show what it tells
-_ROOM, _ROOM_SHARE = 64 << 20, 16  # more bytes for the allocator where it ran out, and their part of a budget
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
@@ -63,9 +63,7 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
 
 
 class Compiler:
-    """Compiles programs over one model's parameters for one budget, of which ``reserved_bytes`` are taken off
-    already for what the device's driver and libraries hold. ``lacking_bytes`` tells by how much a budget is
-    too small for the device's allocator, which lays tensors on pages: plans then get less. Of the ranks of a
+    """Compiles programs over one model's parameters for the ``room`` that a budget gives. Of the ranks of a
     ``world`` the first plans, and the others follow.
 
     ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
@@ -75,22 +73,18 @@ class Compiler:
     def __init__(
         self,
         frontend: Frontend,
-        budget_bytes: int,
+        room: Room,
         *,
         machine: Machine | None = None,
         dump: Path | None = None,
         tiers: Tiers | None = None,
         planner: Planner | None = None,
         device_state: bool = False,
-        reserved_bytes: int = 0,
-        lacking_bytes: Lacking | None = None,
         world: World | None = None,
     ) -> None:
         self.frontend = frontend
         self._world = world or World()
-        self._reserved_bytes = reserved_bytes
-        self._lacking_bytes = lacking_bytes
-        self.budget_bytes = budget_bytes
+        self.room = room
         self.placement: Placement | None = None
         self.cuts: Cuts | None = None
         self._tiers = tiers
@@ -103,14 +97,26 @@ class Compiler:
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
 
     @property
+    def budget_bytes(self) -> int:
+        """Device bytes of a plan."""
+        return self.room.budget_bytes
+
+    @property
     def machine(self) -> Machine:
         """The machine that is planned for; a nominal CPU, so that plans do not change with its load."""
-        return self._machine or nominal_cpu(self.frontend.compute_dtype)
+        return self._share_of(self._machine or nominal_cpu(self.frontend.compute_dtype))
 
     @property
     def measured_machine(self) -> Machine:
         """The machine that times are predicted for."""
-        return self._machine or this_cpu(self.frontend.compute_dtype)
+        return self._share_of(self._machine or this_cpu(self.frontend.compute_dtype))
+
+    def take_mesh(self, ranks: Ranks) -> None:
+        """Lay weight groups out for the ranks that share them, and plan for what each has of a machine."""
+        self.frontend.ranks, self.frontend.replicas = ranks.shards, ranks.replicas
+
+    def _share_of(self, machine: Machine) -> Machine:
+        return machine.shared_by(self._world.local, self.frontend.ranks, self.frontend.replicas)
 
     @property
     def keys(self) -> set[tuple[Any, ...]]:
@@ -137,11 +143,9 @@ class Compiler:
 
     def leave_room(self, scheduled: Scheduled) -> int:
         """Forget a program, and leave the device's allocator more bytes than plans did so far; how many."""
-        more = max(_ROOM, self.budget_bytes // _ROOM_SHARE)
-        self.budget_bytes -= more
-        self._reserved_bytes += more
+        before, self.room = self.room, self.room.less()
         self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
-        return more
+        return before.budget_bytes - self.budget_bytes
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -167,8 +171,9 @@ class Compiler:
         name, work = type(self.frontend.model).__name__, compiled.assembly.work
         title = (
             f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
-            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}."
-        )
+            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
+            f"{self._world.chosen}"
+        ).rstrip()
         scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
         self._scheduled[key] = scheduled
         _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
@@ -219,32 +224,23 @@ class Compiler:
         return compiled, follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
 
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """Plan; a least budget that is named is one to give."""
-        try:
-            compiled, planned = self._on_pages(batch, mode)
-        except BudgetError as error:
-            if error.least_bytes is None or not self._reserved_bytes:
-                raise
-            least = error.least_bytes + self._reserved_bytes
-            raise BudgetError(
-                f"{error} The CUDA context and libraries take {format_bytes(self._reserved_bytes)} beside: "
-                f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
-                least_bytes=least,
-            ) from error
+        """Plan, on rank 0; of the first batch, that decides how far weights are cut."""
+        with self.room.naming_reserved():
+            compiled, planned = self.plan(batch, mode)
         if self.cuts is None:
             self.cuts = compiled.tiled.cuts
         return compiled, planned
 
-    def _on_pages(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """A plan that also fits as the device's allocator lays it."""
-        lacking_bytes = self._lacking_bytes
+    def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """A plan that also fits as the device's allocator lays it; nothing is decided by it."""
+        lacking_bytes = self.room.lacking_bytes
         if lacking_bytes is None:
             return self._plan(batch, mode, self.budget_bytes)
 
         def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
             compiled, step = found[0], found[1].step
             requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
-            return lacking_bytes(budget + self._reserved_bytes, step, requests)
+            return lacking_bytes(budget + self.room.reserved_bytes, step, requests)
 
         return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
 

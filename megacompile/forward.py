@@ -6,6 +6,8 @@ under the same budget as training.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -64,12 +66,21 @@ class Forward(Inspection):
         return generate(self._session.model, self.predict, input_ids, **options)
 
     @alone
-    def prepare(self, batch: Any, *, outputs: OutputsFn | None = None) -> None:
+    def prepare(
+        self,
+        batch: Any,
+        *,
+        outputs: OutputsFn | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Compile the training program for an example batch and take over the model's storage.
 
         ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
+        ``checkpoint``: the folder that :meth:`Program.load` will be given next, of which ranks on several
+        machines, where they are as many, take the mesh.
         """
         session = self._session
+        session.resumes = None if checkpoint is None else Path(checkpoint)
 
         with session.world.together():
             micro, _, _ = agreed_batches(session, batch, "train", lambda micro: [1.0] * len(micro), outputs)

@@ -74,9 +74,9 @@ class Frontend:
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
     where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
-    ``ranks`` share all groups, in each of ``replicas``. ``processors`` are the multiprocessors of the GPU
-    whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate`` are the stages of these
-    names, or what remembers their results.
+    ``ranks`` share all groups, in each of ``replicas``, which may change until then. ``processors`` are the
+    multiprocessors of the GPU whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate``
+    are the stages of these names, or what remembers their results.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Frontend:
         self._form: StateFormat = form
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
-        self._ranks, self._replicas = ranks, replicas
+        self.ranks, self.replicas = ranks, replicas
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
@@ -165,7 +165,7 @@ class Frontend:
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
-        key = (batch.key, tuple(cuts.items()), chunk)
+        key = (batch.key, tuple(cuts.items()), chunk, self.ranks)
         with _TRACING:
             if key not in self._compiled:
                 front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
@@ -240,8 +240,8 @@ class Frontend:
             constants,
             self.layouts,
             outside=front.captured.outside,
-            ranks=self._ranks,
-            replicas=self._replicas,
+            ranks=self.ranks,
+            replicas=self.replicas,
         )
         assembly = with_state(assembly, self._form)
         _check_trains(assembly)

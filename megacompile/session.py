@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, Pr
 from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
+from megacompile.mesh import settle_mesh
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.padder import OfRanks
 from megacompile.runtime.calls import refuse_autocast, whole_step
@@ -63,6 +65,7 @@ class Session:
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
         self.inconsistent = ""
+        self.resumes: Path | None = None  # the checkpoint that will be loaded first
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self.intake = Intake(model, compiler, settings.max_seq_len)
@@ -109,6 +112,7 @@ class Session:
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if self.runtime is None:
             longest = self.intake.longest(batch)
+            settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
             if longest is not None:  # first: how far weights are cut must suffice for it
                 self.world.agree(lambda: self.compiler.schedule(longest, mode))
         scheduled = agreed_program(self.compiler, batch, mode, self.settings)

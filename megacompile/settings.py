@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megacompile.host.formats import StateFormat
+from megacompile.room import Room
 from megacompile.runtime.device import Device
 from megacompile.world.control import World
 
@@ -18,6 +19,7 @@ class Settings:
 
     device: torch.device
     open_device: Callable[[], Device]
+    measure_room: Callable[[], Room]
     host_budget_bytes: int
     max_grad_norm: float | None
     on_nonfinite: str | None

@@ -155,7 +155,7 @@ class Mixin(Saving, Updates, Evaluation):
         program = self._programmed()
         if not is_owned(self.model):
             try:
-                program.prepare(micro, outputs=self._outputs_of_forward())
+                program.prepare(micro, outputs=self._outputs_of_forward(), checkpoint=self._checkpoint)
             except BudgetError as error:
                 if self.args.auto_find_batch_size:  # in the words that accelerate looks for
                     raise RuntimeError(f"{error} This counts as out of memory.") from error

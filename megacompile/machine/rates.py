@@ -81,7 +81,7 @@ class Machine:
         )
 
 
-_GLOO, _GLOO_SECONDS = 1e9, 1e-3  # bytes per second between processes of a machine, and for each exchange
+_GLOO, _GLOO_SECONDS = 1e9, 1e-3  # bytes per second between processes or machines, and for each exchange
 
 
 def nominal_cpu(dtype: torch.dtype) -> Machine:
@@ -92,7 +92,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
     flops = 400e9 if dtype == torch.bfloat16 else 100e9
     return Machine(
         "a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True,
-        fabric_bandwidth=_GLOO, fabric_seconds=_GLOO_SECONDS,
+        fabric_bandwidth=_GLOO, fabric_seconds=_GLOO_SECONDS, network_bandwidth=_GLOO,
     )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def this_cpu(dtype: torch.dtype) -> Machine:
         copy_seconds=20e-6,
         fabric_bandwidth=_GLOO,
         fabric_seconds=_GLOO_SECONDS,
+        network_bandwidth=_GLOO,
         shared_cores=True,
         cores=max(2, cores),
         compute_beside=compute_beside,

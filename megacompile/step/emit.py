@@ -19,7 +19,7 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
     """Source of ``def step(rt)`` for one program."""
     prefetches = [op for op in step.ops if op.kind == "prefetch"]
     lines = [
-        f'"""{title}',
+        *_wrapped(f'"""{title}'),
         "",
         "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
         *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),

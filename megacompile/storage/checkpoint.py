@@ -79,7 +79,8 @@ def save_checkpoint(
             files = {n: from_plain(Shard, s, n) for text in written for n, s in json.loads(text).items()}
             with _on_disk(folder):
                 places_of(fresh, files)  # whichever disk ranks have written to
-                manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files))
+                mesh = world.ranks.replicas, world.ranks.shards
+                manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files, mesh))
                 (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
                 stack.close()
 
@@ -162,6 +163,17 @@ def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, Shard]:
     return path.name, Shard(path.stat().st_size, sums)
 
 
+def _check_mesh(saved: tuple[int, int], world: World, folder: Path) -> None:
+    """Refuse to go on otherwise than bit for bit where nobody asked for it."""
+    ranks = world.ranks
+    if world.chosen and saved[0] * saved[1] == ranks.size and saved[1] != ranks.shards:
+        raise MegacompileError(
+            f"{folder} was saved on a mesh of {saved[0]} × {saved[1]} ranks, and compile has chosen one of "
+            f"{ranks.replicas} × {ranks.shards}: to go on bit for bit, call program.prepare(batch, "
+            f"checkpoint=folder) in place of example_batch, or give mesh=init_device_mesh(device, {saved})."
+        )
+
+
 class Checkpoint:
     """A checkpoint on disk that was found whole, and to fit the state it will be read into."""
 
@@ -171,6 +183,7 @@ class Checkpoint:
         self._state, self._loose = state, loose
         manifest, places = read_manifest(self._folder)
         self.progress = manifest.progress
+        _check_mesh(manifest.mesh, state.world, self._folder)
         self._layout = read_layout(manifest.layout, state, self._folder)
         values = {f"{name}/value": value for name, value in loose.items()}
         self._expected = self._layout.tensors | values

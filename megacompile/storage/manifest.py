@@ -49,13 +49,15 @@ class Shard:
 class Manifest:
     """What ``checkpoint.json`` holds.
 
-    ``files`` names every file of the folder beside it.
+    ``files`` names every file of the folder beside it. ``mesh``: so many replicas of so many ranks wrote it,
+    (0, 0) where that was not noted.
     """
 
     version: int
     progress: Progress
     layout: SavedLayout
     files: dict[str, Shard]
+    mesh: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

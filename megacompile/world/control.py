@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,13 +44,14 @@ class World:
     """The ranks of one program; one alone exchanges with nobody.
 
     ``ended`` says, once a rank has failed, which and why: nothing can be exchanged any more. ``fail`` is told
-    so too where no call that is under way would find out.
+    so too where no call that is under way would find out. ``chosen`` says why they have the mesh that they
+    have, where it was not given.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks = ranks or Ranks()
         self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
-        self.ended = ""
+        self.ended = self.chosen = ""
         self.fail: Callable[[BaseException], None] = lambda error: None
         self._losing = threading.RLock()
         self._comm: Collectives | None = None
@@ -167,10 +169,13 @@ class World:
 
     def _connect(self, device: torch.device) -> None:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        mesh = f"{self.ranks.replicas} × {self.ranks.shards}"
-        said = self.compare(lambda: {"device": device.type, "mesh": mesh, "gpu": gpu, **versions()})
+        mesh, even = f"{self.ranks.replicas} × {self.ranks.shards}", self.local * self.ranks.undecided
+        own = {"device": device.type, "mesh": mesh, "gpu": gpu, "even": even, **versions()}
+        said = self.compare(lambda: own)
         if shared := shared_gpu([rank["gpu"] for rank in said]):
             raise self.agreed(MegacompileError(shared))
+        self._device = device
+        self.ranks = replace(self.ranks, undecided=bool(even) and all(rank["even"] == even for rank in said))
         if self.ranks.replicas > 1:
             self._first = dist.new_group([*range(self.ranks.shards)], backend="gloo", timeout=TIMEOUT)
         if gpu:
@@ -179,6 +184,15 @@ class World:
             self._comm = Collectives(self.ranks)
         _connected.add(self)
         self._comm.begin()
+
+    def settle(self, shards: int, why: str) -> None:
+        """Take a mesh whose rows have so many ranks, where none was given; all ranks do so together."""
+        self.chosen, fixed = why, replace(self.ranks, shards=shards, undecided=False)
+        if fixed.replicas > 1:
+            self.disconnect()
+            self.ranks = fixed
+            self._connect(self._device)
+        self.ranks = fixed
 
     def disconnect(self, *, failed: bool = False) -> None:
         """Undo :meth:`connected`; the other ranks do so too, soon."""

@@ -29,13 +29,15 @@ class Ranks:
     """This process's number of ``size``, of which ``local`` are on its machine.
 
     Each ``shards`` of them, in their order, share one copy of the weights and their state: a replica. With as
-    many shards as ranks there is one.
+    many shards as ranks there is one. ``undecided``: that is so for want of a mesh, on several machines that
+    have as many ranks each, in their order.
     """
 
     rank: int = 0
     size: int = 1
     local: int = 1
     shards: int = 1
+    undecided: bool = False
 
     @property
     def shard(self) -> int:
@@ -68,7 +70,9 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks:
         return Ranks()
     size = dist.get_world_size()
     local = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    return Ranks(dist.get_rank(), size, local, size if mesh is None else _shards(mesh, size))
+    rank, shards = dist.get_rank(), size if mesh is None else _shards(mesh, size)
+    in_order = size % local == 0 and rank % local == int(os.environ.get("LOCAL_RANK", rank % local))
+    return Ranks(rank, size, local, shards, mesh is None and 1 < local < size and in_order)
 
 
 def _shards(mesh: DeviceMesh, size: int) -> int:

@@ -94,8 +94,9 @@ SLOW = (
     # Several ranks: those of the cheapest model stay, and one fault of each kind.
     r"test_several_devices\.py::test_updates_by_hand_and_several_shapes",
     r"test_offload\.py::test_ranks_have_their_shares_on_a_drive\[4",
-    r"test_mesh\.py::test_a_rank_that_fails",
-    r"test_mesh\.py::test_replicas_are_bitwise_micro_batches\[(?!2-2-1)",
+    r"/test_mesh\.py::test_a_rank_that_fails",
+    r"test_chosen_mesh\.py::test_a_mesh_that_is_given",
+    r"/test_mesh\.py::test_replicas_are_bitwise_micro_batches\[(?!2-2-1)",
     r"test_several_devices\.py::test_more_ranks_and_models_are_bitwise_one_process\[(2|4|3-(?!dropout))",
     r"test_several_devices\.py::test_(a_tied_table|losses_outside|a_checkpoint_goes_on)",
     r"test_ranks_schedules\.py::test_plans_and_delays_change_no_bit\[2",
