@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile import BudgetError, MegacompileError, Program, compiler
@@ -28,14 +29,14 @@ SHARED = "(1, 4), one state of all ranks, for "
 
 
 @contextmanager
-def machines(rank: int, network: float, **place: str) -> Iterator[None]:
+def machines(rank: int, network: float) -> Iterator[None]:
     """Two machines of two ranks, and what is between them."""
 
     def machine(dtype: torch.dtype) -> Machine:
         return replace(nominal_cpu(dtype), network_bandwidth=network)
 
-    given = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} | place
-    with mock.patch.dict(os.environ, given), mock.patch.object(compiler, "nominal_cpu", machine):
+    place = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    with mock.patch.dict(os.environ, place), mock.patch.object(compiler, "nominal_cpu", machine):
         yield
 
 
@@ -138,18 +139,25 @@ def test_a_mesh_that_is_given_or_alone_fits_is_taken_and_a_checkpoint_of_another
         assert [n for n, value in expected.items() if not torch.equal(found[n], value)] == []
 
 
-def undecided(rank: int) -> list[bool]:
-    """For ranks that are in order, dealt out to machines in turn, alone on theirs, and on one machine."""
-    turns: dict[str, Any] = {"LOCAL_RANK": str(rank // 2)}
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    one = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+@pytest.mark.parametrize(
+    ("local", "places", "choice"),
+    [
+        pytest.param(2, [0, 1, 0, 1], True, id="in order"),
+        pytest.param(2, [0, 0, 1, 1], False, id="dealt out to machines in turn"),
+        pytest.param(1, [0, 0, 0, 0], False, id="alone on their machines"),
+        pytest.param(4, [0, 1, 2, 3], False, id="on one machine"),
+        pytest.param(3, [0, 1, 2, 0], False, id="unlike many"),
+    ],
+)
+def test_there_is_a_choice_where_machines_have_as_many_ranks_in_order(
+    local: int, places: list[int], choice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     found = []
-    for place in ({}, turns, alone, one):
-        with machines(rank, SLOW, **place):
-            found.append(find_ranks().undecided)
-    return found
-
-
-def test_there_is_a_choice_where_machines_have_as_many_ranks_in_order() -> None:
-    ranks = whole(run_ranks(4, undecided))
-    assert [all(found) for found in zip(*ranks, strict=True)] == [True, False, False, False]
+    for rank, place in enumerate(places):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setenv("LOCAL_RANK", str(place))
+        found.append(find_ranks().undecided)
+    assert all(found) == choice
