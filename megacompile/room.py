@@ -14,10 +14,7 @@ from megacompile.runtime.backends import Backend, Lacking
 from megacompile.units import format_bytes
 from megacompile.world.control import World
 
-_MORE, _MORE_SHARE = (
-    64 << 20,
-    16,
-)  # bytes that are left where the allocator ran out, and their part of a budget
+_MORE_BYTES, _MORE_SHARE = 64 << 20, 16  # left where the allocator ran out; the latter, a part of the budget
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Room:
 
     def less(self) -> Room:
         """With more left to the device's allocator."""
-        more = max(_MORE, self.budget_bytes // _MORE_SHARE)
+        more = max(_MORE_BYTES, self.budget_bytes // _MORE_SHARE)
         return replace(self, budget_bytes=self.budget_bytes - more, reserved_bytes=self.reserved_bytes + more)
 
     @contextlib.contextmanager

@@ -16,7 +16,8 @@ def _chunks(x: Tensor, size: int, heads: int) -> Tensor:
     """[B, T, H, ...] as [B, ``heads``, chunks, size, ...], wide; zeros fill the last, heads are repeated."""
     missing = -x.shape[1] % size
     x = F.pad(x.to(wide(x.dtype)), (0, 0) * (x.ndim - 2) + (0, missing)).transpose(1, 2)
-    return x.repeat_interleave(heads // x.shape[1], 1).unflatten(2, (-1, size))
+    x = x.repeat_interleave(heads // x.shape[1], 1)
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def _decay(c: Tensor) -> Tensor:

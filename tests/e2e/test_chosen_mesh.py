@@ -49,15 +49,21 @@ def stepped(program: Program, rank: int, *steps: int) -> str:
     return said.partition("mesh=")[2]
 
 
+def two_steps(rank: int, folder: Path) -> str:
+    """Weights after each of two steps, where a copy in each machine is chosen; returns what is said of it."""
+    with compiled("plain", FP32, seed=rank) as program:
+        said = stepped(program, rank, 0)
+        program.save(folder / "one step")
+        stepped(program, rank, 1)
+        program.save(folder / "whole")
+        assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
+    return said
+
+
 def choosing(rank: int, folder: Path) -> list[str]:
     """Of a run on a slow network, of its second step where the network is fast, and with little memory."""
     with machines(rank, SLOW):
-        with compiled("plain", FP32, seed=rank) as program:
-            said = [stepped(program, rank, 0)]
-            program.save(folder / "one step")
-            stepped(program, rank, 1)
-            program.save(folder / "whole")
-            assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
+        said = [two_steps(rank, folder)]
         with compiled("plain", FP32 | {"host_budget": "300kB"}) as program:
             said.append(stepped(program, rank, 0))
     with machines(rank, FAST), compiled("plain", FP32) as program:
@@ -91,11 +97,7 @@ def not_choosing(rank: int, folder: Path) -> list[str]:
     """Of a run on a slow network, of its second step, without a choice left, and of meshes that are given."""
     first = batches("plain", 7, range(rank, 4, 4))
     with machines(rank, SLOW):
-        with compiled("plain", FP32, seed=rank) as program:
-            said = [stepped(program, rank, 0)]
-            program.save(folder / "one step")
-            stepped(program, rank, 1)
-            program.save(folder / "whole")
+        said = [two_steps(rank, folder)]
         with compiled("plain", FP32) as program:
             program.prepare(first)
             program.load(folder / "one step")
