@@ -24,6 +24,7 @@ _SIZES = {
     "groups": 2,
     "tokens": 256,
     "width": 1024,
+    "inner": 128,
     "vocabulary": 4096,
     "columns": 2048,
 }
