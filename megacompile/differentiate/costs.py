@@ -45,6 +45,11 @@ _SCANS = {  # of Mamba-2: launches as above; how often numbers of the sizes of `
     torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2, (13, 25, 6, 10)),
     torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4, (24, 48, 15, 25)),
 }
+_GROUPED = {  # products of sorted rows with stacked weights that an operator forms; torch has no formula yet
+    "aten::_grouped_mm": 1,
+    "transformers::grouped_mm_fallback": 1,  # in a loop over the experts
+    "transformers::grouped_mm_fallback_backward": 2,
+}
 _BY_ROWS = tuple(
     getattr(torch.ops.megacompile, name + suffix).default
     for name in ("rms_norm", "add_rms_norm", "layer_norm")
@@ -88,9 +93,11 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
+    if products := _GROUPED.get(node.target._schema.name):
+        first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+        rows, inner = first.shape[-2:]
+        return round(int(2 * products * rows * inner * second.shape[-1]) * share)
     formula = flop_registry.get(node.target._overloadpacket)
-    if node.target._overloadpacket is aten._grouped_mm:
-        return round(_grouped_flops(node) * share)
     if formula is None:
         return 0
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -101,13 +108,6 @@ def attention_flops(node: fx.Node) -> tuple[int, int]:
     """What of a node's :func:`flops` is attention's: forward, backward."""
     work = flops(node) if node.target in (ATTENTION, _BACKWARD) else 0
     return (work, 0) if node.target is ATTENTION else (0, work)
-
-
-def _grouped_flops(node: fx.Node) -> int:
-    """Two per multiply-add of a product whose rows are split over experts; torch has no formula yet."""
-    first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
-    rows, inner = first.shape[-2:]
-    return int(2 * rows * inner * second.shape[-1])
 
 
 def moved(node: fx.Node) -> int:
@@ -134,6 +134,8 @@ def launches(node: fx.Node) -> int:
         return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
     if target in _HEADS:
         return _head_launches(node)
+    if (name := target._schema.name) in _GROUPED and target.namespace != "aten":
+        return _GROUPED[name] * (1 + len(node.args[1].meta["val"]))  # type: ignore[union-attr]
     if target in _DELTA_RULES:
         return _delta_rule_launches(node)
     if target in _SCANS:
