@@ -3,8 +3,9 @@
     python -m benchmarks.experts [--tokens 4096]
 
 One layer of Qwen3-MoE 30B-A3B and of GPT-OSS 20B on the meta device, one sequence, bfloat16, as plans for a
-GPU count them: what is saved, the FLOPs of a recompute of all, and the bytes that operators beside products
-and attention move in a forward and in a backward from all that is saved. Nothing is timed.
+GPU count them: what is saved, the FLOPs of a recompute of all, the bytes that operators beside products
+and attention move in a forward and in a backward from all that is saved, those of the experts' products in
+both, and what these wait for an H100's memory beyond their FLOPs, at sustained rates. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from torch import nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
 from megacompile.differentiate.policies import DifferentiatedTemplate
+from megacompile.machine.catalog import load_machine
+from megacompile.machine.simulate import traffic_seconds
+from megacompile.step.operations import Op
 
-_COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward")
+_COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward",
+            "experts", "wait")  # fmt: skip
 
 
 def qwen3_moe() -> nn.Module:
@@ -58,9 +63,13 @@ def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
     assert every.backward is not None and recompute is not None
     sizes = every.saved_bytes, some.saved_bytes
     moved = every.forward.moved_bytes, every.backward.moved_bytes
+    experts = every.forward.grouped, every.backward.grouped
+    machine = load_machine("h100-sxm").machine
+    waits = (traffic_seconds(Op("forward", "compute", grouped=pair), machine) for pair in experts)
     cells = [
         name, "before" if placed else "behind", *(f"{n / 1e6:,.1f} MB" for n in sizes),
         f"{recompute.flops / 1e9:,.1f} GFLOP", *(f"{n / 1e6:,.0f} MB" for n in moved),
+        f"{sum(nbytes for _, nbytes in experts) / 1e6:,.0f} MB", f"{sum(waits) * 1e3:.2f} ms",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -68,7 +77,7 @@ def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
 def main() -> None:
     """Print the table; where nothing is placed, "behind" stands in both lines."""
     tokens = tokens_asked(__doc__.splitlines()[0])
-    print(f"| {' | '.join(_COLUMNS)} |\n|---|---|" + "--:|" * 5)
+    print(f"| {' | '.join(_COLUMNS)} |\n|---|---|" + "--:|" * 7)
     for name, make in (("Qwen3-MoE 30B-A3B", qwen3_moe), ("GPT-OSS 20B", gpt_oss)):
         for before in (False, True):
             print(row(name, *layer(make, tokens, before=before)), flush=True)

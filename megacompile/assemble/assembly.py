@@ -274,8 +274,7 @@ def _block_work(
 
 
 def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
-    reads: dict[int, None] = {}
-    groups: dict[int, None] = {}
+    reads, groups = dict[int, None](), dict[int, None]()
     for kind, i in function.inputs:
         if kind == "out":
             reads[block.outputs[i]] = None
@@ -292,6 +291,7 @@ def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
         moved_bytes=function.moved_bytes,
         launches=function.launches,
         attention_flops=function.attention_flops,
+        grouped=function.grouped,
         kernels=tuple(
             KernelWork(call.op, call.dtype, call.variant, call.work * count)
             for call, count in function.kernels

@@ -34,7 +34,8 @@ class Call:
     beyond that when it returns (negative where it frees more than it returns). ``seconds`` is what it was
     measured to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the
     kernels that a GPU is asked to run, ``attention_flops`` what of ``flops`` is attention's forward and its
-    backward, which are slower than products, ``kernels`` what our own do.
+    backward, which are slower than products, ``kernels`` what our own do, ``grouped`` what of ``flops`` is of
+    experts' grouped products, and the bytes that these read and write: the slower of the two counts.
     """
 
     reads: tuple[int, ...]
@@ -47,6 +48,7 @@ class Call:
     launches: int = 1
     attention_flops: tuple[int, int] = (0, 0)
     kernels: tuple[KernelWork, ...] = ()
+    grouped: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,17 +110,32 @@ def attention_flops(node: fx.Node) -> tuple[int, int]:
     return (work, 0) if node.target is ATTENTION else (0, work)
 
 
+def grouped(node: fx.Node, share: float = 1.0) -> tuple[int, int]:
+    """:func:`flops` of a grouped product, and the bytes that it reads and writes: stacked weights and their
+    gradients whole, of rows the ``share`` that it computes. Of any other node, nothing."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
+        return 0, 0
+    tensors = _operands(node)
+    whole = sum(v.nbytes for v in tensors if v.ndim != 2)
+    return flops(node, share), whole + round(share * sum(v.nbytes for v in tensors if v.ndim == 2))
+
+
+def _operands(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node reads, each once, and those that it returns."""
+    return _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+
+
 def moved(node: fx.Node) -> int:
-    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing, but for the
-    logits that a head's kernels read, and in its backward write, and what a scan does beside its products."""
+    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing (those of
+    :func:`grouped` ones stand apart), but for the logits that a head's kernels read, and in its backward
+    write, and what a scan does beside its products."""
     if node.target in _HEADS:
         return _logits_bytes(node)
     if node.target in _SCANS:
         return _scan_bytes(node)
     if is_view(node) or node.target is operator.getitem or flops(node):
         return 0
-    values = _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
-    return sum(v.numel() * v.element_size() for v in values)
+    return sum(v.nbytes for v in _operands(node))
 
 
 def launches(node: fx.Node) -> int:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.capture.views import storage_nbytes
 from megacompile.differentiate import inductor
 from megacompile.differentiate.codegen import function_source, load_functions
-from megacompile.differentiate.costs import attention_flops, flops, is_heavy, launches, moved
+from megacompile.differentiate.costs import attention_flops, flops, grouped, is_heavy, launches, moved
 from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.kernel_calls import Calls, is_ours, kernel_calls
 from megacompile.differentiate.lifetimes import held_bytes
@@ -50,9 +50,10 @@ class BlockFunction:
     the function holds beyond what was alive when it was called; saved tensors and gradients among its
     arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
     when it returns: results less donations. ``launches`` counts the kernels that a GPU is asked to run,
-    ``attention_flops`` what of ``flops`` is attention's forward and its backward. ``kernels`` counts the
-    calls of our own operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it
-    runs over chunks of the sequence. ``asked`` is known where the function is for a GPU.
+    ``attention_flops`` what of ``flops`` is attention's forward and its backward, ``grouped`` what is of
+    grouped products, with the bytes that these read and write. ``kernels`` counts the calls of our own
+    operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it runs over chunks
+    of the sequence. ``asked`` is known where the function is for a GPU.
     """
 
     name: str
@@ -66,6 +67,7 @@ class BlockFunction:
     moved_bytes: int
     launches: int
     attention_flops: tuple[int, int]
+    grouped: tuple[int, int]
     kernels: Calls = ()
     fused: bool = False
     looped: bool = False
@@ -97,6 +99,7 @@ def block_function(
     _name_devices(counted)
     work = sum(flops(n, share) for n in counted)
     attention = [attention_flops(n) for n in counted]
+    experts = [grouped(n, share) for n in counted]
     with recording(processors=processors):  # which kernels run depends on the GPU
         asked, traffic = sum(map(launches, counted)), sum(map(moved, counted))
         kernels = kernel_calls(graph)
@@ -119,6 +122,7 @@ def block_function(
         moved_bytes=traffic,
         launches=asked * -(-loops[0] // loops[1]) if loops and looped else asked,
         attention_flops=(sum(a for a, _ in attention), sum(b for _, b in attention)),
+        grouped=(sum(f for f, _ in experts), sum(b for _, b in experts)),
         kernels=kernels,
         looped=looped,
         asked=requests,

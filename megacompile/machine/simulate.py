@@ -100,8 +100,11 @@ def attention_delay(call: Call | Op, machine: Machine) -> float:
 
 
 def traffic_seconds(call: Call | Op, machine: Machine) -> float:
-    """Seconds of a block function's memory traffic."""
-    return call.moved_bytes / machine.memory_bandwidth + kernel_delay(call, machine, attends=False)
+    """Seconds of a block function's memory traffic, and those that its grouped products wait for memory: each
+    expert's weights are read for few rows."""
+    work, nbytes = call.grouped
+    waits = max(0.0, nbytes / machine.memory_bandwidth - work / machine.flops)
+    return call.moved_bytes / machine.memory_bandwidth + waits + kernel_delay(call, machine, attends=False)
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:

@@ -45,7 +45,8 @@ class Op(NamedTuple):
     ``block``/``group``/``micro`` are -1 where they do not apply. ``reads`` and ``writes`` are tokens;
     a token in both is updated in place. ``donates`` are device tokens that the operation consumes and
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
-    :class:`~megacompile.assemble.workload.Call`, as are ``launches``, ``attention_flops`` and ``kernels``.
+    :class:`~megacompile.assemble.workload.Call`, as are ``launches``, ``attention_flops``, ``kernels``
+    and ``grouped``.
     ``offset`` is a slot's byte offset in the slab. ``seconds`` is measured, 0 where it was not. ``policy``
     says what a block keeps between forward and backward. ``ranks`` share ``nbytes``: each moves its part of
     them over its link.
@@ -71,6 +72,7 @@ class Op(NamedTuple):
     launches: int = 0
     attention_flops: tuple[int, int] = (0, 0)
     kernels: tuple[KernelWork, ...] = ()
+    grouped: tuple[int, int] = (0, 0)
     offset: int = -1
     ranks: int = 1
 
@@ -111,7 +113,7 @@ def compute_op(
         kind, "compute", b, micro=m, policy=policy.name, reads=(*given, *donates), writes=writes,
         donates=donates, peak_bytes=call.peak_bytes, end_bytes=call.end_bytes, flops=call.flops,
         moved_bytes=call.moved_bytes, seconds=call.seconds, launches=call.launches,
-        attention_flops=call.attention_flops, kernels=call.kernels,
+        attention_flops=call.attention_flops, kernels=call.kernels, grouped=call.grouped,
     )  # fmt: skip
 
 

@@ -161,6 +161,9 @@ def test_durations_by_kind() -> None:
     assert duration(Op("forward", "compute", flops=20, moved_bytes=40, launches=5), machine) == 5
     cpu = replace(machine, shared_cores=True)  # where what asks for an operator computes it
     assert duration(Op("forward", "compute", flops=20, moved_bytes=40, launches=3), cpu) == 1 + 2 + 2
+    grouped = Op("forward", "compute", flops=20, moved_bytes=40)  # products that wait for memory, or do not
+    assert duration(grouped.with_(grouped=(10, 60)), machine) == 2 + 2 + (3 - 1)
+    assert duration(grouped.with_(grouped=(10, 20)), machine) == 2 + 2
     slow = replace(machine, attention_forward=5.0, attention_backward=2.0)
     assert duration(Op("backward", "compute", flops=40, attention_flops=(10, 20)), slow) == 1 + 2 + 10
     assert duration(Op("backward", "compute", flops=40, attention_flops=(10, 20)), machine) == 4
