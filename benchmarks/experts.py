@@ -5,7 +5,9 @@
 One layer of Qwen3-MoE 30B-A3B and of GPT-OSS 20B on the meta device, one sequence, bfloat16, as plans for a
 GPU count them: what is saved, the FLOPs of a recompute of all, the bytes that operators beside products
 and attention move in a forward and in a backward from all that is saved, those of the experts' products in
-both, and what these wait for an H100's memory beyond their FLOPs, at sustained rates. Nothing is timed.
+both, and what these wait for an H100's memory beyond their FLOPs, at sustained rates. Then how much longer
+the product of the gathered rows could take if it gathered them itself, until nothing were won. Nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
+from megacompile.differentiate.costs import grouped
 from megacompile.differentiate.policies import DifferentiatedTemplate
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.simulate import traffic_seconds
@@ -23,6 +27,7 @@ from megacompile.step.operations import Op
 
 _COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward",
             "experts", "wait")  # fmt: skip
+_CHIPS = "h100-sxm", "h200"
 
 
 def qwen3_moe() -> nn.Module:
@@ -49,11 +54,14 @@ def gpt_oss() -> nn.Module:
     return made
 
 
-def layer(make: Callable[[], nn.Module], tokens: int, *, before: bool) -> tuple[DifferentiatedTemplate, int]:
-    """The layer's functions, and how often routing weights were placed before the product."""
+def layer(
+    make: Callable[[], nn.Module], tokens: int, *, before: bool
+) -> tuple[DifferentiatedTemplate, fx.Graph, int]:
+    """The layer's functions, its forward, and how often routing weights were placed before the product."""
     kernels: dict[str, Any] = {} if before else {"routing_weights": False}
     compiled, template = compiled_layer(make, tokens, kernels=kernels)
-    return template, compiled.fusions.counts.get("routing_weights", 0)
+    graph = compiled.part.templates[template.index].graph
+    return template, graph, compiled.fusions.counts.get("routing_weights", 0)
 
 
 def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
@@ -64,7 +72,7 @@ def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
     sizes = every.saved_bytes, some.saved_bytes
     moved = every.forward.moved_bytes, every.backward.moved_bytes
     experts = every.forward.grouped, every.backward.grouped
-    machine = load_machine("h100-sxm").machine
+    machine = load_machine(_CHIPS[0]).machine
     waits = (traffic_seconds(Op("forward", "compute", grouped=pair), machine) for pair in experts)
     cells = [
         name, "before" if placed else "behind", *(f"{n / 1e6:,.1f} MB" for n in sizes),
@@ -74,13 +82,31 @@ def row(name: str, template: DifferentiatedTemplate, placed: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def gather_row(name: str, graph: fx.Graph) -> str:
+    """One line of the second table: a copy of the rows is gathered and read, or the tokens' rows are read."""
+    (product,) = (n for n in graph.nodes if grouped(n)[0] and n.args[0].target is torch.ops.aten.index.Tensor)
+    copied, tokens = (n.meta["val"].nbytes for n in (product.args[0], product.args[0].args[0]))
+    work, nbytes = grouped(product)
+    cells = [name, f"{copied / 1e6:,.1f} MB"]
+    for machine in (load_machine(chip).machine for chip in _CHIPS):
+        bandwidth, least = machine.memory_bandwidth, work / machine.flops
+        apart = (tokens + copied) / bandwidth + max(least, nbytes / bandwidth)
+        cells.append(f"{apart / max(least, (nbytes - copied + tokens) / bandwidth) - 1:.1%}")
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
-    """Print the table; where nothing is placed, "behind" stands in both lines."""
+    """Print the tables; where nothing is placed, "behind" stands in both lines."""
     tokens = tokens_asked(__doc__.splitlines()[0])
     print(f"| {' | '.join(_COLUMNS)} |\n|---|---|" + "--:|" * 7)
+    gathers = []
     for name, make in (("Qwen3-MoE 30B-A3B", qwen3_moe), ("GPT-OSS 20B", gpt_oss)):
         for before in (False, True):
-            print(row(name, *layer(make, tokens, before=before)), flush=True)
+            template, graph, placed = layer(make, tokens, before=before)
+            print(row(name, template, placed), flush=True)
+        gathers.append(gather_row(name, graph))
+    print(f"\n| layer | gathered rows | {' | '.join(_CHIPS)} |\n|---|" + "--:|" * (1 + len(_CHIPS)))
+    print(*gathers, sep="\n")
 
 
 if __name__ == "__main__":
