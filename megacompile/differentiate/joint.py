@@ -46,7 +46,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             for o, g in zip(template.results, template.out_grads, strict=True)
             if g
         ]
-    traced = make_fx(joint)(inputs, grads)
+        traced = make_fx(joint)(inputs, grads)  # what comes of no argument is of this mode, too
     if any(_is_mutable(n) for n in traced.graph.nodes):
         # some gradient rules write in place; a second trace without autograd makes them functional
         with mode, torch.no_grad():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile.capture.batch import read_batch
-from megacompile.differentiate import functions
+from megacompile.differentiate import functions, saved
+from megacompile.differentiate.joint import trace_joint
 from megacompile.differentiate.policies import DifferentiatedTemplate
 from megacompile.frontend import Frontend
+from megacompile.partition.blocks import Template
 from tests.support.models import batch_for, build
 from tests.support.zoo import cases
 
@@ -23,7 +26,7 @@ class Bags(nn.Module):
         self.norm = nn.LayerNorm(10)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.bag(ids).view(-1, 4, 12)
+        found = self.bag(ids).view(-1, 4, 12) + torch.arange(12.0)
         first, second = self.norm(self.mix(found)).chunk(2, 1)
         return nn.functional.mse_loss(first.tanh(), second.expand_as(first))
 
@@ -49,3 +52,19 @@ def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPat
         walked = templates(kind)
     monkeypatch.setattr(functions, "held_bytes", lambda *_: None)
     assert walked == templates(kind)
+
+
+def test_all_of_a_trace_is_of_one_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a call of ours takes a copy of a tensor that comes of no argument, and it counts as held twice."""
+    traced: list[tuple[fx.Graph, FakeTensorMode]] = []
+
+    def trace(template: Template, mode: FakeTensorMode) -> fx.Graph:
+        traced.append((trace_joint(template, mode), mode))
+        return traced[-1][0]
+
+    monkeypatch.setattr(saved, "trace_joint", trace)
+    templates("bags")
+    assert any(n.target is torch.ops.aten.arange.default for graph, _ in traced for n in graph.nodes)
+    for graph, mode in traced:
+        values = [n.meta.get("val") for n in graph.nodes]
+        assert all(v.fake_mode is mode for v in values if isinstance(v, FakeTensor))
