@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from benchmarks.gpu import machine, ours
 from megacompile.cli import first_run
 from megacompile.cli.main import main
-from megacompile.machine.catalog import read_profile
+from megacompile.machine.catalog import PROFILES, read_profile
 from megacompile.runtime.backends import open_backend
 from tests.simulated.numbers import runtime
 
@@ -34,7 +35,10 @@ def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest
     assert main(["profile", "--out", str(tmp_path / "machine.json")]) == 0
     measured = read_profile(tmp_path / "machine.json").rates("bf16")
     assert measured.name == torch.cuda.get_device_name() and measured.attention_forward > 0
-    assert open_backend("cuda", torch.bfloat16).machine == measured
+    planned_by = open_backend("cuda", torch.bfloat16).machine
+    links = planned_by.fabric_bandwidth  # to other cards, which it does not measure
+    assert planned_by == replace(measured, fabric_bandwidth=links)
+    assert links == PROFILES["h100-sxm"].rates("bf16").fabric_bandwidth
 
 
 def test_the_benchmark_measures_a_step_and_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
