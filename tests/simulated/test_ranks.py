@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacompile import MegacompileError
+from megacompile import MegacompileError, compiler
 from megacompile.compiler import Compiler
+from megacompile.runtime import backends
 from megacompile.runtime.cuda_streams import CudaStreams
 from megacompile.runtime.step_io import NonFiniteError
 from tests.simulated.device import simulated
@@ -150,8 +154,23 @@ def test_gpus_train_as_cpus_and_as_one_process(tmp_path: Path) -> None:
 
 
 def on_mesh(rank: int, size: int, device: str) -> list[float]:
-    """Losses and norms of two rows of ranks, and the sum of what each rank has of the state."""
-    mesh = init_device_mesh("cpu", (2, size // 2))
+    """What two rows of ranks find; as on two machines, where compile chooses the rows."""
+    given = steps_of_rows(rank, size, device, init_device_mesh("cpu", (2, size // 2)))
+    place = {"LOCAL_WORLD_SIZE": str(size // 2), "LOCAL_RANK": str(rank % (size // 2))}
+    with mock.patch.dict(os.environ, place), slow(backends, "_machine"), slow(compiler, "nominal_cpu"):
+        chosen = steps_of_rows(rank, size, device if device == "cpu" else f"cuda:{rank}", None)
+    assert chosen == given
+    return given
+
+
+def slow(module: ModuleType, rates: str) -> AbstractContextManager[object]:
+    """Rates of machines with a slow network between them, for which a copy in each is faster."""
+    measured = getattr(module, rates)
+    return mock.patch.object(module, rates, lambda *of: replace(measured(*of), network_bandwidth=1e6))
+
+
+def steps_of_rows(rank: int, size: int, device: str, mesh: DeviceMesh | None) -> list[float]:
+    """Losses and norms, and the sum of what each rank has of the state."""
     torch.manual_seed(0)
     found: list[float] = []
     with (
