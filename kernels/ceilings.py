@@ -36,14 +36,17 @@ def _of_delta_rule(launch: Launch) -> int:
 
 
 def _of_mamba2(launch: Launch) -> int:
-    """Of Mamba-2's kernels: what a chunk adds to some columns of a state, pairs of two chunks, and these by
-    some columns; none of what goes from span to span."""
+    """Of Mamba-2's kernels: what a chunk adds to some columns of a state, pairs of two chunks, these by some
+    columns, and a head's pairs and columns of a state; none of what goes from span to span and of sums."""
     given, chunk = launch.constants, launch.constants.get("CHUNK", 0)
     sizes = {
-        "mamba2_states_kernel": ("DIM", "BLOCK_V"),
-        "mamba2_scores_kernel": ("DIM", "CHUNK"),
-        "mamba2_scan_kernel": ("CHUNK", "BLOCK_V"),
-    }.get(launch.kernel.__name__)
+        "states": ("DIM", "BLOCK_V"),
+        "scores": ("DIM", "CHUNK"),
+        "scan": ("CHUNK", "BLOCK_V"),
+        "backward_x": ("CHUNK", "BLOCK_V"),
+        "backward_pairs": ("CHUNK", "V_DIM"),
+        "backward_groups": ("BLOCK_D", "V_DIM"),
+    }.get(launch.kernel.__name__.removeprefix("mamba2_").removesuffix("_kernel"))
     return int(2 * chunk * given[sizes[0]] * given[sizes[1]]) if sizes else 0
 
 
@@ -53,10 +56,10 @@ def needed_flops(launch: Launch) -> int:
     Where dk and dv are launched apart, the scores are needed once: for dk.
     """
     given = launch.constants
-    if "DIM" not in given:
-        return 0
     if launch.kernel.__name__.startswith("mamba2"):
         return _of_mamba2(launch)
+    if "DIM" not in given:
+        return 0
     if "CHUNK" in given:
         return _of_delta_rule(launch)
     if launch.kernel.__name__ == "attention_forward_kernel":

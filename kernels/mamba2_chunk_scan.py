@@ -17,8 +17,13 @@ state before the chunk:
 so that all but S is a product of matrices. In torch C B^T, C S and the last product take all heads of a group
 at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the states
 before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the cache: x
-twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice. The backward
-is plain torch.
+twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice.
+
+The backward is eight, behind a copy of the gradient of out in x's type: the first two from right to left, for
+the gradients of the states behind the spans, and C B^T again; then dx; the gradient of C B^T, and what pairs
+give to decays; dC; dB; ddt. Traffic: x, dx and that copy nine times, the gradient of out once; states seven
+times, C B^T three times, its gradient three times for each 16 heads; and about 30 float32 for each token and
+head.
 """
 
 from functools import partial
@@ -28,127 +33,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels._triton import (
-    AotCase,
-    accumulator,
-    aot_cases,
-    arch_of,
-    ceil_div,
-    launch,
-    next_power_of_2,
-    on_gpu,
-    runs_triton,
-    wide,
-)
-from megacompile.kernels.mamba2_kernels import (
-    mamba2_pass_kernel,
-    mamba2_scan_kernel,
-    mamba2_scores_kernel,
-    mamba2_states_kernel,
-)
-from megacompile.kernels.mamba2_reference import (
-    CHUNK,
-    SPAN,
-    Inputs,
-    backward_reference,
-    forward_reference,
-)
-
-MAX_WIDTH = 256  # of B and C
-_PASSED = 1024  # elements of a state that a program takes through the spans
-_WARPS = {86: 8, 89: 8, 120: 8}  # of the first kernel, which spills there with four
-MAX_GRID = 65535  # CUDA's, beyond the first dimension
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, tokens and heads."""
-    return [x.stride(d) for x in tensors for d in range(3)]
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
-    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
-
-
-def _sizes(given: Inputs) -> dict[str, Any]:
-    """Constants that kernels of chunks share."""
-    inner = given.B.shape[3]
-    padded = max(16, next_power_of_2(inner))
-    chunks = {"SPAN": SPAN // CHUNK, "CHUNK": CHUNK, "BLOCK_D": padded, "num_stages": 2}
-    return {"ACC": accumulator(given.x.dtype), "DIM": inner, **chunks}
-
-
-def _states(given: Inputs) -> Tensor:
-    """Before each span."""
-    batch, _, heads, width = given.x.shape
-    states = given.x.new_empty(given.states_shape, dtype=wide(given.x.dtype))
-    decays = states.new_empty(batch, heads, len(states))
-    sizes = _sizes(given)
-    columns = min(32 if sizes["BLOCK_D"] > 128 else 64, max(16, next_power_of_2(width)))  # held in registers
-    of_heads = states.stride(0), heads, heads // given.B.shape[2]
-    launch(
-        mamba2_states_kernel,
-        (len(states) * ceil_div(width, columns), heads, batch),
-        *(given.x, given.dt, given.A, given.B, states, decays),
-        *(*_strides(given.x, given.dt, given.B), *of_heads, given.x.shape[1]),
-        num_warps=_WARPS.get(arch_of(given.x), 4),
-        V_DIM=width,
-        BLOCK_V=columns,
-        **sizes,
-    )
-    launch(
-        mamba2_pass_kernel,
-        (ceil_div(sizes["DIM"] * width, _PASSED), heads, batch),
-        *(states, decays, *of_heads, len(states)),
-        ACC=sizes["ACC"],
-        DIM=sizes["DIM"],
-        V_DIM=width,
-        BLOCK=_PASSED,
-    )
-    return states
-
-
-def _results(given: Inputs, states: Tensor) -> Tensor:
-    x, B, C = given.x, given.B, given.C
-    batch, tokens, heads, width = x.shape
-    chunks, groups, span = ceil_div(tokens, CHUNK), B.shape[2], SPAN // CHUNK
-    out = states.new_empty(x.shape)
-    similar = states.new_empty(batch, groups, chunks, span, CHUNK, CHUNK)
-    columns = min(64, max(16, next_power_of_2(width)))
-    launch(
-        mamba2_scores_kernel,
-        (chunks * span, groups, batch),
-        *(B, C, similar, *_strides(B, C), groups, tokens),
-        **_sizes(given),
-    )
-    launch(
-        mamba2_scan_kernel,
-        (chunks * ceil_div(width, columns), heads, batch),
-        *(x, given.dt, given.A, C, given.D, similar, states, out),
-        *(*_strides(x, given.dt, C, out), states.stride(0), heads, heads // groups, tokens),
-        V_DIM=width,
-        BLOCK_V=columns,
-        **_sizes(given),
-    )
-    return out
-
-
-def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, states before each span)."""
-    x, B, C = map(_dense, (given.x, given.B, given.C))
-    dense = Inputs(x, given.dt, given.A.contiguous(), B, C, given.D.contiguous())
-    states = _states(dense)
-    return _results(dense, states), states
-
-
-def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
-    """Whether a forward launches kernels: B and C up to 256 wide, a grid that fits; on a GPU, bfloat16.
-
-    float16 lacks the range for long memories; exact float32 products pass by the tensor cores.
-    """
-    same = x.dtype == B.dtype == C.dtype and x.dtype != torch.float16
-    fits = max(x.shape[0], x.shape[2]) <= MAX_GRID and B.shape[3] <= MAX_WIDTH and x.numel() > 0
-    return runs_triton(x) and same and fits and (x.dtype == torch.bfloat16 or not on_gpu(x))
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
+from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton, runs_kernels
+from megacompile.kernels.mamba2_reference import CHUNK, Inputs, backward_reference, forward_reference
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())
@@ -165,7 +52,8 @@ def mamba2_chunk_scan_backward_op(
     grad: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D."""
-    d_x, d_dt, d_A, d_B, d_C, d_D = backward_reference(grad, Inputs(x, dt, A, B, C, D), states)
+    run = backward_triton if runs_kernels(x, B, C) else backward_reference
+    d_x, d_dt, d_A, d_B, d_C, d_D = run(grad, Inputs(x, dt, A, B, C, D), states)
     return d_x, d_dt, d_A, d_B, d_C, d_D
 
 
@@ -227,7 +115,9 @@ def _aot() -> list[AotCase]:
         x = torch.empty((1, 4096, heads, width), dtype=torch.bfloat16, device="meta")
         B = torch.empty((1, 4096, groups, inner), dtype=torch.bfloat16, device="meta")
         of_heads = x[0, 0, :, 0].contiguous()
-        forward_triton(Inputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads))
+        given = Inputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads)
+        out, states = forward_triton(given)
+        backward_triton(out, given, states)
 
     return [
         ("128/64 bf16", partial(case, 128, 64, 8, 128)),

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The Triton kernels of ``mamba2_chunk_scan.py``'s forward, whose symbols they share.
+"""The Triton kernels of ``mamba2_chunk_scan.py``'s forward, whose symbols they share; its backward launches
+the first three again.
 
 The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second goes
 through the spans, element by element, and leaves the state before each in the place of what it adds; the
@@ -8,6 +9,9 @@ heads of a group; the fourth computes the results from these and the state befor
 are matrices [N, P] whose rows lie heads of a group x P apart. Products take the type of x and accumulate in
 ACC, which ``similar`` [batch, groups, chunks, SPAN, CHUNK, CHUNK] is in: of a chunk with itself, with the one
 before it, and so on. Tokens that a last chunk lacks are zeros that decay nothing.
+
+With BACK the first two go the other way: what a span adds to the gradient of the state before it, with C for
+B and the gradient of the results for x, and the gradient of the state behind each span.
 """
 
 from megacompile.kernels._triton import tl, triton
@@ -49,15 +53,23 @@ def state_of(ptr, span, states_span, head, heads, group, batch, DIM: tl.constexp
 
 
 @triton.jit
+def factors_of(ptr, line, chunk, tokens, CHUNK: tl.constexpr):
+    """Where a head's ``factors`` of a chunk's tokens are."""
+    number = line.to(tl.int64) * tl.cdiv(tokens, CHUNK) + chunk
+    return ptr + number * (3 * CHUNK) + tl.arange(0, CHUNK)
+
+
+@triton.jit
 def mamba2_states_kernel(
-    x_ptr, dt_ptr, a_ptr, b_ptr, states_ptr, decays_ptr,
+    x_ptr, dt_ptr, a_ptr, b_ptr, states_ptr, decays_ptr, factors_ptr,
     x_batch, x_token, x_head, dt_batch, dt_token, dt_head, b_batch, b_token, b_head,
     states_span, heads, group, tokens,
-    SPAN: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BACK: tl.constexpr, SPAN: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V columns of what a span adds to a head's state, and the span's decay. Grid: (spans
-    and blocks of columns) x heads x batch."""
+    """One program: BLOCK_V columns of what a span adds to a head's state, and the span's decay; with BACK
+    also ``factors`` [batch, heads, chunks, 3, CHUNK]: the sum of A dt from the span's begin, dt, and dt exp(z
+    - c). Grid: (spans and blocks of columns) x heads x batch."""
     batch, head, line = place(heads)
     span, v_col = columns_of(V_DIM, BLOCK_V)
     col = tl.arange(0, BLOCK_D)
@@ -66,41 +78,58 @@ def mamba2_states_kernel(
     dt_ptr = matrix(dt_ptr, batch, dt_batch, head, dt_head)
     rate = tl.load(a_ptr + head).to(ACC)
     state = tl.zeros((BLOCK_D, BLOCK_V), dtype=ACC)
-    behind = rate * 0
+    passed = rate * 0
     chunks = tl.minimum(tl.cdiv(tokens, CHUNK) - span * SPAN, SPAN)
     for n in range(chunks):
-        begin = (span * SPAN + chunks - 1 - n) * CHUNK
+        chunk = span * SPAN + (n if BACK else chunks - 1 - n)
+        begin = chunk * CHUNK
         dt, c, z = chunk_decays(dt_ptr, begin, dt_token, rate, tokens, ACC, CHUNK)
+        if BACK:
+            weight = tl.exp(c + passed)
+            to = factors_of(factors_ptr, line, chunk, tokens, CHUNK)
+            tl.store(to, c + passed)
+            tl.store(to + CHUNK, dt)
+            tl.store(to + 2 * CHUNK, dt * tl.exp(z - c))
+        else:
+            weight = dt * tl.exp(z - c + passed)
         b = load_chunk(b_ptr, begin, b_token, tokens, col, DIM, CHUNK)
         x = load_chunk(x_ptr, begin, x_token, tokens, v_col, V_DIM, CHUNK)
-        written = (x.to(ACC) * (dt * tl.exp(z - c + behind))[:, None]).to(x.dtype)
+        written = (x.to(ACC) * weight[:, None]).to(x.dtype)
         state += tl.dot(tl.trans(b), written, input_precision="ieee", out_dtype=ACC)
-        behind += z
+        passed += z
     to = state_of(states_ptr, span, states_span, head, heads, group, batch, DIM, V_DIM)
     store_rows(to, col, group * V_DIM, DIM, v_col, V_DIM, state)
     spans = tl.cdiv(tokens, SPAN * CHUNK)
-    tl.store(decays_ptr + line.to(tl.int64) * spans + span, tl.exp(behind))
+    tl.store(decays_ptr + line.to(tl.int64) * spans + span, tl.exp(passed))
 
 
 @triton.jit
 def mamba2_pass_kernel(
-    states_ptr, decays_ptr, states_span, heads, group, spans,
-    ACC: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    states_ptr, decays_ptr, kept_ptr, carried_ptr, states_span, heads, group, spans,
+    BACK: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK elements of a head's state through all spans. Grid: blocks x heads x batch."""
+    """One program: BLOCK elements of a head's state through all spans. With BACK also what a span's decay
+    gets by the state that it carries, the forward's being ``kept``; in parts, [batch, heads, spans, blocks].
+    Grid: blocks x heads x batch."""
     batch, head, line = place(heads)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0)
+    element = block * BLOCK + tl.arange(0, BLOCK)
     inside = element < DIM * V_DIM
-    first = tl.program_id(0) * 0
-    at = state_of(states_ptr, first, states_span, head, heads, group, batch, DIM, V_DIM)
-    at += element // V_DIM * group * V_DIM + element % V_DIM
-    decays_ptr += line.to(tl.int64) * spans
+    offset = element // V_DIM * group * V_DIM + element % V_DIM
+    first = line.to(tl.int64) * spans
     state = tl.zeros((BLOCK,), dtype=ACC)
-    for span in range(spans):
+    for n in range(spans):
+        span = block * 0 + (spans - 1 - n if BACK else n)
+        at = state_of(states_ptr, span, states_span, head, heads, group, batch, DIM, V_DIM) + offset
         added = tl.load(at, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
-        state = state * tl.load(decays_ptr + span) + added
-        at += states_span
+        decay = tl.load(decays_ptr + first + span)
+        state *= decay
+        if BACK:
+            of = state_of(kept_ptr, span, states_span, head, heads, group, batch, DIM, V_DIM) + offset
+            carried = tl.sum(state * tl.load(of, mask=inside, other=0.0), axis=0)
+            tl.store(carried_ptr + (first + span) * tl.num_programs(0) + block, carried)
+        state += added
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from megacompile.kernels._triton import ceil_div, wide
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
-from megacompile.kernels.mamba2_chunk_scan import runs_kernels as runs_scan_kernels
+from megacompile.kernels.mamba2_launchers import runs_kernels as runs_scan_kernels
 
 aten = torch.ops.aten
 ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload

@@ -243,6 +243,10 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
         ("mamba2_scores_kernel", 2 * 64 * 64 * 96),
         ("mamba2_scan_kernel", 2 * 64 * 64 * 16),
         ("mamba2_pass_kernel", 0),
+        ("mamba2_backward_x_kernel", 2 * 64 * 64 * 16),
+        ("mamba2_backward_pairs_kernel", 2 * 64 * 64 * 64),  # all columns of a head
+        ("mamba2_backward_groups_kernel", 2 * 64 * 128 * 64),
+        ("mamba2_backward_decays_kernel", 0),
     ],
 )
 def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:

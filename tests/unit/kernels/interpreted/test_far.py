@@ -11,26 +11,20 @@ from harness import LOW
 from triton.runtime import interpreter
 
 from megacompile.kernels import gated_delta_launchers as delta_launchers
+from megacompile.kernels import mamba2_launchers as scan_launchers
 from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference
 from megacompile.kernels.cross_entropy_tiles import Terms
 from megacompile.kernels.gated_delta_reference import Inputs
 from megacompile.kernels.gated_delta_reference import backward_reference as delta_backward
 from megacompile.kernels.gated_delta_reference import forward_reference as delta_reference
 from megacompile.kernels.mamba2_reference import Inputs as ScanInputs
+from megacompile.kernels.mamba2_reference import backward_reference as scan_backward
 from megacompile.kernels.mamba2_reference import forward_reference as scan_reference
 from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, clamped_glu, cross_entropy_tiles, glu, mamba2_chunk_scan, qk_norm_rope, rope = (
+attention, clamped_glu, cross_entropy_tiles, glu, qk_norm_rope, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in (
-        "attention",
-        "clamped_glu",
-        "cross_entropy_tiles",
-        "glu",
-        "mamba2_chunk_scan",
-        "qk_norm_rope",
-        "rope",
-    )
+    for name in ("attention", "clamped_glu", "cross_entropy_tiles", "glu", "qk_norm_rope", "rope")
 )
 FAR = 1 << 31
 builder = interpreter.interpreter_builder
@@ -205,23 +199,32 @@ def test_gated_delta_rule_of_many_heads(last):
 def test_mamba2_chunk_scan(lazy, dim):
     """[B, T, H, P], steps without P."""
     torch.manual_seed(1)
-    x, B, C = torch.randn(3, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    x, B, C, grad = torch.randn(4, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
     dt, A, D = torch.rand(x.shape[:3]).half(), -torch.rand(x.shape[2]), torch.rand(x.shape[2])
     far = [far_apart(t, dim) for t in (x, dt, B, C)]
-    found = mamba2_chunk_scan.forward_triton(ScanInputs(*far[:2], A, *far[2:], D))
-    torch.testing.assert_close(found, scan_reference(ScanInputs(x, dt, A, B, C, D)), atol=5e-3, rtol=5e-3)
+    far, near = ScanInputs(*far[:2], A, *far[2:], D), ScanInputs(x, dt, A, B, C, D)
+    expected, found = scan_reference(near), scan_launchers.forward_triton(far)
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
+    found = scan_launchers.backward_triton(far_apart(grad, dim), far, found[1])
+    torch.testing.assert_close(found, scan_backward(grad, near, expected[1]), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("batch", "groups", "inner"), [(4096, 1, 64), (260, 520, 16)])
+@pytest.mark.parametrize(("batch", "groups", "inner"), [(4096, 8, 64), (260, 520, 16)])
 def test_mamba2_chunk_scan_of_many_heads(last, batch, groups, inner):
     """What its kernels leave each other passes 2**31 elements: states of heads, pairs of tokens of groups."""
     torch.manual_seed(1)
-    x, (B, C) = torch.randn(1, 64, 1, 16, dtype=LOW[0]), torch.randn(2, 1, 64, 1, inner, dtype=LOW[0]) / 8
+    x, grad = torch.randn(2, 1, 64, 1, 16, dtype=LOW[0])
+    B, C = torch.randn(2, 1, 64, 1, inner, dtype=LOW[0]) / 8
     dt, A, D = torch.rand(1, 64, 1).half(), -torch.rand(1), torch.rand(1)
-    expected, _ = scan_reference(ScanInputs(x, dt, A, B, C, D))
-    x, dt, B, C = (
+    one = ScanInputs(x, dt, A, B, C, D)
+    expected, kept = scan_reference(one)
+    x, grad, dt, B, C = (
         t.expand(batch, 64, heads, *t.shape[3:])
-        for t, heads in zip((x, dt, B, C), (520, 520, groups, groups), strict=True)
+        for t, heads in zip((x, grad, dt, B, C), (520, 520, 520, groups, groups), strict=True)
     )
-    out, _ = mamba2_chunk_scan.forward_triton(ScanInputs(x, dt, A.expand(520), B, C, D.expand(520)))
+    many = ScanInputs(x, dt, A.expand(520), B, C, D.expand(520))
+    out, states = scan_launchers.forward_triton(many)
     torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)
+    found = [t[-1:, :, -1:] for t in scan_launchers.backward_triton(grad, many, states) if t.dim() > 1]
+    expected = [t for t in scan_backward(grad[:1, :, :1], one, kept) if t.dim() > 1]
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from harness import compare, randn, results, strided
 
+from megacompile.kernels import mamba2_launchers as launchers
 from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
 from megacompile.kernels.mamba2_reference import Inputs, forward_reference
 
@@ -34,10 +35,11 @@ def given(batch, tokens, heads, width, groups, inner):
 
 
 SHAPES = [
-    (1, 330, 2, 40, 1, 24),  # two spans, a chunk of ten tokens, columns of two programs, some masked
+    (1, 330, 2, 40, 1, 24),  # two spans, a chunk of ten tokens, masked columns
     (2, 64, 4, 32, 2, 128),
-    (1, 65, 2, 20, 2, 200),
+    (1, 65, 2, 72, 2, 200),  # columns of several programs
     (1, 1, 1, 16, 1, 16),
+    (1, 70, 18, 16, 1, 16),  # heads of a group that do not fit in a part
     (1, 5, 1, 8, 1, 300),  # B and C too wide for the kernels
 ]
 
@@ -54,7 +56,7 @@ def test_half_precision_runs_in_torch():
 
 def test_the_formulas_in_float64():
     """To the last digits: the states beside the other implementation's, all else beside the definition's."""
-    inputs = [t.detach().double().requires_grad_() for t in given(1, 600, 2, 40, 1, 24)]
+    inputs = [t.detach().double().requires_grad_() for t in given(1, 520, 2, 24, 1, 16)]
     _, states = scan.mamba2_chunk_scan_op(*inputs)
     _, expected = forward_reference(Inputs(*(t.detach() for t in inputs)))
     torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
@@ -65,36 +67,67 @@ def test_the_formulas_in_float64():
 
 def test_layouts():
     """Slices of one projection, tokens before the batch, columns apart, one row for a batch."""
-    x, dt, A, B, C, D = (t.detach() for t in given(2, 70, 2, 16, 2, 16))
-    expected = mamba2_chunk_scan(x, dt, A, B, C, D)
-    parts = torch.cat((x, B, C), -1).split(16, -1)
-    early = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, dt, B, C)]
+    x, dt, A, B, C, D = (t.detach().requires_grad_() for t in given(2, 70, 2, 16, 2, 16))
+    grad = torch.randn(x.shape)
+    expected = results(mamba2_chunk_scan, (x, dt, A, B, C, D), [grad])
+    parts = torch.cat((x, B), -1).split(16, -1)
+    dt, C = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (dt, C))
+    found = results(mamba2_chunk_scan, (parts[0], dt, A, parts[1], C, D), [strided(grad)])
+    assert all(map(torch.equal, found, expected))
     apart = [strided(t) for t in (x, dt, B, C)]
-    for ours, steps, left, right in ((parts[0], dt, *parts[1:]), early, apart):
-        assert torch.equal(mamba2_chunk_scan(ours, steps, A, left, right, D), expected)
+    assert torch.equal(mamba2_chunk_scan(*apart[:2], A, *apart[2:], D), expected[0])
     ones = [t[:1].expand(2, *t.shape[1:]) for t in (x, dt, B, C)]
-    both = mamba2_chunk_scan(*ones[:2], A, *ones[2:], D)
-    assert torch.equal(both, expected[:1].expand_as(both))
+    found = results(mamba2_chunk_scan, (*ones[:2], A, *ones[2:], D), [grad[:1].expand(x.shape)])
+    assert all(torch.equal(found[i], expected[i][:1].expand_as(found[i])) for i in (0, 1, 2, 4, 5))
 
 
-FAULTS = {  # what the last kernel is given of the others
-    "no decay of the state": lambda similar, states: states[1].mul_(1.1),
-    "a span that reads no state": lambda similar, states: states[1].zero_(),
-    "pairs of the next token": lambda similar, states: similar.copy_(similar.roll(1, -1)),
-    "a chunk that reads none before it": lambda similar, states: similar[..., 1, :, :].zero_(),
+def without(*index):
+    def change(x):
+        x = x.clone()
+        x[index] = 0
+        return x
+
+    return change
+
+
+ALL = slice(None)
+NO_DECAYS = without(ALL, ALL, ALL, 0)
+FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out, dx, ddt, dA, dB, dC, dD
+    "no decay of the state": ("scan", "states", lambda x: torch.cat((x[:1], x[1:] * 1.1)), 0),
+    "a span that reads no state": ("scan", "states", without(1), 0),
+    "pairs of the next token": ("scan", "similar", lambda x: x.roll(1, -1), 0),
+    "a chunk that reads none before it": ("scan", "similar", without(..., 1, ALL, ALL), 0),
+    "a span whose state has no gradient": ("backward_x", "states", without(0), 1),
+    "a chunk that gives nothing to the next": ("backward_x", "similar", without(..., 1, ALL, ALL), 1),
+    "scores that look back": ("backward_x", "similar", lambda x: x.mT.contiguous(), 1),
+    "writes that do not decay": ("backward_x", "factors", NO_DECAYS, 1),
+    "no skip": ("backward_x", "d", torch.zeros_like, 1),
+    "pairs of another token": ("backward_pairs", "similar", lambda x: x.roll(1, -1), 2),
+    "pairs that do not decay": ("backward_pairs", "factors", NO_DECAYS, 2),
+    "pairs that nothing passes": ("backward_decays", "pairs", without(ALL, ALL, ALL, 0), 2),
+    "chunks that pass nothing on": ("backward_decays", "pairs", without(ALL, ALL, ALL, slice(1, 4)), 2),
+    "no later tokens": ("backward_decays", "given", torch.zeros_like, 3),
+    "no writes": ("backward_decays", "written", torch.zeros_like, 3),
+    "no reads": ("backward_decays", "risen", torch.zeros_like, 3),
+    "no steps": ("backward_decays", "by_dt", torch.zeros_like, 2),
+    "reads that decay nothing": ("backward_groups", "factors", NO_DECAYS, 2),
+    "a state of another span": ("backward_groups", "states", lambda x: x.roll(1, 0), 3),
+    "a chunk with itself alone": ("backward_groups", "d_similar", without(..., 1, ALL, ALL), 4),
+    "nothing skipped": ("backward_decays", "skipped", torch.zeros_like, 6),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
-    launch = scan.launch
+    launch, (name, argument, change, result) = launchers.launch, FAULTS[fault]
 
     def spoiled(kernel, grid, *args, **constants):
-        if kernel is scan.mamba2_scan_kernel:
-            FAULTS[fault](*args[5:7])
+        if kernel is getattr(launchers, f"mamba2_{name}_kernel"):
+            place = kernel.arg_names.index(f"{argument}_ptr")
+            args = *args[:place], change(args[place]), *args[place + 1 :]
         launch(kernel, grid, *args, **constants)
 
-    monkeypatch.setattr(scan, "launch", spoiled)
-    with pytest.raises(AssertionError, match="result 0"):
+    monkeypatch.setattr(launchers, "launch", spoiled)
+    with pytest.raises(AssertionError, match=f"result {result}"):
         compare(mamba2_chunk_scan, eager, given(1, 300, 2, 16, 1, 16), torch.bfloat16)
