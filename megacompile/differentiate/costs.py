@@ -19,6 +19,7 @@ from megacompile.kernels._triton import ceil_div, wide
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
+from megacompile.kernels.mamba2_launchers import PART
 from megacompile.kernels.mamba2_launchers import runs_kernels as runs_scan_kernels
 
 aten = torch.ops.aten
@@ -44,6 +45,11 @@ _DELTA_RULES = {  # in plain torch, launches for each span of tokens, and for ea
 _SCANS = {  # of Mamba-2: launches as above; how often numbers of the sizes of ``_scan_bytes`` are moved
     torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2, (13, 25, 6, 10)),
     torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4, (24, 48, 15, 25)),
+}
+_SCAN_KERNELS = {  # in our kernels: launches, with the gradient's copy and sums of tokens; how often
+    # are moved x, states, pairs of a group's tokens, those of a part of its heads, and numbers of heads
+    torch.ops.megacompile.mamba2_chunk_scan.default: (4, (2, 4, 2, 0, 0)),
+    torch.ops.megacompile.mamba2_chunk_scan_backward.default: (11, (9, 7, 3, 3, 30)),
 }
 _GROUPED = {  # products of sorted rows with stacked weights that an operator forms; torch has no formula yet
     "aten::_grouped_mm": 1,
@@ -175,13 +181,15 @@ def _delta_rule_launches(node: fx.Node) -> int:
 def _scan_kernels(node: fx.Node) -> list[Tensor] | None:
     """x, B and C of a scan that our kernels run; None where plain torch does."""
     given = [arguments(node)[name].meta["val"] for name in "xBC"]
-    forward = node.target is torch.ops.megacompile.mamba2_chunk_scan.default
-    return given if forward and runs_scan_kernels(*given) else None
+    return given if runs_scan_kernels(*given) else None
 
 
 def _scan_launches(node: fx.Node) -> int:
     if (given := _scan_kernels(node)) is not None:
-        return 4 + sum(t.stride(-1) != 1 for t in given)
+        rounded = [arguments(node)[name].meta["val"].dtype != torch.float32 for name in "AD"]
+        backward = node.target is torch.ops.megacompile.mamba2_chunk_scan_backward.default
+        copies = sum(t.stride(-1) != 1 for t in given) + backward * sum(rounded)
+        return int(_SCAN_KERNELS[node.target][0] + copies)  # type: ignore[index]
     tokens = arguments(node)["x"].meta["val"].shape[1]
     by_span, by_chunk, _ = _SCANS[node.target]  # type: ignore[index]
     return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
@@ -198,7 +206,10 @@ def _scan_bytes(node: fx.Node) -> int:
         copied = 2 * sum(t.nbytes for t in given if t.stride(-1) != 1)
         states = ceil_div(tokens, scan.SPAN) * batch * heads * width * state
         pairs = batch * tokens * groups * scan.SPAN
-        return int(copied + 2 * x.nbytes + (x.numel() + 4 * states + 2 * pairs) * size)
+        of_parts = pairs * ceil_div(heads // groups, PART)
+        often, *others = _SCAN_KERNELS[node.target][1]  # type: ignore[index]
+        numbers = sum(map(operator.mul, others, (states, pairs, of_parts, batch * tokens * heads)))
+        return int(copied + often * x.nbytes + (x.numel() + numbers) * size)
     numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
     each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
     return int(batch * ceil_div(tokens, chunk) * chunk * each * size)

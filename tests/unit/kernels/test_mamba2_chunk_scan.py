@@ -19,9 +19,8 @@ from megacompile.differentiate.costs import launches, moved
 from megacompile.kernels import mamba2_chunk_scan
 from megacompile.kernels import mamba2_reference as reference
 from megacompile.kernels._triton import recording
+from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton
 from megacompile.kernels.mamba2_reference import Inputs, backward_reference, forward_reference
-
-scan = importlib.import_module("megacompile.kernels.mamba2_chunk_scan")
 
 HOMES = sorted(
     path.stem.removeprefix("modeling_")
@@ -161,20 +160,31 @@ def test_plans_count_about_the_launches_and_bytes_of_what_runs() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_plans_for_a_gpu_count_the_launches_that_run(dtype: torch.dtype, kernels: bool) -> None:
-    """Those of our kernels where they take the inputs, and a copy of what has no rows; elsewhere torch's."""
+@pytest.mark.parametrize("backward", [False, True])
+def test_plans_for_a_gpu_count_the_launches_that_run(
+    dtype: torch.dtype, kernels: bool, backward: bool
+) -> None:
+    """Those of our kernels where they take the inputs, and a copy of what has no rows; in the backward one of
+    the gradient, and sums of tokens in the types of A and D. Elsewhere torch's."""
     given = [x.detach().to("meta") for x in inputs(330, dtype)]
     given[3] = given[3].mT.contiguous().mT
-    graph = fx.Graph()
-    leaves = [graph.placeholder(f"x{i}") for i in range(len(given))]
-    for leaf, value in zip(leaves, given, strict=True):
+    with recording(90) as recorded:
+        out, states = forward_triton(Inputs(*given))
+        if backward:
+            recorded.clear()
+            backward_triton(out, Inputs(*given), states)
+    operator = torch.ops.megacompile
+    operator = operator.mamba2_chunk_scan_backward if backward else operator.mamba2_chunk_scan
+    graph, values = fx.Graph(), [out, *given, states] if backward else given
+    leaves = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    for leaf, value in zip(leaves, values, strict=True):
         leaf.meta["val"] = value
-    node = graph.call_function(torch.ops.megacompile.mamba2_chunk_scan.default, tuple(leaves))
+    node = graph.call_function(operator.default, tuple(leaves))
     on_cpu = launches(node), moved(node)
     with recording(processors=4):
         on_gpu = launches(node), moved(node)
-    with recording(90) as recorded:
-        scan.forward_triton(Inputs(*given))
-    assert len(recorded) == 4 and all(x.kernel.__name__.startswith("mamba2_") for x in recorded)
-    assert on_gpu[0] == (len(recorded) + 1 if kernels else on_cpu[0]) and on_cpu[0] > 90
+    assert len(recorded) == (8 if backward else 4)
+    assert all(x.kernel.__name__.startswith("mamba2_") for x in recorded)
+    ours = len(recorded) + 1 + (1 + 2 * 2 if backward else 0)
+    assert on_gpu[0] == (ours if kernels else on_cpu[0]) and on_cpu[0] > 90
     assert (on_gpu[1] < on_cpu[1]) == kernels
