@@ -19,7 +19,6 @@ from megacompile.kernels._triton import ceil_div, wide
 from megacompile.kernels.gated_delta_launchers import LAUNCHES, parts_of, runs_kernels
 from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.linear_cross_entropy import tile_width
-from megacompile.kernels.mamba2_launchers import PART
 from megacompile.kernels.mamba2_launchers import runs_kernels as runs_scan_kernels
 
 aten = torch.ops.aten
@@ -46,10 +45,9 @@ _SCANS = {  # of Mamba-2: launches as above; how often numbers of the sizes of `
     torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2, (13, 25, 6, 10)),
     torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4, (24, 48, 15, 25)),
 }
-_SCAN_KERNELS = {  # in our kernels: launches, with the gradient's copy and sums of tokens; how often
-    # are moved x, states, pairs of a group's tokens, those of a part of its heads, and numbers of heads
-    torch.ops.megacompile.mamba2_chunk_scan.default: (4, (2, 4, 2, 0, 0)),
-    torch.ops.megacompile.mamba2_chunk_scan_backward.default: (11, (9, 7, 3, 3, 30)),
+_SCAN_KERNELS = {  # launches in our kernels, with the gradient's copy and sums of tokens
+    torch.ops.megacompile.mamba2_chunk_scan.default: 4,
+    torch.ops.megacompile.mamba2_chunk_scan_backward.default: 11,
 }
 _GROUPED = {  # products of sorted rows with stacked weights that an operator forms; torch has no formula yet
     "aten::_grouped_mm": 1,
@@ -134,7 +132,7 @@ def _operands(node: fx.Node) -> list[Tensor]:
 def moved(node: fx.Node) -> int:
     """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing (those of
     :func:`grouped` ones stand apart), but for the logits that a head's kernels read, and in its backward
-    write, and what a scan does beside its products."""
+    write, and what a scan in plain torch does beside its products."""
     if node.target in _HEADS:
         return _logits_bytes(node)
     if node.target in _SCANS:
@@ -178,41 +176,38 @@ def _delta_rule_launches(node: fx.Node) -> int:
     return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
 
 
-def _scan_kernels(node: fx.Node) -> list[Tensor] | None:
-    """x, B and C of a scan that our kernels run; None where plain torch does."""
-    given = [arguments(node)[name].meta["val"] for name in "xBC"]
-    return given if runs_scan_kernels(*given) else None
+def _scanned(node: fx.Node) -> list[Tensor]:
+    """x, B and C of a scan."""
+    return [arguments(node)[name].meta["val"] for name in "xBC"]
 
 
 def _scan_launches(node: fx.Node) -> int:
-    if (given := _scan_kernels(node)) is not None:
+    if runs_scan_kernels(*(given := _scanned(node))):
         rounded = [arguments(node)[name].meta["val"].dtype != torch.float32 for name in "AD"]
         backward = node.target is torch.ops.megacompile.mamba2_chunk_scan_backward.default
         copies = sum(t.stride(-1) != 1 for t in given) + backward * sum(rounded)
-        return int(_SCAN_KERNELS[node.target][0] + copies)  # type: ignore[index]
-    tokens = arguments(node)["x"].meta["val"].shape[1]
+        return int(_SCAN_KERNELS[node.target] + copies)  # type: ignore[index]
+    tokens = given[0].shape[1]
     by_span, by_chunk, _ = _SCANS[node.target]  # type: ignore[index]
     return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
 
 
 def _scan_bytes(node: fx.Node) -> int:
-    """Our kernels' traffic, as their module gives it; in plain torch that of scores, heads, states and
-    groups, whose numbers for each token these are."""
-    x, inner = (arguments(node)[name].meta["val"] for name in "xB")
+    """Those of plain torch: of scores, heads, states and groups, whose numbers for each token these are."""
+    x, inner, _ = given = _scanned(node)
+    if runs_scan_kernels(*given):
+        return 0
     batch, tokens, heads, width = x.shape
     groups, state = inner.shape[2:]
     size, chunk = wide(x.dtype).itemsize, scan.CHUNK
-    if (given := _scan_kernels(node)) is not None:
-        copied = 2 * sum(t.nbytes for t in given if t.stride(-1) != 1)
-        states = ceil_div(tokens, scan.SPAN) * batch * heads * width * state
-        pairs = batch * tokens * groups * scan.SPAN
-        of_parts = pairs * ceil_div(heads // groups, PART)
-        often, *others = _SCAN_KERNELS[node.target][1]  # type: ignore[index]
-        numbers = sum(map(operator.mul, others, (states, pairs, of_parts, batch * tokens * heads)))
-        return int(copied + often * x.nbytes + (x.numel() + numbers) * size)
     numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
     each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
     return int(batch * ceil_div(tokens, chunk) * chunk * each * size)
+
+
+def runs_recurrence_kernels(node: fx.Node) -> bool:
+    """Whether our kernels run a gated delta rule or a scan of Mamba-2."""
+    return runs_scan_kernels(*_scanned(node)) if node.target in _SCANS else runs_delta_kernels(node)
 
 
 def runs_delta_kernels(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.capture.positions import arguments
-from megacompile.differentiate.costs import flops, moved, runs_delta_kernels, runs_our_attention
+from megacompile.differentiate.costs import flops, moved, runs_our_attention, runs_recurrence_kernels
 
 
 @dataclass(frozen=True, order=True)
@@ -24,8 +24,8 @@ class KernelCall:
     its other arguments, as text.
 
     ``variant`` says in the words of the ahead-of-time gate's cases what its speed depends on: sizes, an
-    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of the
-    gated delta rule the floating-point operations of products; 0 where no kernel of ours runs them.
+    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of
+    recurrences the floating-point operations of products; 0 where no kernel of ours runs them.
     """
 
     op: str
@@ -37,6 +37,10 @@ class KernelCall:
 
 
 Calls = tuple[tuple[KernelCall, int], ...]
+
+
+# Whose columns the states of recurrences have.
+_RECURRENCES = {"gated_delta_rule": ("q", "v"), "mamba2_chunk_scan": ("B", "x")}
 
 
 def kernel_calls(graph: fx.Graph) -> Calls:
@@ -79,9 +83,9 @@ def _variant_and_work(node: fx.Node) -> tuple[str, int]:
     given = {n: a.meta["val"] if isinstance(a, fx.Node) else a for n, a in arguments(node).items()}
     if op == "attention":
         return _attention_variant(given), flops(node) if runs_our_attention(node) else 0
-    if op == "gated_delta_rule":
-        variant = f"{given['q'].shape[-1]}/{given['v'].shape[-1]}"
-        return variant, flops(node) if runs_delta_kernels(node) else 0
+    if op in _RECURRENCES:
+        keys, values = (given[name].shape[-1] for name in _RECURRENCES[op])
+        return f"{keys}/{values}", flops(node) if runs_recurrence_kernels(node) else 0
     return _VARIANTS[op](given) if op in _VARIANTS else "", moved(node)
 
 

@@ -36,9 +36,9 @@ def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
 
 
 def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str, float]:
-    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), what attention takes longer
-    than products, memory traffic, what launches of kernels add to these, and what of gradients and updates is
-    done there."""
+    """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), what attention and
+    recurrences take longer than products, memory traffic, what launches of kernels add to these, and what of
+    gradients and updates is done there."""
     updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
     ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
@@ -48,7 +48,7 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
     return {
         "model FLOPs": model_flops / machine.flops,
         "FLOPs beyond, mostly recompute": max(0.0, flops - model_flops) / machine.flops,
-        "slower attention": attention,
+        "slower attention, recurrences": attention,
         "memory traffic": traffic,
         "launches": max(0.0, sum(duration(op, machine) for op in ops) - worked),
         "updates on the device": sum(duration(op, machine) for op in updates),

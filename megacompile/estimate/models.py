@@ -203,7 +203,7 @@ def _config_file(path: Path) -> Any:
         hint = f": did you mean {' or '.join(near)}?" if near else "."
         raise MegacompileError(f"{path}: transformers knows no model_type {kind!r}{hint}")
     try:
-        return CONFIG_MAPPING[kind].from_dict(fields)
+        return CONFIG_MAPPING[kind].from_pretrained(path)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise MegacompileError(f"{path} is no valid {kind} config: {reason}") from error

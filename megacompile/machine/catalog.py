@@ -144,7 +144,7 @@ def _built_in(
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
-            "our kernels": f"ceilings of sm_{chip}; attention {REACHED:g}, its backward and delta rules "
+            "our kernels": f"ceilings of sm_{chip}; attention {REACHED:g}, its backward and recurrences "
             f"{REACHED_BACKWARD:g} of them (assumed)",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",

@@ -1,9 +1,10 @@
 """How fast a machine runs our kernels: by the ceilings of the ahead-of-time gate, which needs no GPU.
 
 In:  an operator, a dtype, what its speed depends on, a machine whose chip is known. Out: bytes per second, of
-attention and of the gated delta rule floating-point operations per second. The row of ``ceilings.csv`` that
-is nearest to a call counts: its parts of a multiprocessor, and its bytes in flight, as many times as the
-machine has multiprocessors, and never more than the machine's memory gives.
+attention and of recurrences floating-point operations per second. The row of ``ceilings.csv`` that is nearest
+to a call counts: its parts of a multiprocessor, and its bytes in flight, as many times as the machine has
+multiprocessors, and never more than the machine's memory gives. On a machine that was measured recurrences
+are as fast as attention's backward.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import math
 import operator
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 
 from megacompile.assemble.workload import Call, KernelWork
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling
-from megacompile.kernels.gated_delta_reference import CHUNK
+from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
 from megacompile.kernels.gated_delta_rule import gated_delta_rule_backward_flops, gated_delta_rule_flops
+from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan_backward_flops, mamba2_chunk_scan_flops
 from megacompile.kernels.tables import read_ceilings
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Op
@@ -33,19 +36,50 @@ _ATTENTION = {  # kernels of an operator, and the products of each as parts of t
         ("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
     ),
 }
-# The gated delta rule is assumed to reach what attention's backward does: nobody has timed it. Kernels of an
-# operator, and how many products each forms, for each token and value head: of its chunk's tokens with Dk,
-# with Dv, and of Dk with Dv.
-_DELTA_RULES: dict[str, dict[str, tuple[int, int, int]]] = {
-    "gated_delta_rule": {"chunk": (2, 0, 0), "forward": (0, 2, 3)},
-    "gated_delta_rule_backward": {
-        "chunk": (2, 0, 0),
-        "states": (0, 1, 2),
-        "backward_state": (0, 2, 3),
-        "backward_pairs": (2, 2, 0),
-        "backward_q": (1, 0, 1),
-        "backward_k": (2, 0, 2),
-    },
+
+
+@dataclass(frozen=True)
+class _Recurrence:
+    """How a recurrence's operator is priced, for value heads that share keys.
+
+    ``kernels``: how many products each forms for a token of these heads: of its chunk's tokens with Dk, with
+    Dv, and of Dk with Dv. ``moved_bytes`` beside products, of each number of a state that is kept.
+    """
+
+    kernels: dict[str, tuple[float, float, float]]
+    heads: int = 1
+    moved_bytes: int = 0
+
+
+# Recurrences are assumed to reach what attention's backward does: nobody has timed them. In Mamba-2's (Dk is
+# N, Dv is P) a token sees 2.5 chunks of its span; two chunks cost the kernel of pairs 0.37 of what one with
+# itself does, whose row counts.
+_RECURRENCES = {
+    "gated_delta_rule": _Recurrence({"gated_delta_chunk": (2, 0, 0), "gated_delta_forward": (0, 2, 3)}),
+    "gated_delta_rule_backward": _Recurrence(
+        {
+            "gated_delta_chunk": (2, 0, 0),
+            "gated_delta_states": (0, 1, 2),
+            "gated_delta_backward_state": (0, 2, 3),
+            "gated_delta_backward_pairs": (2, 2, 0),
+            "gated_delta_backward_q": (1, 0, 1),
+            "gated_delta_backward_k": (2, 0, 2),
+        }
+    ),
+    "mamba2_chunk_scan": _Recurrence(
+        {"mamba2_states": (0, 0, 16), "mamba2_scores": (2.5, 0, 0), "mamba2_scan": (0, 40, 16)}, 16, 8
+    ),
+    "mamba2_chunk_scan_backward": _Recurrence(
+        {
+            "mamba2_states": (0, 0, 16),
+            "mamba2_scores": (2.5, 0, 0),
+            "mamba2_backward_x": (0, 40, 16),
+            "mamba2_backward_pairs": (0, 25, 0),
+            "mamba2_backward_groups": (5, 0, 32),
+        },
+        16,
+        12,
+    ),
 }
 _KERNELS = {  # operator: module and kernel, as the table names them
     **{
@@ -72,23 +106,23 @@ _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
     """Seconds that a function's kernels of ours take beyond nominal ones: those that attend beyond the rates
-    of attention or, by the gated delta rule, of products, or the others, which move bytes, beyond the
-    memory's bandwidth."""
-    if machine.chip not in CHIPS:
-        return 0.0
-    kernels = (k for k in call.kernels if (k.op in _ATTENTION or k.op in _DELTA_RULES) == attends)
+    of attention or, in recurrences, of products, or the others, which move bytes, beyond the memory's
+    bandwidth."""
+    kernels = (k for k in call.kernels if (k.op in _ATTENTION or k.op in _RECURRENCES) == attends)
     return sum(kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine) for kernel in kernels)
 
 
 def kernel_seconds(kernel: KernelWork, machine: Machine) -> float:
     """Seconds that calls of one kernel take."""
     found = rate(kernel.op, kernel.dtype, kernel.variant, machine)
+    if found is None and kernel.op in _RECURRENCES:
+        found = machine.attention_backward
     return kernel.amount / found if found else _nominal_seconds(kernel, machine)
 
 
 def _nominal_seconds(kernel: KernelWork, machine: Machine) -> float:
     rates = {"attention": machine.attention_forward, "attention_backward": machine.attention_backward}
-    nominal = machine.flops if kernel.op in _DELTA_RULES else machine.memory_bandwidth
+    nominal = machine.flops if kernel.op in _RECURRENCES else machine.memory_bandwidth
     if kernel.op in rates:
         nominal = rates[kernel.op] or machine.flops
     return kernel.amount / nominal
@@ -101,8 +135,8 @@ def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
         return None
     if op in _ATTENTION:
         return _attention_rate(op, dtype, variant, machine)
-    if op in _DELTA_RULES:
-        return _delta_rule_rate(op, dtype, variant, machine)
+    if op in _RECURRENCES:
+        return _recurrence_rate(op, dtype, variant, machine)
     if op not in _KERNELS:
         return None
     rows = _rows(*_KERNELS[op], machine.chip)
@@ -130,21 +164,35 @@ def _attention_rate(op: str, dtype: str, variant: str, machine: Machine) -> floa
     return (REACHED if op == "attention" else REACHED_BACKWARD) * more / seconds
 
 
-def _delta_rule_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
-    """FLOPs of the formula per second, of a chunk of a value head that has a key head of its own."""
+def _recurrence_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
+    """FLOPs of the formula per second, of a chunk: of the kernels one after the other, each at what is
+    reached of its ceilings' mean, and of the states that are moved beside."""
     assert machine.chip is not None
+    chip, name, of = CHIPS[machine.chip], op.removesuffix("_backward"), _RECURRENCES[op]
     (width, *_, inner) = 2 * _read(variant)[0]
     sizes, seconds = (CHUNK * width, CHUNK * inner, width * inner), 0.0
-    for name, products in _DELTA_RULES[op].items():
-        rows = nearest(_rows("gated_delta_rule", f"gated_delta_{name}_kernel", machine.chip), dtype, variant)
+    for kernel, products in of.kernels.items():
+        rows = nearest(_rows(name, f"{kernel}_kernel", machine.chip), dtype, variant)
         work = 2 * CHUNK * sum(map(operator.mul, products, sizes))
-        seconds += work / (rows[0].rate * 1e12)
-    chip = CHIPS[machine.chip]
-    more = (machine.processors or chip.processors) / chip.processors
-    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
-    backward = op == "gated_delta_rule_backward"
-    work = gated_delta_rule_backward_flops(v, q, q, v) if backward else gated_delta_rule_flops(q, q, v)
-    return REACHED_BACKWARD * more * work / seconds
+        seconds += work * sum(1e-12 / row.rate for row in rows) / len(rows)
+    seconds /= REACHED_BACKWARD * (machine.processors or chip.processors) / chip.processors
+    kept = of.heads * width * inner * CHUNK / SPAN
+    seconds += of.moved_bytes * kept / machine.memory_bandwidth
+    return _FORMULAS[name](of.heads, width, inner, op != name) / seconds
+
+
+def _delta_rule(heads: int, width: int, inner: int, backward: bool) -> int:
+    q, v = (1, CHUNK, heads, width), (1, CHUNK, heads, inner)
+    return gated_delta_rule_backward_flops(v, q, q, v) if backward else gated_delta_rule_flops(q, q, v)
+
+
+def _scan(heads: int, width: int, inner: int, backward: bool) -> int:
+    x, B = (1, CHUNK, heads, inner), (1, CHUNK, 1, width)
+    given = x, x[:3], (heads,), B
+    return mamba2_chunk_scan_backward_flops(x, *given) if backward else mamba2_chunk_scan_flops(*given)
+
+
+_FORMULAS = {"gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _scan}
 
 
 @cache

@@ -27,6 +27,7 @@ MOVE = [name + suffix for name in FUSED for suffix in ("", "_backward")]
 MOVE += ["dropout", "uniform"]  # and what a forward draws
 ATTEND = ["attention", "attention_backward"]
 DELTA = ["gated_delta_rule", "gated_delta_rule_backward"]
+SCAN = ["mamba2_chunk_scan", "mamba2_chunk_scan_backward"]
 VARIANTS = ["", "64", "5120", "silu", "gelu_erf", "interleaved", "8x64", "32x128 partial", "128256 all terms",
             "80 window", "128 window softcap", "192/128", "256 packed"]  # fmt: skip
 H100, H200 = PROFILES["h100-sxm"].machine, PROFILES["h200"].machine
@@ -40,7 +41,7 @@ def test_every_machine_is_of_a_chip_of_the_gate() -> None:
             assert profile.machine.processors == chip.processors
 
 
-@pytest.mark.parametrize("operator", [*MOVE, *ATTEND, *DELTA])
+@pytest.mark.parametrize("operator", [*MOVE, *ATTEND, *DELTA, *SCAN])
 def test_every_operator_that_is_placed_has_a_row_on_every_chip(operator: str) -> None:
     for profile in PROFILES.values():
         assert rate(operator, "bfloat16", "128", profile.machine)
@@ -134,7 +135,29 @@ def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) ->
     assert kernel_seconds(kernel, replace(H100, processors=66)) == pytest.approx(2 * seconds)
     op = Op("forward", "compute", flops=3 * flops, kernels=(kernel,))
     assert duration(op, H100) == pytest.approx(2 * flops / H100.flops + seconds)
-    assert duration(op, replace(H100, chip=None)) == pytest.approx(3 * flops / H100.flops)
+    measured = 2 * flops / H100.flops + flops / (H100.attention_backward or 0)
+    assert duration(op, replace(H100, chip=None)) == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("operator", SCAN)
+def test_a_scan_is_priced_by_each_of_its_kernels(operator: str) -> None:
+    """Of a chunk of 64 tokens of 16 heads that share B and C, which see 2.5 chunks on average."""
+    backward, rows = operator.endswith("_backward"), read_ceilings()
+    rows = [r for r in rows if r.key[:2] == ("mamba2_chunk_scan", "128/64 bf16") and r.arch == 90]
+    pairs, state, group = 64 * 64, 128 * 64, 64 * 128
+    parts = {"scores": 2.5 * group, "states": 16 * state, "scan": 16 * (2.5 * pairs + state)}
+    flops = 128 * (group + 16 * (pairs + 2 * state))
+    if backward:
+        parts |= {"backward_x": parts.pop("scan"), "backward_groups": 2 * (2.5 * group + 16 * state)}
+        parts["backward_pairs"] = 16 * pairs * (1 + 1.5 * 0.375)  # of two chunks no sums across tokens
+        flops = 128 * (3 * group + 16 * (2 * pairs + 6 * state))
+    seconds = 0.0
+    for name, products in parts.items():
+        found = [r.rate * 1e12 for r in rows if r.kernel == f"mamba2_{name}_kernel"]
+        seconds += sum(128 * products / (0.27 * rate) for rate in found) / len(found)
+    seconds += (3 if backward else 2) * 4 * 16 * state / 4 / H100.memory_bandwidth  # every fourth chunk's
+    kernel = KernelWork(operator, "bfloat16", "128/64", flops)
+    assert kernel_seconds(kernel, H100) == pytest.approx(seconds)
 
 
 def test_what_a_kernel_is_worth_by_hand() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from megacompile.errors import MegacompileError
 from megacompile.estimate.models import Model, load_model
@@ -153,7 +154,9 @@ def test_layers_that_do_not_attend_count_no_attention(tmp_path: Path) -> None:
         path = tmp_path / f"{kind}.json"
         path.write_text(json.dumps(small | more | {"model_type": kind}))
         found.append(load_model(str(path)).attention_flops(10))
-    assert found == [0, 2 * 55 * 2 * (16 + 16)]
+        AutoConfig.for_model(kind, **small, **more).save_pretrained(tmp_path)  # which has its own infinity
+        found.append(load_model(str(tmp_path / "config.json")).attention_flops(10))
+    assert found == [0, 0] + 2 * [2 * 55 * 2 * (16 + 16)]
 
 
 def test_experts_count_as_far_as_tokens_reach_them() -> None:
