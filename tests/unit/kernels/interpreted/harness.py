@@ -1,7 +1,10 @@
-"""What the interpreted tests share: shapes, the tolerance rule, gradcheck."""
+"""What the interpreted tests share: shapes, the tolerance rule, gradcheck, planted faults."""
 
 from collections.abc import Callable, Sequence
+from types import EllipsisType, ModuleType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ LOW = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *LOW)
 # Odd on purpose: one row, not powers of two, more rows than a tile, columns beyond one warp.
 SHAPES = ((1, 4096), (199, 123), (1199, 41))
+ALL = slice(None)
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -99,3 +103,33 @@ def strided(x: Tensor) -> Tensor:
 def spread(x: Tensor) -> Tensor:
     """A differentiable view-like copy with a column stride of two."""
     return torch.stack((x, x), dim=-1)[..., 0]
+
+
+def without(*index: int | slice | EllipsisType) -> Callable[[Tensor], Tensor]:
+    """What returns a tensor with zeros at ``index``."""
+
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[index] = 0
+        return x
+
+    return change
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch,
+    launchers: ModuleType,
+    name: str,
+    argument: str,
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    """Let launchers give one of their kernels an argument wrong."""
+    launch = launchers.launch
+
+    def spoiled(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        if kernel is getattr(launchers, name):
+            place = kernel.arg_names.index(f"{argument}_ptr")
+            args = *args[:place], change(args[place]), *args[place + 1 :]
+        launch(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(launchers, "launch", spoiled)

@@ -3,7 +3,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import compare, randn, results, strided
+from harness import ALL, compare, plant, randn, results, strided, without
 
 from megacompile.kernels import gated_delta_launchers as launchers
 from megacompile.kernels.gated_delta_reference import Inputs, forward_reference
@@ -105,16 +105,6 @@ def test_parts_of_a_backward_change_no_bit(monkeypatch):
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
 
-def without(*index):
-    def change(x):
-        x = x.clone()
-        x[index] = 0
-        return x
-
-    return change
-
-
-ALL = slice(None)
 FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out, dq, dk, dv, dg, dbeta
     "no decay of the state": ("forward", "factors", lambda x: x.sqrt(), 0),
     "no norm of written keys": (
@@ -143,14 +133,7 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
-    launch, (name, argument, change, result) = launchers.launch, FAULTS[fault]
-
-    def spoiled(kernel, grid, *args, **constants):
-        if kernel is getattr(launchers, f"gated_delta_{name}_kernel"):
-            place = kernel.arg_names.index(f"{argument}_ptr")
-            args = *args[:place], change(args[place]), *args[place + 1 :]
-        launch(kernel, grid, *args, **constants)
-
-    monkeypatch.setattr(launchers, "launch", spoiled)
+    name, argument, change, result = FAULTS[fault]
+    plant(monkeypatch, launchers, f"gated_delta_{name}_kernel", argument, change)
     with pytest.raises(AssertionError, match=f"result {result}"):
         compare(gated_delta_rule, eager, given(1, 270, 1, 2, 64, 16), torch.bfloat16)

@@ -3,7 +3,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import compare, randn, results, strided
+from harness import ALL, compare, plant, randn, results, strided, without
 
 from megacompile.kernels import mamba2_launchers as launchers
 from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
@@ -81,16 +81,6 @@ def test_layouts():
     assert all(torch.equal(found[i], expected[i][:1].expand_as(found[i])) for i in (0, 1, 2, 4, 5))
 
 
-def without(*index):
-    def change(x):
-        x = x.clone()
-        x[index] = 0
-        return x
-
-    return change
-
-
-ALL = slice(None)
 NO_DECAYS = without(ALL, ALL, ALL, 0)
 FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out, dx, ddt, dA, dB, dC, dD
     "no decay of the state": ("scan", "states", lambda x: torch.cat((x[:1], x[1:] * 1.1)), 0),
@@ -120,14 +110,7 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
-    launch, (name, argument, change, result) = launchers.launch, FAULTS[fault]
-
-    def spoiled(kernel, grid, *args, **constants):
-        if kernel is getattr(launchers, f"mamba2_{name}_kernel"):
-            place = kernel.arg_names.index(f"{argument}_ptr")
-            args = *args[:place], change(args[place]), *args[place + 1 :]
-        launch(kernel, grid, *args, **constants)
-
-    monkeypatch.setattr(launchers, "launch", spoiled)
+    name, argument, change, result = FAULTS[fault]
+    plant(monkeypatch, launchers, f"mamba2_{name}_kernel", argument, change)
     with pytest.raises(AssertionError, match=f"result {result}"):
         compare(mamba2_chunk_scan, eager, given(1, 300, 2, 16, 1, 16), torch.bfloat16)
