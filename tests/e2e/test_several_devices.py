@@ -145,9 +145,15 @@ def test_masters_and_moments_are_bitwise_those_of_one_process(two: Run) -> None:
 
 
 def test_losses_are_those_of_all_ranks_on_each_of_them(two: Run) -> None:
+    """Where they clip, up to the rounding of the norm by which the weights of later steps were updated."""
     for name, one in two.one.items():
-        for rank in two.ranks:
-            assert all(map(torch.equal, rank[name]["losses"], one["losses"])), name
+        first, *others = ([*rank[name]["losses"]] for rank in two.ranks)
+        assert all(all(map(torch.equal, first, other)) for other in others), name
+        if name in ("clipped", "clipped on devices"):
+            assert torch.equal(first[0], one["losses"][0])
+            torch.testing.assert_close(first, [*one["losses"]], rtol=1e-6, atol=0)
+        else:
+            assert all(map(torch.equal, first, one["losses"])), name
 
 
 @pytest.mark.parametrize("case", ["clipped", "clipped on devices"])
