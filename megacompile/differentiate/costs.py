@@ -33,19 +33,22 @@ _LAUNCHES = {  # others that compute launch one kernel; ``tests/simulated/test_b
     aten.slice_backward.default: 2,
     aten.select_backward.default: 2,
 }
-_HEADS = {  # the hidden states' place among the arguments, launches, and launches for each tile of logits
+# The hidden states' place among the arguments, launches, and launches for each tile of logits.
+_HEADS: dict[Any, tuple[int, int, int]] = {
     torch.ops.megacompile.linear_cross_entropy.default: (0, 16, 2),
     torch.ops.megacompile.linear_cross_entropy_backward.default: (1, 2, 4),
 }
-_DELTA_RULES = {  # in plain torch, launches for each span of tokens, and for each chunk
+# In plain torch, launches for each span of tokens, and for each chunk.
+_DELTA_RULES: dict[Any, tuple[int, int]] = {
     torch.ops.megacompile.gated_delta_rule.default: (45, 11),
     torch.ops.megacompile.gated_delta_rule_backward.default: (125, 17),
 }
-_SCANS = {  # of Mamba-2: launches as above; how often numbers of the sizes of ``_scan_bytes`` are moved
+# Of Mamba-2: launches as above; how often numbers of the sizes of ``_scan_bytes`` are moved.
+_SCANS: dict[Any, tuple[int, int, tuple[int, ...]]] = {
     torch.ops.megacompile.mamba2_chunk_scan.default: (41, 2, (13, 25, 6, 10)),
     torch.ops.megacompile.mamba2_chunk_scan_backward.default: (94, 4, (24, 48, 15, 25)),
 }
-_SCAN_KERNELS = {  # launches in our kernels, with the gradient's copy and sums of tokens
+_SCAN_KERNELS: dict[Any, int] = {  # launches in our kernels, with the gradient's copy and sums of tokens
     torch.ops.megacompile.mamba2_chunk_scan.default: 4,
     torch.ops.megacompile.mamba2_chunk_scan_backward.default: 11,
 }
@@ -86,6 +89,12 @@ def flat(value: Any) -> list[Any]:
     return [value]
 
 
+def _value(argument: Any) -> Tensor:
+    """The tensor of an argument that is a node."""
+    value: Tensor = argument.meta["val"]
+    return value
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [v for v in flat(value) if isinstance(v, Tensor)]
 
@@ -98,7 +107,7 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     if products := _GROUPED.get(node.target._schema.name):
-        first, second = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+        first, second = map(_value, node.args[:2])
         rows, inner = first.shape[-2:]
         return round(int(2 * products * rows * inner * second.shape[-1]) * share)
     formula = flop_registry.get(node.target._overloadpacket)
@@ -150,11 +159,11 @@ def launches(node: fx.Node) -> int:
     if target._schema.name.removeprefix("aten::") in _EMPTY:
         return 0
     if target is aten.embedding_dense_backward.default:
-        return _SORTING if node.args[1].meta["val"].numel() >= SORTED_FROM else 2  # type: ignore[union-attr]
+        return _SORTING if _value(node.args[1]).numel() >= SORTED_FROM else 2
     if target in _HEADS:
         return _head_launches(node)
     if (name := target._schema.name) in _GROUPED and target.namespace != "aten":
-        return _GROUPED[name] * (1 + len(node.args[1].meta["val"]))  # type: ignore[union-attr]
+        return _GROUPED[name] * (1 + len(_value(node.args[1])))
     if target in _DELTA_RULES:
         return _delta_rule_launches(node)
     if target in _SCANS:
@@ -173,7 +182,7 @@ def _delta_rule_launches(node: fx.Node) -> int:
         backward = 1 + part * len(parts_of(*q.shape[:2]))
         return forward if node.target is torch.ops.megacompile.gated_delta_rule.default else backward
     spans, chunks = (ceil_div(q.shape[1], n) for n in (SPAN, CHUNK))
-    return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))  # type: ignore[index]
+    return sum(map(operator.mul, _DELTA_RULES[node.target], (spans, chunks)))
 
 
 def _scanned(node: fx.Node) -> list[Tensor]:
@@ -186,9 +195,9 @@ def _scan_launches(node: fx.Node) -> int:
         rounded = [arguments(node)[name].meta["val"].dtype != torch.float32 for name in "AD"]
         backward = node.target is torch.ops.megacompile.mamba2_chunk_scan_backward.default
         copies = sum(t.stride(-1) != 1 for t in given) + backward * sum(rounded)
-        return int(_SCAN_KERNELS[node.target] + copies)  # type: ignore[index]
+        return int(_SCAN_KERNELS[node.target] + copies)
     tokens = given[0].shape[1]
-    by_span, by_chunk, _ = _SCANS[node.target]  # type: ignore[index]
+    by_span, by_chunk, _ = _SCANS[node.target]
     return by_span * ceil_div(tokens, scan.SPAN) + by_chunk * ceil_div(tokens, scan.CHUNK)
 
 
@@ -201,7 +210,7 @@ def _scan_bytes(node: fx.Node) -> int:
     groups, state = inner.shape[2:]
     size, chunk = wide(x.dtype).itemsize, scan.CHUNK
     numbers = heads * chunk, heads * width, heads * width * state // chunk, groups * state
-    each = sum(map(operator.mul, _SCANS[node.target][2], numbers))  # type: ignore[index]
+    each = sum(map(operator.mul, _SCANS[node.target][2], numbers))
     return int(batch * ceil_div(tokens, chunk) * chunk * each * size)
 
 
@@ -235,20 +244,20 @@ def _has_rows(x: Tensor) -> bool:
 
 def _head(node: fx.Node) -> tuple[Tensor, Tensor]:
     """The hidden states and the weight of a fused head."""
-    place = _HEADS[node.target][0]  # type: ignore[index]
-    hidden, weight = (node.args[place + i].meta["val"] for i in range(2))  # type: ignore[union-attr]
+    place = _HEADS[node.target][0]
+    hidden, weight = map(_value, node.args[place : place + 2])
     return hidden, weight
 
 
 def _logits_bytes(node: fx.Node) -> int:
     hidden, weight = _head(node)
-    passes = 1 + _HEADS[node.target][0]  # type: ignore[index]
+    passes = 1 + _HEADS[node.target][0]
     return passes * len(hidden) * len(weight) * hidden.element_size()
 
 
 def _head_launches(node: fx.Node) -> int:
     """Those of a fused head, which makes its logits tile by tile."""
-    _, fixed, each = _HEADS[node.target]  # type: ignore[index]
+    _, fixed, each = _HEADS[node.target]
     hidden, weight = _head(node)
     vocabulary, workspace = len(weight), arguments(node)["workspace"]
     width = tile_width(len(hidden), vocabulary, hidden.element_size(), workspace)

@@ -67,7 +67,9 @@ _RECURRENCES = {
         }
     ),
     "mamba2_chunk_scan": _Recurrence(
-        {"mamba2_states": (0, 0, 16), "mamba2_scores": (2.5, 0, 0), "mamba2_scan": (0, 40, 16)}, 16, 8
+        {"mamba2_states": (0, 0, 16), "mamba2_scores": (2.5, 0, 0), "mamba2_scan": (0, 40, 16)},
+        heads=16,
+        moved_bytes=8,
     ),
     "mamba2_chunk_scan_backward": _Recurrence(
         {
@@ -77,8 +79,8 @@ _RECURRENCES = {
             "mamba2_backward_pairs": (0, 25, 0),
             "mamba2_backward_groups": (5, 0, 32),
         },
-        16,
-        12,
+        heads=16,
+        moved_bytes=12,
     ),
 }
 _KERNELS = {  # operator: module and kernel, as the table names them
@@ -108,7 +110,10 @@ def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
     """Seconds that a function's kernels of ours take beyond nominal ones: those that attend beyond the rates
     of attention or, in recurrences, of products, or the others, which move bytes, beyond the memory's
     bandwidth."""
-    kernels = (k for k in call.kernels if (k.op in _ATTENTION or k.op in _RECURRENCES) == attends)
+    known = machine.chip in CHIPS
+    if not (known or attends):
+        return 0.0
+    kernels = (k for k in call.kernels if (k.op in _RECURRENCES or (known and k.op in _ATTENTION)) == attends)
     return sum(kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine) for kernel in kernels)
 
 
