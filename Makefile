@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
+.PHONY: demo test test-all test-slow rehearsal gpu-carried simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,16 +27,22 @@ test-all: $(READY)
 test-slow: $(READY)
 	$(PYTEST) -m slow --slice $(SLICE)
 
-# A CUDA build of torch without NVIDIA's libraries: tests/simulated stands in for these. It takes 2 GB.
+# A CUDA build of torch without NVIDIA's libraries: tests/simulated stands in for these. It takes 2 GB. The versions are
+# the oldest that are supported, and those of the machine with a GPU on which benchmarks/gpu runs.
 CUDA := .venv-cuda
+CUDA_PYTHON := $(or $(shell python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null), \
+	$(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),$(PYTHON))
 TORCH := 2.11.0
 TRITON := 3.6.0
-$(CUDA)/.ready: constraints.txt tests/simulated/build.py $(wildcard tests/simulated/runtime/*)
-	$(PYTHON) -m venv $(CUDA)
+BESIDE := transformers==5.17.0 huggingface_hub==1.33.0 numpy==2.5.2
+$(CUDA)/.ready: Makefile constraints.txt tests/simulated/build.py $(wildcard tests/simulated/runtime/*)
+	$(CUDA_PYTHON) -m venv --clear $(CUDA)
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps torch==$(TORCH) \
-		triton==$(TRITON) accelerate==1.15.0
-	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools \
-		filelock typing-extensions sympy networkx jinja2 fsspec numpy safetensors pytest pytest-xdist hypothesis transformers psutil
+		triton==$(TRITON) accelerate==1.15.0 peft==0.21.2
+	grep --invert-match --extended-regexp '^(torch|triton|transformers|huggingface_hub|numpy)==' constraints.txt \
+		> $(CUDA)/constraints.txt
+	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint $(CUDA)/constraints.txt setuptools \
+		filelock typing-extensions sympy networkx jinja2 fsspec safetensors pytest pytest-xdist hypothesis psutil $(BESIDE)
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	$(CUDA)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(CUDA)/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
@@ -57,13 +63,22 @@ simulated-part: $(CUDA)/.ready
 simulated-all: simulated
 	$(SIMULATED) --numprocesses 2 --dist worksteal tests/simulated -m 'slow or nightly'
 
+# What runs on a machine with a GPU (docs/gpu.md), in small; and the kernels that it starts from, compiled ahead.
+rehearsal: $(CUDA)/.ready
+	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.simulated.rehearsal
+
+gpu-carried: $(CUDA)/.ready
+	CUDASIM_TOTAL=85520809984 LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim $(CUDA)/bin/python -m benchmarks.gpu.carry
+
 # The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:
 NEWEST := .venv-newest
+NEWER := CUDA=$(NEWEST) TORCH=2.15.0 TRITON=3.9.0 CUDA_PYTHON=$(PYTHON) \
+	BESIDE='transformers==5.23.0 huggingface_hub==2.4.0 numpy==2.4.6'
 simulated-newest:
-	$(MAKE) simulated CUDA=$(NEWEST) TORCH=2.15.0 TRITON=3.9.0
+	$(MAKE) simulated $(NEWER)
 
 test-newest: $(READY)
-	$(MAKE) $(NEWEST)/.ready CUDA=$(NEWEST) TORCH=2.15.0 TRITON=3.9.0
+	$(MAKE) $(NEWEST)/.ready $(NEWER)
 	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude triton > $(NEWEST)/packages.txt
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(NEWEST)/packages.txt
 	CUDASIM_DEVICES=0 LD_LIBRARY_PATH=$(NEWEST)/cudasim $(NEWEST)/bin/python -m pytest \

@@ -71,7 +71,7 @@ def measured(tokens: int, count: int, repeats: int) -> list[Row]:
     batch = batch_of(tokens, 64, 512)
 
     def program(budget: str) -> megacompile.Program:
-        model = tiny("llama")
+        model = tiny()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return megacompile.compile(
             model, budget, optimizer=optimizer, compute_dtype=torch.float32, device="cpu", example_batch=batch

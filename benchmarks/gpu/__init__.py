@@ -1,6 +1,6 @@
-"""The suite that measures the CUDA backend against its own bounds and against its peers.
+"""A campaign on a machine with one GPU: everything that is worth measuring, in the order of its worth.
 
-A part is a list of cases; a case is a name with plain settings, run in a process of its own, which prints
-one JSON object. What a case printed is kept in ``results/<part>.json`` as soon as it is over, and a case
-that is there is not run again.
+``campaign`` drives stages, each in a process of its own with a time limit of its own; ``stages`` lists them,
+and each of the other modules holds the stages of one subject. What a stage learns is in ``results.jsonl`` at
+once.
 """

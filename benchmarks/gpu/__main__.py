@@ -1,75 +1,72 @@
-"""``python -m benchmarks.gpu``: measure everything that is not measured yet, within a time.
+"""``python -m benchmarks.gpu``: measure what is not measured yet on this machine with a GPU, within a time.
 
-    python -m benchmarks.gpu [--parts steps peers] [--only 7b] [--seconds 540] [--results FOLDER]
-    python -m benchmarks.gpu --dry-run        # every part in small, on any CPU
+    python -m benchmarks.gpu [--seconds 510] [--stages "8B in 24 GB" …] [--out build/gpu] [--copies FOLDER]
+    python -m benchmarks.gpu --small          # every stage in small: says nothing of speed
+    python -m benchmarks.gpu --list           # the stages, and where the seconds go
 
-Results are kept case by case, so that the command can be given again until all is there. A step's case
-takes up to 5 minutes, so where a command may take 10, one part per command gets furthest.
+Nothing has to be installed beyond torch, triton and transformers. docs/gpu.md tells what each stage finds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import faulthandler
+import importlib
 import os
-import time
+import sys
 from pathlib import Path
 
-from benchmarks.gpu.cases import PART_SECONDS, PARTS, cases
-from benchmarks.gpu.record import Case, call, hardware, markdown, rates, results_of, run_apart, run_case
-
-RESULTS = Path(__file__).parent.parent / "results" / "gpu"
+from benchmarks.gpu.campaign import OK, ROOT, STATUS_USELESS, STATUS_WRONG, WRONG, Stage, drive
+from benchmarks.gpu.carry import unpack
+from benchmarks.gpu.page import page, screen, timetable
+from benchmarks.gpu.stages import stages
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--dry-run", action="store_true", help="every part in small, on a CPU")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none that might end later")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=510, help="for all stages and the page")
+    parser.add_argument("--stages", nargs="+", default=[], help="these alone, also where they are done")
+    parser.add_argument("--small", action="store_true", help="every stage in small")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
+    parser.add_argument("--copies", type=Path, help="a folder that gets a copy of each file after each stage")
+    parser.add_argument("--list", action="store_true", help="print the stages and their seconds")
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        task = json.loads(options.case)
-        print(json.dumps(call(task["call"], task["settings"])))
+    every = stages(small=options.small)
+    if options.list:
+        print(timetable(every))
         return 0
-    return _measure(options)
+    if options.stage:
+        status = run_stage(next(s for s in every if s.name == options.stage), options.out, options.until)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # what the stage started must not keep it
+    unpack()
+    command = [sys.executable, "-m", "benchmarks.gpu", *(["--small"] if options.small else [])]
+    status = drive(
+        every, options.out, options.seconds, only=options.stages, copies=options.copies, command=command
+    )
+    print(screen(options.out))
+    for folder in (options.out, *([options.copies] if options.copies else [])):
+        (folder / "README.md").write_text(page(options.out, every))
+    return int(any(s not in (OK, WRONG) for s in status.values()))
 
 
-def _measure(options: argparse.Namespace) -> int:
-    folder: Path = options.results
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    about = hardware() if options.dry_run else run_apart(Case("machine", "hardware", "record.hardware", {}))
-    about = {k: v for k, v in about.items() if k not in ("settings", "wall_seconds")} | {
-        "dry": options.dry_run
-    }
-    (folder / "hardware.json").write_text(json.dumps(about, indent=1) + "\n")
-    wrong = 0
-    start = time.monotonic()
-    for part in options.parts:
-        begun = time.monotonic()
-        every = cases(dry=options.dry_run, rates=rates(folder))  # which the part ``machine`` measures
-        wanted = [c for c in every if c.part == part and options.only in c.name]
-        known = results_of(part, folder)
-        for case in sorted(wanted, key=lambda c: c.name in known):  # what failed comes after what is new
-            now = time.monotonic()
-            over = now - start + case.seconds > options.seconds or now - begun > PART_SECONDS
-            if over and "failed" in known.get(case.name, {"failed": "not tried yet"}):
-                print(f"{case.part}: {case.name}: left for the next call", flush=True)
-                continue
-            wrong += _tell(case, run_case(case, folder, apart=not options.dry_run))
-            (folder / "README.md").write_text(markdown(folder, PARTS))
-    return 1 if wrong else 0
+def run_stage(stage: Stage, folder: Path, until: float | None) -> int:
+    """Run one stage in this process; its exit status."""
+    from benchmarks.gpu.findings import Recorder
 
-
-def _tell(case: Case, result: dict[str, object]) -> bool:
-    """Print a line; whether the result is wrong or missing without a reason that lies outside."""
-    shown = {k: v for k, v in result.items() if k not in ("settings", "log", "table")}
-    print(f"{case.part}: {case.name}: {json.dumps(shown)}", flush=True)
-    return "failed" in result or result.get("right") is False
+    faulthandler.enable()
+    module, function = stage.call.split(".")
+    to = Recorder(folder, stage.name, until)
+    with to.finding("the whole stage") as whole:
+        call = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+        call(to, **stage.settings)
+        whole["right"] = to.all_right
+    if to.all_right:
+        return 0
+    return STATUS_USELESS if "error" in whole or not to.some_right else STATUS_WRONG
 
 
 if __name__ == "__main__":

@@ -1,122 +1,233 @@
-"""What the machine sustains: products, device memory, the link both ways, host Adam, registration."""
+"""The machine: versions, memory that can be had, what the CUDA backend stands on, and rates."""
 
 from __future__ import annotations
 
-import os
-import statistics
+import contextlib
+import ctypes
+import mmap
+import platform
 import subprocess
-import sys
-import tempfile
+import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-import torch
+from benchmarks.gpu.findings import Recorder, memory
 
-from benchmarks.gpu.record import Result
-from benchmarks.gpu.work import device
-from megacompile.host.adam import AdamHyper, adamw_step
-from megacompile.host.arena import HostArena
-
-
-def rates(megabytes: int, size: int, repeats: int) -> Result:
-    """All rates with random data; copies on their own streams, also both ways at once."""
-    where = torch.device(device())
-    count = megabytes << 20
-    arenas = [HostArena(count) for _ in range(2)]
-    found: Result = {"registration_gbps": _register([a.tensor for a in arenas])}
-    sent, kept = (torch.empty(count, dtype=torch.uint8, device=where) for _ in range(2))
-    for arena in arenas:
-        arena.tensor.random_()
-    down, up = _streams(where)
-
-    def h2d() -> None:
-        with _on(down):
-            sent.copy_(arenas[0].tensor[:count], non_blocking=True)
-
-    def d2h() -> None:
-        with _on(up):
-            arenas[1].tensor[:count].copy_(kept, non_blocking=True)
-
-    def both() -> None:
-        h2d()
-        d2h()
-
-    for name, run in (("h2d_gbps", h2d), ("d2h_gbps", d2h), ("both_ways_each_gbps", both)):
-        found[name] = count / _median(run, repeats) / 1e9
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
-    found["gemm_tflops"] = 2 * size**3 / _median(lambda: torch.mm(a, b), repeats) / 1e12
-    found["device_copy_gbps"] = 2 * count / _median(lambda: kept.copy_(sent), repeats) / 1e9
-    return found | _host_adam(megabytes << 17, repeats)
+_CARD = (
+    "name,driver_version,memory.total,memory.reserved,memory.used,pcie.link.gen.max,pcie.link.width.max,"
+    "clocks.max.sm,power.limit"
+)
+_ASKED = {
+    "card": f"nvidia-smi --query-gpu={_CARD} --format=csv,noheader",
+    "cpu": "lscpu | grep -E 'Model name|^CPU.s.|Thread|L3|NUMA node.s.'",
+    "memory": "free -m | head -2",
+    "huge pages": "cat /sys/kernel/mm/transparent_hugepage/{enabled,defrag}",
+    "memlock": "ulimit -l",
+    "kernel": "uname -r",
+    "compiler": "cc --version | head -1",
+    "disk": "df -h . /tmp | tail -2",
+    "variables": "env | grep -E '^(TRITON|TORCH|CUDA|NCCL|OMP|HF_|XDG)'",
+}
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "numpy", "setuptools")
+_TOUCH_THREADS = 4
 
 
-def _register(tensors: list[torch.Tensor]) -> float | None:
-    """GB/s at which host memory is page-locked; it must be resident, as a state is."""
-    if not torch.cuda.is_available():
-        return None
-    from megacompile.runtime.cuda_memory import TorchCuda
+def where(to: Recorder) -> None:
+    """Record versions and hardware, without a CUDA context, and whether Triton takes the carried kernels."""
+    for name, command in _ASKED.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ran = subprocess.run(
+                command, shell=True, capture_output=True, text=True, timeout=10, executable="/bin/bash"
+            )
+            to.note(name, said=ran.stdout.strip())
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    to.note("versions", **versions)
+    with to.finding("Triton's cache") as finding:
+        from benchmarks.gpu.carry import carried_key, triton_key
 
-    api = TorchCuda(torch.device("cuda", 0))
-    for tensor in tensors:
-        tensor.fill_(1)
+        finding["own"], finding["carried"] = triton_key(), carried_key()
+        finding["used"] = finding["own"] == finding["carried"]
+
+
+def touch_memory(to: Recorder, piece: int, pieces: int) -> None:
+    """Touch memory as far as it goes, and time each piece; the system may end this process for it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    areas = []
+    for number in range(pieces):
+        with to.finding("memory touched") as finding:
+            area = mmap.mmap(-1, piece, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            area.madvise(mmap.MADV_HUGEPAGE)
+            areas.append(area)
+            begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
+            part = piece // _TOUCH_THREADS
+            start = time.perf_counter()
+            threads = [
+                threading.Thread(target=ctypes.memset, args=(begin + i * part, 1, part))
+                for i in range(_TOUCH_THREADS)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            seconds = time.perf_counter() - start
+            finding |= {"bytes": (number + 1) * piece, "s per GiB": seconds / (piece / 2**30), **memory()}
+
+
+def touched_bytes(to: Recorder) -> int:
+    """Bytes of RAM that :func:`touch_memory` has had: where RAM grows by use, more than is free at first."""
+    return max(
+        (e["bytes"] for e in to.known() if e.get("what") == "memory touched" and "bytes" in e), default=0
+    )
+
+
+def primitives(to: Recorder, nbytes: int) -> None:
+    """Try what the CUDA backend stands on, from the simplest: the first that fails is the diagnosis."""
+    import torch
+
+    def rung(name: str, call: Callable[[], Any]) -> None:
+        with to.finding(name) as finding:
+            finding["value"] = call()
+            torch.cuda.synchronize()
+
+    rung("device", lambda: torch.cuda.get_device_properties(0).name)
+    rung("allocation and a sum", _sum_of_ones)
+    rung("page-locked by torch", lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).is_pinned())
+    rung("page-locked in place", lambda: _page_lock_in_place(nbytes))
+    before = memory().get("used", 0)
+    rung("two streams, blocking events", _two_streams)
+    rung("a thread of its own", _in_a_thread)
+    rung("megacompile opens the device", _open)
+    rung("a segment that grows", lambda: torch.empty(2 * nbytes, dtype=torch.uint8, device="cuda").nbytes)
+    rung("a Triton kernel on a stream", _triton_kernel)
+    to.note("what the driver took meanwhile", bytes=memory().get("used", 0) - before)
+    to.require("allocation and a sum", "megacompile opens the device")
+
+
+def _sum_of_ones() -> float:
+    import torch
+
+    total = float(torch.ones(8, device="cuda").sum())
+    if total != 8:
+        raise ArithmeticError(f"eight ones add up to {total}")
+    return total
+
+
+def _page_lock_in_place(nbytes: int) -> dict[str, Any]:
+    import torch
+
+    from megacompile.host.arena import HostArena
+    from megacompile.runtime.page_locked import page_lock, page_unlock
+
+    arena = HostArena(4 * nbytes)
+    arena.tensor.fill_(1)
     start = time.perf_counter()
-    for tensor in tensors:
-        api.register(tensor)
-    return sum(t.nbytes for t in tensors) / (time.perf_counter() - start) / 1e9
+    place, code = page_lock(arena.tensor)
+    seconds = time.perf_counter() - start
+    if code:
+        raise RuntimeError(f"cudaHostRegister of {4 * nbytes} bytes ends with CUDA error {code}")
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    start = time.perf_counter()
+    target.copy_(arena.tensor[:nbytes], non_blocking=True)
+    issued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - start
+    page_unlock(place)
+    return {
+        "s per GB": seconds / (4 * nbytes / 1e9), "GB/s": nbytes / whole / 1e9,
+        "issued before it was over": issued < whole / 4,
+    }  # fmt: skip
 
 
-def _host_adam(elements: int, repeats: int) -> Result:
-    """26 bytes per parameter (split masters, bf16 gradient) at several thread counts."""
-    state = [torch.randn(elements) for _ in range(2)]
-    state[1].abs_()
-    hi, lo = torch.randn(elements).bfloat16(), torch.zeros(elements, dtype=torch.int16)
-    grad = torch.randn(elements).bfloat16()
-    cores = os.cpu_count() or 1
-    found: Result = {}
-    for threads in sorted({max(1, cores // 2), max(1, cores - 4), cores}):
+def _two_streams() -> dict[str, Any]:
+    import torch
 
-        def run(threads: int = threads) -> None:
-            adamw_step((hi, lo), state[0], state[1], grad, AdamHyper(1e-4), threads)
-
-        found[f"host_adam_{threads}_threads_gbps"] = 26 * elements / _median(run, repeats) / 1e9
-    return found
-
-
-def _median(run: Callable[[], object], repeats: int) -> float:
-    run()
-    seconds = []
-    for _ in range(repeats):
-        _synchronize()
-        start = time.perf_counter()
-        run()
-        _synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    begin, middle, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3))
+    x = torch.randn(2048, 2048, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        begin.record()
+        for _ in range(20):
+            y = x @ x
+        middle.record()
+    second.wait_event(middle)
+    with torch.cuda.stream(second):
+        on_host = y.cpu()
+        end.record()
+    end.synchronize()
+    if not torch.isfinite(on_host).all():
+        raise ArithmeticError("a product that another stream made is not finite")
+    return {"ms of products": begin.elapsed_time(middle), "ms of the copy": middle.elapsed_time(end)}
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _in_a_thread() -> float:
+    import torch
+
+    sums: list[float] = []
+
+    def work() -> None:
+        torch.cuda.set_device(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sums.append(_sum_of_ones())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join(20)
+    return sums[0]
 
 
-def _streams(where: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    if where.type != "cuda":
-        return None, None
-    return torch.cuda.Stream(where), torch.cuda.Stream(where)
+def _open() -> dict[str, int]:
+    import torch
+
+    from megacompile.runtime.backends import open_backend
+
+    budget = int(0.3 * torch.cuda.get_device_properties(0).total_memory)
+    return {"budget": budget, "left to plans": open_backend("cuda", torch.bfloat16).plan_bytes(budget)}
 
 
-def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext:
-    return torch.cuda.stream(stream)  # of None: nothing
+def _triton_kernel() -> float:
+    import torch
+
+    from megacompile import kernels
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x, weight = torch.randn(64, 256, device="cuda"), torch.ones(256, device="cuda")
+        y = kernels.rms_norm(x, weight, 1e-6)
+        exact = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        torch.cuda.current_stream().synchronize()
+    error = float((y - exact).abs().max())
+    if not error < 1e-5:
+        raise ArithmeticError(f"rms_norm is off by {error}")
+    return error
 
 
-def kernels(operation: str, dry: bool) -> Result:
-    """The table of ``megacompile bench kernels``: it checks a kernel before it times it."""
-    command = [sys.executable, "-m", "megacompile", "bench", "kernels", "--op", operation]
-    small = ["--check", "--shape", "9x33", "--dtype", "float32"]
-    with tempfile.TemporaryDirectory() as folder:
-        command += ["--out", folder, *(small if dry else ())]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if not done.stdout:
-        lines = done.stderr.strip().splitlines()
-        return {"failed": lines[-1] if lines else "megacompile bench kernels said nothing"}
-    table = "\n".join(line for line in done.stdout.splitlines() if not line.startswith(folder))
-    return {"table": table, "right": done.returncode == 0}
+def rates(to: Recorder, nbytes: int) -> None:
+    """Measure the profile, and keep it where plans take it from; first touch of host memory beside it."""
+    import torch
+
+    from megacompile.host.arena import HostArena
+    from megacompile.machine.kept import keep_profile
+    from megacompile.machine.profile import describe, profile
+
+    threads = torch.get_num_threads()
+    with to.finding("first touch of host memory, s per GiB") as finding:
+        for count in sorted({1, 8, threads}):
+            torch.set_num_threads(count)
+            arena = HostArena(nbytes)
+            start = time.perf_counter()
+            arena.tensor.fill_(1)
+            finding[f"{count} threads"] = (time.perf_counter() - start) / (nbytes / 2**30)
+            del arena
+        torch.set_num_threads(threads)
+    with to.finding("profile") as finding:
+        measured = profile()
+        finding["text"] = describe(measured)
+        if torch.cuda.is_available():
+            finding["kept"] = str(keep_profile(measured))

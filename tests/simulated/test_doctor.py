@@ -1,4 +1,4 @@
-"""Commands through torch.cuda: ``megacompile doctor --gpu`` and ``profile``, ``python -m benchmarks.gpu``."""
+"""Commands through torch.cuda: ``megacompile doctor --gpu`` and ``profile``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import machine, ours
 from megacompile.cli import first_run
 from megacompile.cli.main import main
 from megacompile.machine.catalog import PROFILES, read_profile
@@ -39,12 +38,3 @@ def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest
     links = planned_by.fabric_bandwidth  # to other cards, which it does not measure
     assert planned_by == replace(measured, fabric_bandwidth=links)
     assert links == PROFILES["h100-sxm"].rates("bf16").fabric_bandwidth
-
-
-def test_the_benchmark_measures_a_step_and_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small: what the simulated device takes for it means nothing."""
-    measured = machine.rates(megabytes=4, size=128, repeats=2)
-    assert min(measured[f"{way}_gbps"] for way in ("h2d", "d2h", "both_ways_each")) > 0
-    found = ours.step("tiny", "1GB", 128, 64, True, 2, "fp32", False, {})
-    assert found["step_seconds"] > 0 and 0 < found["device_peak_gb"] <= 1
-    assert found["groups_on_device"] > 0

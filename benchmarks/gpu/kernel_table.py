@@ -1,0 +1,98 @@
+"""Times of fused kernels beside eager torch, Inductor, and what the device reached in this run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from benchmarks.gpu.campaign import environment
+from benchmarks.gpu.findings import Recorder
+from megacompile.bench import timing
+from megacompile.bench.cases import OPERATIONS
+from megacompile.bench.kernels import Bench
+from megacompile.bench.providers import providers
+
+_ORDER = ("rms_norm", "glu", "linear_cross_entropy", "attention", "add_rms_norm", "rope", "qk_norm_rope",
+          "layer_norm",
+          "capped_attention", "clamped_glu", "gated_delta_rule", "mamba2_chunk_scan")  # fmt: skip
+_SPEND_MS = 60.0  # on one row, in place of the bench's own 300
+
+
+def table(to: Recorder, most: int | None = None) -> None:
+    """Time each operation: milliseconds and share of the roof by provider and pass; sizes up to ``most``."""
+    device = torch.device("cuda")
+    timing.SPEND_MS = _SPEND_MS
+    timer = timing.CudaTimer(device)
+    with to.finding("roof") as finding:
+        roof = timing.roofline(timer, device, (torch.bfloat16,))
+        finding |= {"GB/s": roof.bandwidth / 1e9, "TFLOP/s": roof.flops[torch.bfloat16] / 1e12}
+    to.require("roof")
+    bench = Bench(providers([], device), device, timer, roof)
+    for name in _ORDER:
+        shape = tuple(min(size, most or size) for size in OPERATIONS[name].shapes[0])
+        if to.done(f"times of {name}"):
+            continue
+        with to.finding(f"times of {name}", operation=name, shape="x".join(map(str, shape))) as finding:
+            for row in bench.rows(OPERATIONS[name], shape, torch.bfloat16):
+                finding[f"{row.provider} {row.mode}"] = row.note or [row.median_ms, row.roofline]
+                finding["right"] = finding.get("right", True) and not row.note.startswith(("wrong", "fails"))
+                print(row, flush=True)
+
+
+def slowest(to: Recorder, count: int = 3) -> None:
+    """ncu's counters of the kernels that are farthest from the roof."""
+    shares: dict[str, float] = {}
+    for entry in to.known():
+        passes = [entry.get(f"megacompile {mode}") for mode in ("forward", "backward")]
+        timed = [p[1] for p in passes if isinstance(p, list)]
+        if "operation" in entry and timed:
+            shares[entry["operation"]] = min(timed)
+    for name in sorted(shares, key=lambda n: shares[n])[:count] or ("rms_norm",):
+        with to.finding(f"ncu of {name}", share=shares.get(name)) as finding:
+            if shutil.which("ncu") is None:
+                finding["not measured"] = "ncu is not installed"
+                continue
+            ran = subprocess.run(
+                ["ncu", "--set", "basic", "--launch-count", "6", "--kernel-name-base", "function",
+                 "--kernel-name", "regex:^_", sys.executable, "-c", _ONCE.format(name=name)],
+                capture_output=True, text=True, timeout=60, env=environment(),
+            )  # fmt: skip
+            finding |= {"right": ran.returncode == 0, "said": ran.stdout[-6000:], "error": ran.stderr[-800:]}
+
+
+_ONCE = """
+import torch
+from megacompile.bench.cases import OPERATIONS, inputs_of
+from megacompile.bench.kernels import _all_results
+from megacompile.bench.providers import OURS
+operation = OPERATIONS["{name}"]
+inputs = inputs_of(operation, operation.shapes[0], torch.bfloat16, torch.device("cuda"))
+_all_results(OURS["{name}"], inputs)
+torch.cuda.synchronize()
+"""
+
+
+def sanitize(to: Recorder, seconds: float) -> None:
+    """compute-sanitizer's memcheck over a step of a small model."""
+    tool = shutil.which("compute-sanitizer")
+    with to.finding("compute-sanitizer") as finding:
+        if tool is None:
+            finding["not measured"] = "compute-sanitizer is not installed"
+            return
+        ran = subprocess.run(
+            [tool, "--error-exitcode", "9", sys.executable, "-c", _SMALL_STEP],
+            capture_output=True, text=True, timeout=seconds, env=environment(),
+        )  # fmt: skip
+        errors = [line for line in ran.stdout.splitlines() if line.startswith("=========")]
+        finding |= {"right": ran.returncode == 0, "said": "\n".join(errors[:40]), "error": ran.stderr[-800:]}
+
+
+_SMALL_STEP = """
+import torch
+from pathlib import Path
+from benchmarks.gpu import correct
+correct._ours(torch.bfloat16, "2GB", 1, {})
+"""

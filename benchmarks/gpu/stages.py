@@ -1,0 +1,105 @@
+"""The stages of a campaign, the most telling first, with the seconds that each may and should take.
+
+An expectation is arithmetic, not a measurement: docs/gpu.md shows where the minutes go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu.campaign import Stage
+
+GIB = 1 << 30
+
+
+def stages(*, small: bool = False) -> list[Stage]:
+    """All of them; ``small`` ones say nothing of speed, and run on any device."""
+    return _small() if small else _whole()
+
+
+def _whole() -> list[Stage]:
+    first = [
+        Stage("where", "machine.where", {}, 30, 4, here=True),
+        Stage("memory", "machine.touch_memory", {"piece": 4 * GIB, "pieces": 27}, 60, 20, "", "rates", True),
+        Stage("primitives", "machine.primitives", {"nbytes": GIB}, 60, 20, here=True),
+        Stage("kernels", "correct.kernels", {}, 75, 30, "primitives"),
+        Stage("rates", "machine.rates", {"nbytes": 8 * GIB}, 60, 20, "primitives", here=True),
+        Stage("small models", "correct.small_models", {"budget": "2GB", "steps": 8}, 75, 45, "primitives"),
+        _step("3B in 24 GB", "qwen2.5-3b", 24, 16384, 90, 45),
+        _peer("plain 3B", "plain", "qwen2.5-3b", 80, 16384, 75, 35),
+        _step("8B in 24 GB", "llama-3.1-8b", 24, 32768, 120, 75),
+        _step("8B in 80 GB", "llama-3.1-8b", 80, 32768, 110, 65),
+        _peer("FSDP2 3B", "fsdp2", "qwen2.5-3b", 24, 16384, 90, 55),
+        _step("3B in 80 GB", "qwen2.5-3b", 80, 16384, 70, 40),
+        Stage("kernel times", "kernel_table.table", {}, 90, 40, "primitives"),
+    ]
+    then = [  # with what is left, and in a second call
+        _step("3B in 8 GB", "qwen2.5-3b", 8, 16384, 90, 45),
+        Stage("attention", "correct.attention", {"tokens": 1000}, 60, 20, "primitives"),
+        _step("8B in 24 GB, clipped", "llama-3.1-8b", 24, 32768, 120, 75, clip=True),
+        _step("8B in 80 GB, 64k tokens", "llama-3.1-8b", 80, 65536, 130, 80),
+        Stage("races", "correct.races", {"seeds": 4, "steps": 10, "budget": "2GB"}, 60, 30, "small models"),
+        Stage("compute-sanitizer", "kernel_table.sanitize", {"seconds": 110.0}, 120, 60, "small models"),
+        Stage("ncu", "kernel_table.slowest", {}, 120, 40, "kernel times"),
+        _peer("DeepSpeed 3B", "deepspeed", "qwen2.5-3b", 24, 16384, 120, 70),
+    ]
+    return first + then
+
+
+def _small() -> list[Stage]:
+    tiny = {"tokens": 128, "sequence": 64, "steps": 3}
+    return [
+        Stage("where", "machine.where", limit=60, expected=4, here=True),
+        Stage(
+            "memory",
+            "machine.touch_memory",
+            {"piece": 4 << 20, "pieces": 3},
+            60,
+            1,
+            beside="rates",
+            here=True,
+        ),
+        Stage("primitives", "machine.primitives", {"nbytes": 4 << 20}, 120, 10, here=True),
+        Stage("kernels", "correct.kernels", {}, 300, 30, "primitives"),
+        Stage("rates", "machine.rates", {"nbytes": 4 << 20}, 300, 20, "primitives", here=True),
+        Stage("small models", "correct.small_models", {"budget": "2GB", "steps": 2}, 300, 45, "primitives"),
+        _step("tiny in 1 GB", "tiny", 1, **tiny, limit=120, expected=20),
+        _peer("plain tiny", "plain", "tiny", 4, **tiny, limit=120, expected=20),
+        _peer("FSDP2 tiny", "fsdp2", "tiny", 4, **tiny, limit=120, expected=20),
+        Stage("kernel times", "kernel_table.table", {"most": 64}, 300, 40, "primitives"),
+        Stage("attention", "correct.attention", {"tokens": 50}, 120, 20, "primitives"),
+        Stage("races", "correct.races", {"seeds": 2, "steps": 2, "budget": "2GB"}, 120, 20, "small models"),
+    ]
+
+
+def _step(name: str, model: str, budget: int, tokens: int, limit: int, expected: int, **more: Any) -> Stage:
+    settings = {"model": model, "budget": f"{budget}GB", "tokens": tokens} | more
+    return Stage(name, "steps.step", settings, limit, expected, "small models")
+
+
+def _peer(
+    name: str, peer: str, model: str, budget: float, tokens: int, limit: int, expected: int, **more: Any
+) -> Stage:
+    settings = {"name": peer, "model": model, "budget": budget, "tokens": tokens} | more
+    return Stage(name, "peers.peer", settings, limit, expected, "primitives")
+
+
+def compiled_ahead() -> list[str]:
+    """Programs, each for a process of its own, that compile on a simulated device what the stages launch."""
+    steps = [s.settings for s in _whole() if s.call == "steps.step"]
+    return [_KERNELS, *(_PROGRAM.format(**{"clip": False, "state": "fp32"} | s) for s in steps)]
+
+
+_KERNELS = """
+from pathlib import Path
+from tempfile import mkdtemp
+from benchmarks.gpu import correct
+from benchmarks.gpu.findings import Recorder
+to = Recorder(Path(mkdtemp()), "ahead")
+correct.kernels(to)
+correct.small_models(to, "2GB", 1)
+"""
+_PROGRAM = """
+from benchmarks.gpu.steps import compile_ahead
+compile_ahead({model!r}, {budget!r}, {tokens}, {clip}, {state!r})
+"""

@@ -1,0 +1,135 @@
+"""Steps of models of published shapes, beside their prediction and their bound."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import megacompile
+from benchmarks.gpu.correct import HeldBytes, kernels_found_wrong
+from benchmarks.gpu.findings import Recorder, watch
+from benchmarks.gpu.machine import touched_bytes
+from benchmarks.gpu.work import SEQUENCE, batch_of, described, device, make_buffers, weights_of
+from megacompile.units import host_available, parse_bytes
+
+_SETTLING = 3  # steps before what is measured: the driver's share, first touch of moments, clocks
+_ENOUGH_SECONDS = 100.0  # after which a step that was measured is enough
+
+
+def step(
+    to: Recorder,
+    model: str,
+    budget: str,
+    tokens: int,
+    steps: int = 7,
+    clip: bool = False,
+    state: str = "fp32",
+    sequence: int = SEQUENCE,
+) -> None:
+    """Time a step: tokens per second, model TFLOP/s, peak, each stream, beside what was predicted."""
+    name = f"{model} in {budget}, {tokens} tokens{', clipped' if clip else ''}"
+    sequence = min(sequence, tokens)
+    with (
+        to.finding(f"step: {name}", model=model, budget=budget, tokens=tokens) as finding,
+        HeldBytes() as held,
+    ):
+        start = time.perf_counter()
+        published = described(model)
+        module = published.module.train()
+        make_buffers(module, published.config)
+        flops = published.step_flops(tokens // sequence, sequence)
+        batch = batch_of(tokens, sequence, published.config.vocab_size)
+        # small enough that random weights under Adam on one batch do not diverge
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
+        with megacompile.compile(
+            module, budget, optimizer=optimizer, max_grad_norm=1.0 if clip else None, device=device(),
+            example_batch=batch, weights=weights_of(module), kernels=kernels_found_wrong(to),
+            optimizer_state=state, host_budget=_host_budget(to),
+        ) as program:  # fmt: skip
+            watch(program)
+            finding["compile s"] = time.perf_counter() - start
+            schedule = program.schedule
+            finding |= {
+                "predicted s": schedule.predicted_seconds, "bound s": schedule.bound.seconds,
+                "bound by": schedule.bound.binding, "groups on the device": len(schedule.step.resident),
+                "groups": len(schedule.work.groups), "machine": schedule.machine.name,
+            }  # fmt: skip
+            to.note(f"planned: {name}", **finding)
+            seconds = _timed(to, program, batch, steps, start)
+            memory = program.memory
+            finding |= {
+                "step s": seconds, "tokens/s": tokens / seconds, "model TFLOP/s": flops / seconds / 1e12,
+                "peak": memory.device_peak_bytes, "predicted peak": memory.predicted_peak_bytes,
+                "held": held.most, "host": sum(memory.host_bytes.values()), "by kind": memory.host_bytes,
+            }  # fmt: skip
+            schedule = program.schedule
+            print(schedule, flush=True)
+            finding |= _streams(schedule)
+            finding["right"] = held.most <= parse_bytes(budget, what="budget", available=10**18)
+
+
+def _host_budget(to: Recorder) -> str | None:
+    """None, or what memory was seen to grow to where that is more than is free."""
+    touched = touched_bytes(to)
+    return f"{touched // 10**6}MB" if touched > host_available() else None
+
+
+def _timed(to: Recorder, program: Any, batch: Any, steps: int, start: float) -> float:
+    """Median seconds from one step's end to the next one's, once they are steady; a line for each."""
+    ends = []
+    for number in range(steps):
+        loss = float(program.train_step(batch).loss)
+        ends.append(time.perf_counter())
+        to.note("step ended", number=number, at=ends[-1] - start, loss=loss)
+        if number > _SETTLING and ends[-1] - start > _ENOUGH_SECONDS:
+            break
+    program.synchronize()
+    spans = [b - a for a, b in itertools.pairwise(ends)]
+    return statistics.median(spans[_SETTLING - 1 :] or spans)
+
+
+def _streams(schedule: Any) -> dict[str, Any]:
+    """Seconds that each stream was busy, measured and predicted, and the share that compute was idle."""
+    if schedule.measured is None:
+        return {}
+    busy: dict[str, float] = {}
+    ran = zip(schedule.step.ops, schedule.measured.starts, schedule.measured.ends, strict=True)
+    for op, start, end in ran:
+        if start is not None and end is not None:
+            busy[op.stream] = busy.get(op.stream, 0.0) + end - start
+    predicted = {stream: seconds for stream, seconds in schedule.timeline.busy.items() if seconds}
+    return {
+        "compute idle": 1 - busy.get("compute", 0.0) / schedule.measured.step_seconds,
+        "busy s": busy, "predicted busy s": predicted,
+    }  # fmt: skip
+
+
+def compile_ahead(
+    model: str, budget: str, tokens: int, clip: bool, state: str, sequence: int = SEQUENCE
+) -> None:
+    """Plan a step and compile its kernels as :func:`step` does, without the memory that its state takes."""
+    from megacompile.session import Session
+
+    class Ready(Exception):
+        pass
+
+    def stop(session: Session, scheduled: Any) -> None:
+        session._bindings.make_ready(scheduled, session.settings.device)
+        raise Ready
+
+    Session._take_over = stop  # type: ignore[method-assign]  # the process ends after it
+    published = described(model)
+    module = published.module.train()
+    make_buffers(module, published.config)
+    batch = batch_of(tokens, sequence, published.config.vocab_size)
+    with contextlib.suppress(Ready):
+        megacompile.compile(
+            module, budget, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-6), device=device(),
+            max_grad_norm=1.0 if clip else None, example_batch=batch, weights=weights_of(module),
+            optimizer_state=state, host_budget="120GB",
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The driver of a campaign on a GPU: stages that end, fail or hang, calls that go on, the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.campaign import LOG, RESULTS, Stage, append, boot, drive, earlier, entries
+from benchmarks.gpu.findings import Recorder
+from benchmarks.gpu.page import page, screen, timetable
+from benchmarks.gpu.stages import stages
+
+_CHILD = """
+import faulthandler, os, signal, sys
+faulthandler.enable()
+kind = sys.argv[sys.argv.index("--stage") + 1].split()[0]
+folder = sys.argv[sys.argv.index("--out") + 1]
+with open(os.path.join(folder, "order"), "a") as order:
+    order.write(kind + "\\n")
+print("this is", kind)
+if kind == "raises":
+    raise ValueError("no such device")
+while kind == "hangs":
+    signal.pause()
+sys.exit({"wrong": 3, "useless": 4}.get(kind, 0))
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> tuple[str, ...]:
+    script = tmp_path / "child.py"
+    script.write_text(_CHILD)
+    return sys.executable, str(script)
+
+
+def stage(name: str, needs: str = "", **more: object) -> Stage:
+    return replace(Stage(name, "machine.where", {}, 60, 0, needs), **more)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_fails_or_hangs_costs_itself_and_what_needs_it(
+    tmp_path: Path, child: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = [
+        stage("good"), stage("raises"), stage("of it", "raises"), stage("hangs", limit=1), stage("wrong"),
+        stage("useless"), stage("needs wrong", "wrong"), stage("needs useless", "useless"),
+    ]  # fmt: skip
+    folder, copies = tmp_path / "out", tmp_path / "copies"
+    status = drive(every, folder, 1000, copies=copies, command=child)
+    assert status == {
+        "good": "ok", "raises": "failed: exit status 1", "of it": "left out: raises failed",
+        "hangs": "not over after 1 s", "wrong": "wrong", "useless": "failed", "needs wrong": "ok",
+        "needs useless": "left out: useless failed",
+    }  # fmt: skip
+    told = {e["stage"]: e for e in entries(folder)}
+    assert "ValueError: no such device" in told["raises"]["tail"]
+    assert "signal.pause" in (folder / LOG).read_text() or "child.py" in told["hangs"]["tail"]
+    assert "no such device" in capsys.readouterr().out
+    assert (copies / RESULTS).read_text() == (folder / RESULTS).read_text()
+
+
+def test_what_has_no_time_left_is_left_out_by_name(tmp_path: Path, child: tuple[str, ...]) -> None:
+    status = drive([stage("good"), stage("long", expected=50)], tmp_path / "out", 30, command=child)
+    assert status["good"] == "ok" and status["long"].startswith("left out: ")
+
+
+def test_a_later_call_takes_what_is_missing_then_what_failed(tmp_path: Path, child: tuple[str, ...]) -> None:
+    folder = tmp_path / "out"
+    every = [stage("good"), stage("raises"), stage("useless"), stage("of it", "useless"), stage("new")]
+    drive(every, folder, 1000, only=["good", "raises", "useless"], command=child)
+    assert (folder / "order").read_text().split() == ["good", "raises", "useless"]
+    drive(every, folder, 1000, command=child)
+    assert (folder / "order").read_text().split()[3:] == ["useless", "new", "raises"]
+
+
+def test_what_holds_for_a_machine_is_asked_of_the_next_one(tmp_path: Path) -> None:
+    every = [stage("where", here=True), stage("kernels")]
+    for name in ("where", "kernels"):
+        append(tmp_path, stage=name, status="ok", seconds=1, boot="another")
+    assert earlier(every, tmp_path) == {"kernels": "ok"}
+    append(tmp_path, stage="where", status="wrong", seconds=1, boot=boot())
+    assert earlier(every, tmp_path) == {"kernels": "ok", "where": "wrong"}
+
+
+def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="There is no stage 'x': there are where"):
+        drive([stage("where")], tmp_path / "out", 10, only=["x"])
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    append(tmp_path, stage="a", what="b", value=1)
+    with (tmp_path / RESULTS).open("a") as file:
+        file.write('{"stage": "a", "wh')
+    assert [e["value"] for e in entries(tmp_path)] == [1]
+
+
+def test_a_finding_that_raises_is_recorded_and_raises_nothing(tmp_path: Path) -> None:
+    to = Recorder(tmp_path, "primitives")
+    with to.finding("good") as finding:
+        finding["value"] = 2
+    assert to.all_right
+    with to.finding("bad"):
+        raise ValueError("no such thing")
+    assert not to.all_right and to.some_right
+    good, bad = entries(tmp_path)
+    assert good["right"] and good["value"] == 2
+    assert bad["error"] == "ValueError: no such thing" and "test_gpu_campaign" in bad["trace"]
+    assert bad["memory"]["MemTotal"]
+    to.require("good")
+    with pytest.raises(RuntimeError, match="bad"):
+        to.require("good", "bad")
+
+
+def test_the_page_has_a_row_for_what_was_measured_and_a_reason_for_what_was_not(tmp_path: Path) -> None:
+    step = {
+        "model": "m", "budget": "24GB", "tokens": 16384, "step s": 1.25, "predicted s": 1.2, "bound s": 1.0,
+        "bound by": "compute", "tokens/s": 13107.2, "model TFLOP/s": 300.0, "peak": 20e9,
+        "predicted peak": 19e9, "held": 23e9, "compute idle": 0.125, "groups on the device": 3,
+        "groups": 30, "compile s": 9.0, "right": True,
+    }  # fmt: skip
+    lines = [
+        {"stage": "where", "what": "card", "said": "NVIDIA H100 80GB HBM3, 580"},
+        {"stage": "a", "what": "step: m in 24GB, 16384 tokens", **step},
+        {"stage": "b", "what": "fsdp2: m", "peer": "fsdp2", "model": "m", "budget": "24GB", "tokens": 16384,
+         "not measured": "out of device memory", "right": True},
+        {"stage": "kernels", "what": "kernel rope", "error": 0.5, "wrong": "off", "right": False},
+        {"stage": "3B in 24 GB", "status": "ok", "seconds": 41.0, "boot": "x"},
+    ]  # fmt: skip
+    for line in lines:
+        append(tmp_path, **line)
+    text = page(tmp_path, stages())
+    assert "# Measured on NVIDIA H100 80GB HBM3\n" in text
+    assert "| m | 24GB | 16384 | 1.25 | 1.2 | 1.0 | compute |" in text and "| 12% | 3 of 30 |" in text
+    assert "| fsdp2 | m | 24GB | 16384 | out of device memory |" in text
+    assert "- kernels: kernel rope: 0.5" in text
+    assert "| 3B in 24 GB | ok | 41.0 |" in text and "| ncu | not run | – |" in text
+    assert screen(tmp_path).startswith("kernels: kernel rope")
+
+
+def test_the_first_call_fits_into_nine_minutes_and_every_stage_exists() -> None:
+    import importlib
+
+    for every in (stages(), stages(small=True)):
+        names = [s.name for s in every]
+        assert len(set(names)) == len(names)
+        for s in every:
+            module, function = s.call.split(".")
+            assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function))
+            assert s.expected <= s.limit
+            assert not s.needs or s.needs in names[: names.index(s.name)]
+    before = [s for s in stages() if not s.beside]
+    until = [s.name for s in before].index("kernel times")
+    assert sum(s.expected for s in before[: until + 1]) <= 510
+    assert "| 0 | where |" in timetable(stages())
+    assert json.dumps([s.settings for s in stages()])
