@@ -67,8 +67,8 @@ def drive(
 ) -> dict[str, str]:
     """Run what is missing of ``stages``, or those in ``only`` whatever is there; the status of each by name.
 
-    ``command`` starts a stage: it is given the stage's name, and when it will be stopped. Files are copied to ``copies`` after
-    each.
+    ``command`` starts a stage: it is given the stage's name, and when it will be stopped. Files are copied to
+    ``copies`` after each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
