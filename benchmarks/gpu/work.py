@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +43,17 @@ def described(name: str) -> Model:
 
 
 def weights_of(module: nn.Module) -> Callable[[str], Tensor]:
-    """The value of each parameter by its name: random numbers, never those of the whole model at once."""
+    """The value of each parameter by its name: random numbers, drawn once for all parameters of a shape."""
     pool = torch.randn(_POOL).mul_(_SCALE)
     shapes = {name: p.shape for name, p in module.named_parameters()}
 
+    @functools.cache
+    def matrix(shape: torch.Size) -> Tensor:
+        return pool.repeat(-(-shape.numel() // _POOL))[: shape.numel()].view(shape)
+
     def value(name: str) -> Tensor:
         shape = shapes[name]
-        if len(shape) == 1:
-            return torch.full(shape, float(name.endswith("norm.weight")))
-        return pool.repeat(-(-shape.numel() // _POOL))[: shape.numel()].view(shape)
+        return torch.full(shape, float(name.endswith("norm.weight"))) if len(shape) == 1 else matrix(shape)
 
     return value
 
