@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from megacompile.capture import sdpa
 from megacompile.capture.plain_attention import Drops
 from megacompile.capture.torch_attention import TorchAttention, empty_results
+from megacompile.errors import CaptureError
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
 
@@ -50,6 +51,7 @@ def attention(
     [B, S, H, Dv]; log-sum-exp is [B, H, S] in at least fp32. A query whose keys are all hidden, by -inf in
     ``bias``, gives zeros, and no gradient, as in torch's own attention; its log-sum-exp is inf.
     """
+    _refuse_other(q, k, v, bias)
     has = sdpa.Features.of(bias, sinks, causal, window, softcap, dropout_p, bias_grad, bounds)
     path = sdpa.choose(q, k, v, has)
     rule = Rule(scale, causal, window, softcap, sinks, bounds)
@@ -57,12 +59,31 @@ def attention(
         return flash_attention_forward(q, k, v, rule)
     call = TorchAttention(path, has, rule, bias, Drops(rng, site, dropout_p))
     out, lse = call.forward(q, k, v)
-    return _heads_inside(out), lse.contiguous()
+    return sdpa.heads_inside(out), lse.contiguous()
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    _refuse_other(q, k, v, bias)
     return empty_results(q, v)
+
+
+def _refuse_other(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """Refuse what kernels would read past: shapes that do not belong together, dtypes that differ."""
+    batch, heads, queries, width = q.shape
+    groups, keys = k.shape[1:3]
+    fit = k.shape[0] == v.shape[0] == batch and v.shape[1:3] == k.shape[1:3] and k.shape[3] == width
+    fit &= heads == groups or (groups > 0 and heads % groups == 0)
+    if bias is not None:
+        whole = batch, heads, queries, keys
+        fit &= all(n in (1, m) for n, m in zip(reversed(bias.shape), reversed(whole), strict=False))
+        fit &= bias.dim() <= len(whole)
+    if not fit or not q.dtype == k.dtype == v.dtype:
+        given = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k, v, bias) if x is not None)
+        raise CaptureError(
+            f"The forward calls attention on queries, keys, values (and a mask) that do not fit together, "
+            f"{given}: give them one dtype, one batch, heads that divide the queries', and keys as wide as queries."
+        )
 
 
 @torch.library.custom_op("megacompile::attention_backward", mutates_args=())
@@ -127,11 +148,6 @@ def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 attention.register_autograd(_attention_grad, setup_context=_attention_setup)
-
-
-def _heads_inside(out: Tensor) -> Tensor:
-    """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @register_flop_formula(torch.ops.megacompile.attention)

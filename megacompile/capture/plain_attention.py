@@ -82,7 +82,7 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Ten
         scores = capped = rule.softcap * torch.tanh(scores / rule.softcap)
     if bias is not None:
         scores = scores + bias
-    top = scores.amax(-1, keepdim=True)
+    top = scores.amax(-1, keepdim=True) if k.shape[2] else scores.new_full((*scores.shape[:3], 1), -math.inf)
     sinks = None if rule.sinks is None else rule.sinks.to(dtype).view(1, -1, 1, 1)
     if sinks is not None:
         top = torch.maximum(top, sinks)

@@ -27,9 +27,10 @@ from megacompile.kernels.attention import supports
 aten = torch.ops.aten
 Path = Literal["library", "triton", "efficient", "plain"]
 LIBRARY_DIM = 256
-_ALIGNED = 16  # bytes that heads of the memory-efficient attention are a multiple of
+_ALIGNED = 16  # bytes that kernels load at once, and heads of the memory-efficient attention are a multiple of
 _BIAS_COLUMNS = 16  # and elements that rows of its bias are
 _MOST_SUMS = 1 << 30  # bytes of sums above which torch's attention leaves a call to ours
+_DENSE = torch.contiguous_format
 _LSE_ROWS = 32  # and rows that its log-sum-exps are
 
 
@@ -62,7 +63,7 @@ class Features:
 
 def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     """The implementation that runs a call; all but "triton" are given packed documents as a bias."""
-    if q.numel() == 0 or k.numel() == 0 or has.dropout or (has.bias_grad and not q.is_cuda):
+    if 0 in (*q.shape, *k.shape, *v.shape) or has.dropout or (has.bias_grad and not q.is_cuda):
         return "plain"
     same_lengths = q.shape[2] == k.shape[2]
     plain_scores = has.softcap == 0.0 and (not has.sinks or on_gpu(q))
@@ -113,7 +114,7 @@ def forward(
         return out, lse
     heads = q.shape[1]
     return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-        q, repeat_heads(k, heads), repeat_heads(v, heads), 0.0, causal and mask is None,
+        *_rows(q, repeat_heads(k, heads), repeat_heads(v, heads)), 0.0, causal and mask is None,
         attn_mask=mask, scale=scale,
     )  # fmt: skip
 
@@ -127,14 +128,14 @@ def backward(
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: never read
         with _deterministic():
             dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-                *_rows(grad, q, k, v, out), lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
+                grad, *_rows(q, k, v), out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
                 seed, seed[:0], scale=scale,
             )  # fmt: skip
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     heads, groups = q.shape[1], k.shape[1]
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, repeat_heads(k, heads), repeat_heads(v, heads), out, lse, 0.0, causal and mask is None,
-        attn_mask=mask, scale=scale,
+        grad, *_rows(q, repeat_heads(k, heads), repeat_heads(v, heads), out), lse, 0.0,
+        causal and mask is None, attn_mask=mask, scale=scale,
     )  # fmt: skip
     return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups)
 
@@ -160,28 +161,63 @@ def efficient_backward(
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: never read
     with _deterministic():
         dq, dk, dv, dmask = aten._scaled_dot_product_efficient_attention_backward(
-            *_rows(grad, q, repeat_heads(k, heads), repeat_heads(v, heads)), _aligned(mask), *_rows(out),
+            grad, *_rows(q, repeat_heads(k, heads), repeat_heads(v, heads)), _aligned(mask), _by_token(out),
             torch.nn.functional.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=float("inf")), seed, seed, 0.0,
             [True, True, True, bias_grad], causal and mask is None, scale=scale,
         )  # fmt: skip
     return dq.contiguous(), sum_heads(dk, groups), sum_heads(dv, groups), dmask if bias_grad else None
 
 
+def is_aligned(mask: Tensor) -> bool:
+    """Whether each row of a mask begins at a multiple of 16 elements, side by side."""
+    places = (mask.storage_offset(), *mask.stride()[:-1])
+    return mask.stride(-1) == 1 and all(place % _BIAS_COLUMNS == 0 for place in places)
+
+
 def _aligned(mask: Tensor | None) -> Tensor | None:
     """The mask with rows that begin at multiples of 16 elements; dimensions that are shared stay so."""
-    if mask is None or (mask.stride(-1) == 1 and all(s % _BIAS_COLUMNS == 0 for s in mask.stride()[:-1])):
+    if mask is None or is_aligned(mask):
         return mask
-    shared = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])
-    own = mask[shared]
+    own = _own(mask, mask.dim() - 1)
     columns = mask.shape[-1]
     rows = mask.new_empty((*own.shape[:-1], -(-columns // _BIAS_COLUMNS) * _BIAS_COLUMNS))
     rows[..., :columns] = own
     return rows[..., :columns].expand_as(mask)
 
 
+def _own(x: Tensor, dims: int) -> Tensor:
+    """One entry of those of the first dimensions that share it."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:dims])]
+
+
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """The kernels want a contiguous last dimension."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    """Queries, keys or values as kernels read them; a copy keeps one entry of batches and heads that share it.
+
+    torch's flash attention for the CPU looks at neither its arguments' last stride nor, where that is too
+    small for a row of a product, at the one before; those for CUDA not at the alignment of what they load.
+    """
+    return [x if _has_rows(x) else _own(x, 2).clone(memory_format=_DENSE).expand_as(x) for x in tensors]
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether rows lie one behind the other, elements side by side, and on a GPU each at a multiple of 16
+    bytes."""
+    length, width = x.shape[2:]
+    if (width > 1 and x.stride(3) != 1) or (length > 1 and x.stride(2) < width):
+        return False
+    places = [x.storage_offset(), *(stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)]
+    return not on_gpu(x) or all(place * x.element_size() % _ALIGNED == 0 for place in places)
+
+
+def _by_token(out: Tensor) -> Tensor:
+    """Outputs as the memory-efficient attention's backward reads them: a token's heads side by side."""
+    heads, _, width = out.shape[1:]
+    return out if out.stride()[1:] == (width, heads * width, 1) else heads_inside(out)
+
+
+def heads_inside(out: Tensor) -> Tensor:
+    """Store [B, H, S, D] as [B, S, H, D], the order in which the model reads it next."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -204,7 +240,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     batch, groups, length, dim = x.shape
     if groups == heads:
         return x
-    return x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, -1, length, dim)
+    return x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, heads, length, dim)
 
 
 def sum_heads(x: Tensor, groups: int) -> Tensor:

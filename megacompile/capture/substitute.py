@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -99,7 +100,7 @@ def _attend(
         bias,
         sinks,
         sites.rng if drops else None,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale),
         causal,
         window,
         softcap,
@@ -122,7 +123,17 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's functional entry point; leading dimensions beyond [B, H, S, D] are flattened or added."""
+    """torch's functional entry point; leading dimensions are broadcast, and flattened or added to have two.
+
+    Keys and values of fewer heads stay as few where that is what our operator takes.
+    """
+    rank = max(x.dim() for x in (query, key, value))
+    query, key, value = (x if x.dim() == rank else x[(None,) * (rank - x.dim())] for x in (query, key, value))
+    alone = rank == 4 and key.shape[1] == value.shape[1]
+    if enable_gqa and not alone:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    grouped = alone and (enable_gqa or key.shape[1] == 1)
+    query, key, value = broadcast(query, key, value, kept=3 if grouped else 2)
     lead = query.shape[:-2]
     if is_causal and query.shape[-2] != key.shape[-2]:
         rows = torch.arange(query.shape[-2], device=query.device)[:, None]
@@ -130,9 +141,9 @@ def attention(
         is_causal = False
 
     def to_four(x: Tensor) -> Tensor:
-        return x.reshape(-1, 1, *x.shape[-2:]) if query.dim() != 4 else x
+        return x.reshape(math.prod(lead), 1, *x.shape[-2:]) if rank != 4 else x
 
-    if attn_mask is not None and query.dim() != 4:
+    if attn_mask is not None and rank != 4:
         attn_mask = to_four(attn_mask.expand(*lead, *attn_mask.shape[-2:]))
     elif attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -140,7 +151,13 @@ def attention(
         to_four(query), to_four(key), to_four(value), attn_mask,
         scale=scale, causal=is_causal, dropout_p=dropout_p,
     )  # fmt: skip
-    return out.reshape(*lead, *out.shape[-2:]) if query.dim() != 4 else out
+    return out.reshape(*lead, *out.shape[-2:]) if rank != 4 else out
+
+
+def broadcast(*tensors: Tensor, kept: int) -> tuple[Tensor, ...]:
+    """Tensors of one rank with all dimensions but the last ``kept`` broadcast; views only where they are not."""
+    lead = torch.broadcast_shapes(*(x.shape[:-kept] for x in tensors))  # type: ignore[no-untyped-call]
+    return tuple(x if x.shape[:-kept] == lead else x.expand(*lead, *x.shape[-kept:]) for x in tensors)
 
 
 def transformers_attention(
@@ -172,6 +189,7 @@ def transformers_attention(
         rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
         given = {n: v for n, v in rest.items() if v is not None}
         return own(module, query, key, value, attention_mask, **given)
+    query, key, value = broadcast(query, key, value, kept=3)
     seen = _seen(module, query, key, attention_mask, is_causal, sliding_window, position_bias)
     out = _attend(
         query, key, value, seen.bias, scale=scaling, causal=seen.causal, window=seen.window,
