@@ -69,20 +69,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_: Any) -> tuple[Te
 
 
 def _refuse_other(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    """Refuse what kernels would read past: shapes that do not belong together, dtypes that differ."""
+    """Refuse shapes that do not fit together: kernels would read past the smaller ones."""
     batch, heads, queries, width = q.shape
     groups, keys = k.shape[1:3]
-    fit = k.shape[0] == v.shape[0] == batch and v.shape[1:3] == k.shape[1:3] and k.shape[3] == width
+    fit = k.shape[0] == batch and k.shape[3] == width and v.shape[:3] == k.shape[:3]
     fit &= heads == groups or (groups > 0 and heads % groups == 0)
     if bias is not None:
-        whole = batch, heads, queries, keys
-        fit &= all(n in (1, m) for n, m in zip(reversed(bias.shape), reversed(whole), strict=False))
-        fit &= bias.dim() <= len(whole)
-    if not fit or not q.dtype == k.dtype == v.dtype:
-        given = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k, v, bias) if x is not None)
+        whole = keys, queries, heads, batch
+        fit &= bias.dim() <= 4 and all(n in (1, m) for n, m in zip(reversed(bias.shape), whole, strict=False))
+    if not fit:
+        given = ", ".join(str(list(x.shape)) for x in (q, k, v, bias) if x is not None)
         raise CaptureError(
-            f"The forward calls attention on queries, keys, values (and a mask) that do not fit together, "
-            f"{given}: give them one dtype, one batch, heads that divide the queries', and keys as wide as queries."
+            f"The forward calls attention on shapes that do not fit together, {given}: give keys and values "
+            "one length, keys the width of queries and heads that divide theirs, and a mask the size of scores "
+            "or 1 in each dimension."
         )
 
 

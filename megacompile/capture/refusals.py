@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
+from megacompile.capture.attention import attention
 from megacompile.capture.captured import module_path, strip
 from megacompile.errors import CaptureError
 
 aten = torch.ops.aten
 _PRODUCTS = {
-    getattr(aten, name).default
-    for name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution")
+    attention._opoverload,
+    *(
+        getattr(aten, name).default
+        for name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution")
+    ),
 }
 _AS_TORCH_WOULD = {
     "transformers.models.bloom.modeling_bloom.GeLUFunction",
@@ -94,7 +98,7 @@ def refuse_mixed_products(graph: fx.Graph, buffers: Mapping[str, str]) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
             continue
-        values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+        values = [a.meta["val"] for a in node.args[:3] if isinstance(a, fx.Node)]
         dtypes = sorted({str(v.dtype) for v in values if isinstance(v, Tensor)})
         if len(dtypes) > 1:
             wide = _buffer_above(node, buffers)

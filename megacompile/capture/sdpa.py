@@ -27,7 +27,9 @@ from megacompile.kernels.attention import supports
 aten = torch.ops.aten
 Path = Literal["library", "triton", "efficient", "plain"]
 LIBRARY_DIM = 256
-_ALIGNED = 16  # bytes that kernels load at once, and heads of the memory-efficient attention are a multiple of
+_ALIGNED = (
+    16  # bytes that kernels load at once, and heads of the memory-efficient attention are a multiple of
+)
 _BIAS_COLUMNS = 16  # and elements that rows of its bias are
 _MOST_SUMS = 1 << 30  # bytes of sums above which torch's attention leaves a call to ours
 _DENSE = torch.contiguous_format
@@ -191,7 +193,7 @@ def _own(x: Tensor, dims: int) -> Tensor:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Queries, keys or values as kernels read them; a copy keeps one entry of batches and heads that share it.
+    """Queries, keys or values as kernels read them; in a copy batches and heads still share what they shared.
 
     torch's flash attention for the CPU looks at neither its arguments' last stride nor, where that is too
     small for a row of a product, at the one before; those for CUDA not at the alignment of what they load.
@@ -205,7 +207,10 @@ def _has_rows(x: Tensor) -> bool:
     length, width = x.shape[2:]
     if (width > 1 and x.stride(3) != 1) or (length > 1 and x.stride(2) < width):
         return False
-    places = [x.storage_offset(), *(stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1)]
+    places = [
+        x.storage_offset(),
+        *(stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1),
+    ]
     return not on_gpu(x) or all(place * x.element_size() % _ALIGNED == 0 for place in places)
 
 
@@ -240,7 +245,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     batch, groups, length, dim = x.shape
     if groups == heads:
         return x
-    return x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, heads, length, dim)
+    return (
+        x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, heads, length, dim)
+    )
 
 
 def sum_heads(x: Tensor, groups: int) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.capture.sdpa import is_aligned
+
 aten = torch.ops.aten
 _ROWS = 128  # the kernels' tiles of queries
 _SPLIT_ROWS = 64  # and those of a forward that splits the keys
@@ -89,10 +91,12 @@ def _flash_backward(
 
 
 def _aligned(mask: Tensor | None) -> int:
-    """A mask whose rows begin at odd places, once more."""
-    if mask is None or mask.shape[-1] % _COLUMNS == 0:
+    """A mask whose rows begin at odd places, or not side by side, once more."""
+    if mask is None or (mask.shape[-1] % _COLUMNS == 0 and is_aligned(mask)):
         return 0
-    return mask.untyped_storage().nbytes() // mask.shape[-1] * (mask.shape[-1] + _COLUMNS)
+    rows = math.prod(n for n, stride in zip(mask.shape, mask.stride()[:-1], strict=False) if stride)
+    stored = max(mask.untyped_storage().nbytes(), rows * mask.shape[-1] * mask.element_size())
+    return stored // mask.shape[-1] * (mask.shape[-1] + _COLUMNS)
 
 
 def _efficient_forward(q: Tensor, *_: Any) -> int:

@@ -16,7 +16,7 @@ import test_rms_norm
 import test_rope
 import torch
 import torch.nn.functional as F
-from harness import compare, randn, strided
+from harness import compare, randn, shared, strided
 from test_attention import Flash
 from test_attention import eager as written_out
 from torch import Tensor
@@ -46,6 +46,7 @@ class Kind:
     columns: int = COLUMNS
     scale: float = 1.0
     strided: bool = False
+    shared: bool = False
 
 
 KINDS = {
@@ -53,6 +54,7 @@ KINDS = {
     "odd": Kind(rows=199, columns=123),
     "empty": Kind(rows=0),
     "strided": Kind(strided=True),
+    "shared": Kind(shared=True),
     "large": Kind(scale=3e4),
     "zeros": Kind(scale=0.0),
     "denormal": Kind(scale=1e-40),
@@ -163,8 +165,10 @@ def test_differentiable(name: str, kind: str) -> None:
     grads = [torch.randn(o.shape) * max(1.0, how.scale) for o in outs]
     if how.strided:
         inputs, grads = [strided(x) for x in inputs], [strided(x) for x in grads]
-    # One key: the gradient of its score is exactly zero, a difference of terms around one.
-    floor = 1.0 if case.narrow and rows == 1 else 0.0
+    if how.shared:
+        inputs, grads = [shared(x) for x in inputs], [shared(x) for x in grads]
+    # One key, or all of them one: the gradient of its score is exactly zero, a difference of terms around one.
+    floor = 1.0 if case.narrow and (rows == 1 or how.shared) else 0.0
     compare(case.ours, case.eager, inputs, torch.float32, grads=grads, floor=floor)
 
 
@@ -193,7 +197,7 @@ FLAT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"strided", "one row"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"strided", "shared", "one row"}))
 @pytest.mark.parametrize("name", FLAT)
 def test_flat(name: str, kind: str) -> None:
     """Those without a derivative are what their references are, to the last places of a float32."""
