@@ -81,8 +81,8 @@ def _refuse_other(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
         given = ", ".join(str(list(x.shape)) for x in (q, k, v, bias) if x is not None)
         raise CaptureError(
             f"The forward calls attention on shapes that do not fit together, {given}: give keys and values "
-            "one length, keys the width of queries and heads that divide theirs, and a mask the size of scores "
-            "or 1 in each dimension."
+            "one length, keys the width of queries and heads that divide theirs, and a mask, dimension by "
+            "dimension, the size of the scores or 1."
         )
 
 

@@ -155,7 +155,7 @@ def attention(
 
 
 def broadcast(*tensors: Tensor, kept: int) -> tuple[Tensor, ...]:
-    """Tensors of one rank with all dimensions but the last ``kept`` broadcast; the same where they are alike."""
+    """Broadcast all dimensions but the last ``kept`` of tensors of one rank; what fits stays as it is."""
     lead = torch.broadcast_shapes(*(x.shape[:-kept] for x in tensors))  # type: ignore[no-untyped-call]
     return tuple(x if x.shape[:-kept] == lead else x.expand(*lead, *x.shape[-kept:]) for x in tensors)
 

@@ -259,7 +259,7 @@ def test_attention_is_torchs(data: st.DataObject, call: Call) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_attention_operators(data: st.DataObject) -> None:
-    """Forward and backward for themselves, whole and in chunks; what is saved between them is laid out too."""
+    """Forward and backward alone, whole and in chunks; what is saved between them is laid out too."""
     draw, size = data.draw, st.sampled_from
     dtype = draw(size(DTYPES))
     batch, heads, groups, length = draw(size((2, 1))), 4, draw(size((2, 4, 1))), draw(size((40, 9, 1)))

@@ -167,7 +167,7 @@ def test_differentiable(name: str, kind: str) -> None:
         inputs, grads = [strided(x) for x in inputs], [strided(x) for x in grads]
     if how.shared:
         inputs, grads = [shared(x) for x in inputs], [shared(x) for x in grads]
-    # One key, or all of them one: the gradient of its score is exactly zero, a difference of terms around one.
+    # Keys that are all alike: the gradient of a score is exactly zero, a difference of terms around one.
     floor = 1.0 if case.narrow and (rows == 1 or how.shared) else 0.0
     compare(case.ours, case.eager, inputs, torch.float32, grads=grads, floor=floor)
 
