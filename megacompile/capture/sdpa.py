@@ -27,9 +27,7 @@ from megacompile.kernels.attention import supports
 aten = torch.ops.aten
 Path = Literal["library", "triton", "efficient", "plain"]
 LIBRARY_DIM = 256
-_ALIGNED = (
-    16  # bytes that kernels load at once, and heads of the memory-efficient attention are a multiple of
-)
+ALIGNED = 16  # bytes that kernels load at once, and heads of the memory-efficient attention are a multiple of
 _BIAS_COLUMNS = 16  # and elements that rows of its bias are
 _MOST_SUMS = 1 << 30  # bytes of sums above which torch's attention leaves a call to ours
 _DENSE = torch.contiguous_format
@@ -97,7 +95,7 @@ def _library_covers(q: Tensor, *, masked: bool) -> bool:
 def _efficient_covers(q: Tensor) -> bool:
     """Whether torch's memory-efficient attention takes these, on CUDA alone."""
     rows = q.shape[-1] * q.element_size()
-    return q.is_cuda and q.element_size() <= 4 and rows % _ALIGNED == 0
+    return q.is_cuda and q.element_size() <= 4 and rows % ALIGNED == 0
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -195,23 +193,22 @@ def _own(x: Tensor, dims: int) -> Tensor:
 def _rows(*tensors: Tensor) -> list[Tensor]:
     """Queries, keys or values as kernels read them; in a copy batches and heads still share what they shared.
 
-    torch's flash attention for the CPU looks at neither its arguments' last stride nor, where that is too
-    small for a row of a product, at the one before; those for CUDA not at the alignment of what they load.
+    torch's flash attention for the CPU takes the last stride to be one, and rows not to overlap; those for
+    CUDA load 16 bytes at once. None of them looks.
     """
     return [x if _has_rows(x) else _own(x, 2).clone(memory_format=_DENSE).expand_as(x) for x in tensors]
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether rows lie one behind the other, elements side by side, and on a GPU each at a multiple of 16
-    bytes."""
+    """Whether a row's elements lie side by side, apart from others', on a GPU at a multiple of 16 bytes."""
     length, width = x.shape[2:]
-    if (width > 1 and x.stride(3) != 1) or (length > 1 and x.stride(2) < width):
+    if (width > 1 and x.stride(3) != 1) or (length > 1 and 0 < x.stride(2) < width):
         return False
     places = [
         x.storage_offset(),
         *(stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1),
     ]
-    return not on_gpu(x) or all(place * x.element_size() % _ALIGNED == 0 for place in places)
+    return not on_gpu(x) or all(place * x.element_size() % ALIGNED == 0 for place in places)
 
 
 def _by_token(out: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from megacompile.capture.sdpa import ALIGNED
 from megacompile.differentiate.scratch import scratch
 from megacompile.errors import BudgetExceededError
 from megacompile.kernels._triton import recording
@@ -239,9 +240,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _form(value: Any) -> Any:
-    """What the memory of a call depends on: tensors by shape, strides, dtype, device, the rest as it is."""
+    """What the memory of a call depends on: tensors by shape, strides, place, dtype, device; the rest itself."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+        place = value.storage_offset() * value.element_size() % ALIGNED  # kernels take a copy of odd ones
+        return tuple(value.shape), tuple(value.stride()), place, value.dtype, value.device
     if isinstance(value, (tuple, list)):
         return tuple(_form(item) for item in value)
     if isinstance(value, dict):

@@ -203,7 +203,7 @@ def calls(draw: Any) -> Call:
     heads = draw(size((1, 2, 4)))
     lead = [draw(size((2, 3, 1, 0))) for _ in range(draw(size((1, 1, 1, 0, 2))))]
     queries, keys = draw(size((5, 1, 33, 0))), draw(size((7, 5, 1, 40, 0)))
-    width = draw(size((8, 4, 1, 0)))
+    width = draw(size((8, 16, 1, 0)))
     wide = draw(size((width, width, 3)))
     whole_only = 0 in (*lead, queries, keys, width)  # torch's results of no elements have the queries' shape
 
@@ -263,7 +263,7 @@ def test_attention_operators(data: st.DataObject) -> None:
     draw, size = data.draw, st.sampled_from
     dtype = draw(size(DTYPES))
     batch, heads, groups, length = draw(size((2, 1))), 4, draw(size((2, 4, 1))), draw(size((40, 9, 1)))
-    width = draw(size((8, 3)))
+    width = draw(size((16, 3)))
     q = torch.randn(batch, heads, length, width).to(dtype)
     k = torch.randn(batch, groups, length, width).to(dtype)
     v = torch.randn(batch, groups, length, draw(size((width, width, 5)))).to(dtype)
@@ -291,6 +291,19 @@ def test_attention_operators(data: st.DataObject) -> None:
         agree(grads, OURS.attention_backward(*dense(given)), dtype)
         lies_as_its_fake(OURS.attention_backward, given, 0, (), list(grads))
     assert all(x.stands() for x in (*read, *more))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_windows_that_overlap(dtype: torch.dtype) -> None:
+    """Products of torch's take no rows that begin before the last one ends."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 103).to(dtype).unfold(2, 64, 1) for _ in range(4))
+    given, constants = (q, k, v, None, None, None), (0.1, False, 0, 0.0, 0.0, 0, False)
+    results = []
+    for arguments in (given, dense(given)):
+        found = OURS.attention(*arguments, *constants)
+        results.append([*found, *OURS.attention_backward(grad, *arguments, *found, *constants)])
+    agree(*results, dtype)
 
 
 @settings(max_examples=40)
