@@ -242,9 +242,8 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     batch, groups, length, dim = x.shape
     if groups == heads:
         return x
-    return (
-        x[:, :, None].expand(batch, groups, heads // groups, length, dim).reshape(batch, heads, length, dim)
-    )
+    each = x[:, :, None].expand(batch, groups, heads // groups, length, dim)
+    return each.reshape(batch, heads, length, dim)
 
 
 def sum_heads(x: Tensor, groups: int) -> Tensor:

@@ -131,7 +131,7 @@ def attention(
     query, key, value = (x if x.dim() == rank else x[(None,) * (rank - x.dim())] for x in (query, key, value))
     alone = rank == 4 and key.shape[1] == value.shape[1]
     if enable_gqa and not alone:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        key, value = (x.repeat_interleave(max(1, query.shape[-3] // x.shape[-3]), -3) for x in (key, value))
     grouped = alone and (enable_gqa or key.shape[1] == 1)
     query, key, value = broadcast(query, key, value, kept=3 if grouped else 2)
     lead = query.shape[:-2]

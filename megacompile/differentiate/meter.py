@@ -240,7 +240,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _form(value: Any) -> Any:
-    """What the memory of a call depends on: tensors by shape, strides, place, dtype, device; the rest itself."""
+    """What the memory of a call depends on: of tensors shape, strides, alignment, dtype and device."""
     if isinstance(value, Tensor):
         place = value.storage_offset() * value.element_size() % ALIGNED  # kernels take a copy of odd ones
         return tuple(value.shape), tuple(value.stride()), place, value.dtype, value.device

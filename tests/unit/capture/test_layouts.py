@@ -344,6 +344,29 @@ def test_shapes_that_do_not_fit_together_are_refused(
             substitute.attention(None, *given, enable_gqa=grouped)
 
 
+class Mixed(nn.Module):
+    """Keys that stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (
+            F.scaled_dot_product_attention(self.queries(x), x.float(), x.float()).square().mean() + y.mean()
+        )
+
+
+def test_attention_on_two_dtypes_is_refused() -> None:
+    model = Mixed()
+    adamw = torch.optim.AdamW(model.parameters())
+    program = megacompile.compile(model, "64MB", optimizer=adamw, compute_dtype=torch.bfloat16, device="cpu")
+    x = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
+    with pytest.raises(CaptureError, match=r"multiplies torch\.bfloat16 by torch\.float32"):
+        program.train_step({"x": x, "y": x})
+    program.close()
+
+
 class OverChannels(nn.Module):
     """Tokens mixed by attention over channels, whose last dimension is not adjacent in memory."""
 
