@@ -130,7 +130,7 @@ def lies_as_its_fake(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_kernels(name: str, data: st.DataObject) -> None:
     """Forward and backward; gradients that come in are laid out too. Some have no tokens."""
@@ -164,7 +164,7 @@ def in_place() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", _streaming())
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_kernels_of_emitted_code(name: str, data: st.DataObject) -> None:
     torch.manual_seed(0)
@@ -229,7 +229,7 @@ def calls(draw: Any) -> Call:
     return Call(q, k, v, mask, kind == "none" and draw(st.booleans()), grouped, kind == "trained")
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), call=calls())
 def test_attention_is_torchs(data: st.DataObject, call: Call) -> None:
     dtype, options = call.q.dtype, {"is_causal": call.causal, "enable_gqa": call.grouped}
@@ -256,7 +256,7 @@ def test_attention_is_torchs(data: st.DataObject, call: Call) -> None:
     assert all(x.stands() for x in (*laid, grad))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_attention_operators(data: st.DataObject) -> None:
     """Forward and backward alone, whole and in chunks; what is saved between them is laid out too."""
@@ -306,7 +306,7 @@ def test_attention_of_windows_that_overlap(dtype: torch.dtype) -> None:
     agree(*results, dtype)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_rows_for_kernels_of_a_gpu(data: st.DataObject) -> None:
     """They load 16 bytes at once, from rows whose elements lie side by side."""
