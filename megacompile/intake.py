@@ -6,12 +6,20 @@ In: the batches of a step as the training loop has them. Out: a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from megacompile.capture.batch import Batch, check_signature, of_one_kind, read_batch
+from megacompile.capture.batch import (
+    Batch,
+    check_signature,
+    documents_meet,
+    is_transformers,
+    of_one_kind,
+    read_batch,
+)
 from megacompile.capture.loss import divides
 from megacompile.capture.outputs import OutputsFn, identity
 from megacompile.capture.padding import own_entries, pad_batch
@@ -19,6 +27,12 @@ from megacompile.capture.snapshot import model_settings
 from megacompile.compiler import Compiler
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.padder import Padder
+
+_DOCUMENTS_MEET = (
+    "position_ids start again within a row that has an attention_mask: the documents of a row see each "
+    "other, as in plain transformers. A causal model keeps them apart where attention_mask is left out, as "
+    "transformers' DataCollatorWithFlattening and TRL's padding_free=True do."
+)
 
 
 class Intake:
@@ -28,6 +42,7 @@ class Intake:
         self._model, self._max_seq_len = model, max_seq_len
         self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
         self.padder = Padder(model, compiler, max_seq_len)
+        self._told = False
 
     def read(self, given: Any, *, evaluate: bool, outputs: OutputsFn | None = None) -> list[Batch]:
         """The micro-batches of one step."""
@@ -36,6 +51,9 @@ class Intake:
         model, micro = self._model, []
         for item in _items(given):
             kwargs = dict(item.items()) if hasattr(item, "items") else {}
+            if not self._told and is_transformers(model) and documents_meet(kwargs):
+                warnings.warn(_DOCUMENTS_MEET, stacklevel=2)
+                self._told = True
             own = (outputs or self._loss_fn) if divides(kwargs, self._loss_fn, outputs) else None
             batch = read_batch(
                 item,

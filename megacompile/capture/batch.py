@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,7 +171,31 @@ def _plain_mask(kwargs: dict[str, Any], kept: bool) -> dict[str, Any]:
         return kwargs
     mask, others = kwargs["attention_mask"], {k: v for k, v in kwargs.items() if k != "attention_mask"}
     hides = not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all())
+    # only without any mask does transformers take a jump of the positions as the start of a document
+    kept = kept or _jumps(kwargs.get("position_ids"))
     return others | {"attention_mask": mask} if kept or hides else others
+
+
+def _jumps(positions: Any) -> bool:
+    """Return whether positions [B, S], or those of text among four kinds of them [4, B, S], do anything but
+    rise by one from token to token."""
+    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # as transformers' models of images and text read them
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def documents_meet(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a batch looks packed, and has a mask [B, S], with which transformers lets attention
+    cross from document to document: positions start again between two tokens that the mask shows."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if not (isinstance(mask, Tensor) and isinstance(positions, Tensor)):
+        return False
+    if not mask.dim() == positions.dim() == 2 or mask.shape[1] != positions.shape[1]:
+        return False
+    shown = mask != 0
+    return bool(((positions.diff(dim=-1) < 0) & shown[:, 1:] & shown[:, :-1]).any())
 
 
 def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None, *, ranks: int = 1) -> list[float]:

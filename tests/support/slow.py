@@ -23,6 +23,7 @@ SLOW = (
     r"test_rotary\.py::test_longrope_turns_where_transformers_does",
     r"test_rotary\.py::test_dynamic_scaling_up_to_the_original_length",
     r"test_packed\.py::test_bounds_are_bitwise_the_mask\[mistral",
+    r"test_packed\.py::test_a_mask_beside_positions\w+\[(llama|gemma2-(ones, bool|padding|4D))",
     r"test_right_padding\.py::test_a_mask_that_more_than_attention_reads_stays\[(?!opt)",
     r"test_right_padding\.py::test_padding_at_the_right_needs_no_mask\[(?!llama|gemma2)",
     r"test_right_padding\.py::test_losses_and_gradients_are_bitwise\w+\[(?!llama|gemma2)",

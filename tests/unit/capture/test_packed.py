@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import megacompile
 from megacompile.capture.masks import Masks, _bounds
 from megacompile.capture.query_chunks import MOST_BYTES
 from megacompile.differentiate.meter import StorageMeter
@@ -56,6 +59,82 @@ def test_collators_for_flash_attention_say_the_same_twice() -> None:
         run(captured, model, batch | more), run(graph_of(model, batch), model, batch), strict=True
     ):
         assert torch.equal(ours, plain)
+
+
+POSITIONS = {
+    "documents": [*range(10), *range(6)],
+    "plain": [*range(16)],
+    "from seven on": [*range(7, 23)],
+    "a gap": [*range(4), *range(9, 21)],
+    "one twice": [*range(5), *range(4, 15)],
+    "all one": [3] * 16,
+}
+_ROWS = torch.ones(2, 16, dtype=torch.int64)
+MASKS: dict[str, Tensor | None] = {
+    "none": None,
+    "ones": _ROWS,
+    "ones, bool": _ROWS.bool(),
+    "padding on the right": _ROWS.masked_fill(torch.arange(16) >= 13, 0),
+    "padding on the left": _ROWS.masked_fill(torch.arange(16) < 3, 0),
+    "4D": torch.full((2, 1, 16, 16), -1e9).triu(1),
+}
+
+
+def evaluated(model: nn.Module) -> megacompile.Program:
+    """A program that is planned fast and trains nothing."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    return megacompile.compile(
+        model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, planner="full-recompute"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:position_ids start again")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_mask_beside_positions_means_what_it_does_in_plain_transformers(model_type: str, mask: str) -> None:
+    """Attention is cut at jumps of positions where there is no mask; a mask of ones is one."""
+    torch.manual_seed(0)
+    model, given = causal(model_type).eval(), MASKS[mask]
+    eager, program = copy.deepcopy(model), evaluated(model)
+    ids = torch.randint(3, 64, (2, 16))
+    labels = ids.masked_fill(torch.arange(16) < 11, -100)
+    if given is not None and given.dim() == 2:
+        labels = labels.masked_fill(given == 0, -100)
+    for positions in POSITIONS.values():
+        rows = torch.tensor([positions, POSITIONS["plain"]])
+        batch = {"input_ids": ids, "labels": labels, "position_ids": rows}
+        batch |= {} if given is None else {"attention_mask": given}
+        wanted = float(eager(**batch, use_cache=False).loss.detach())
+        assert float(program.evaluate(batch)) == pytest.approx(wanted, rel=1e-6)
+    program.close()
+
+
+def told(batch: dict[str, Tensor]) -> list[str]:
+    """The warnings about documents of a run on two such batches."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = evaluated(causal("llama"))
+        for _ in range(2):
+            program.evaluate(batch)
+    program.close()
+    return [str(w.message) for w in caught if "documents" in str(w.message)]
+
+
+def test_documents_that_see_each_other_are_told_of_once() -> None:
+    batch = packed_batch(0)
+    assert not told(batch)
+    (text,) = told(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})
+    assert "position_ids start again" in text and "attention_mask is left out" in text
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_that_start_again_at_padding_are_no_documents(side: str) -> None:
+    """As generate and TRL make them of a mask."""
+    batch = packed_batch(0)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, slice(3) if side == "left" else slice(-3, None)] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    assert not told(batch | {"position_ids": positions, "attention_mask": mask})
 
 
 def test_bounds_are_those_of_cumulative_lengths() -> None:
