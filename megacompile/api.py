@@ -85,7 +85,9 @@ def compile(
         -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
     device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
         emulated, budget and all. None: a GPU if there is one.
-    on_nonfinite: "skip" or "raise" an update whose gradient is not finite, leaving all state as it was.
+    on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
+        as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where
+        updates wait for its norm, or where the loss is not finite either.
     example_batch: compile for this batch now; otherwise the first batch is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
     dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.

@@ -31,10 +31,14 @@ class OutsideLoss:
         self._function, self._weights = function, weights
         self._micro = micro
         self._structure, self._order = compiled.captured.structure, compiled.part.results
+        self._again: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # of a loss that is not finite
         self.running = False  # the function, inside of a step
 
     def __call__(self, micro: int, results: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
-        """The loss, and its weighted gradient by each result, by value."""
+        """The loss, and its weighted gradient by each result, by value. The function is called once, also
+        where a step is run again."""
+        if micro in self._again:
+            return self._again.pop(micro)
         leaves = {value: x.requires_grad_(x.is_floating_point()) for value, x in results.items()}
         copies = {value: leaf.clone() for value, leaf in leaves.items()}  # may be changed in place
         copies = {value: self._micro[micro].own(x) for value, x in copies.items()}
@@ -42,7 +46,10 @@ class OutsideLoss:
         (loss * self._weights[micro]).sum().backward()  # type: ignore[no-untyped-call]
         zeros = {v: torch.zeros_like(x) for v, x in leaves.items() if x.requires_grad and x.grad is None}
         found = {value: leaf.grad for value, leaf in leaves.items() if leaf.grad is not None}
-        return loss.detach().reshape(()), zeros | found
+        loss, found = loss.detach().reshape(()), zeros | found
+        if not loss.isfinite():
+            self._again[micro] = loss, dict(found)
+        return loss, found
 
     def _computed(self, micro: int, outputs: Any) -> Tensor:
         self.running = True

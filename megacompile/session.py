@@ -212,6 +212,7 @@ class Session:
             hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
+            losses_count=self.settings.on_nonfinite is not None,
             outside=self.outside,
         )
         with whole_step(), self._noting_faults(), self.world.together():
@@ -275,7 +276,7 @@ class Session:
             self.runtime.drop_gradients()
 
     def report_skipped(self) -> None:
-        """Raise for a step whose gradient was not finite; steps without a verdict yet are kept in mind."""
+        """Raise for a step whose update was not applied; steps without a verdict yet are kept in mind."""
         known = [r for r in self.unreported if r.grad_norm is not None]
         self.unreported = [r for r in self.unreported if r.grad_norm is None]
         if self.settings.on_nonfinite != "skip":

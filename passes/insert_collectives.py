@@ -4,7 +4,7 @@ Each rank holds a shard of every group's state. A prefetch brings the own shard 
 place in the slot; an all_gather fills in the rest. A gradient is reduced to the own shard of its sum over all
 ranks, in their order and in FP32, and only that leaves for the host, or is added to what waits on the device.
 With several replicas the ranks are those of one, and an all_reduce adds up what the replicas have.
-No rank updates anything before it knows that the losses of all are finite.
+No rank updates anything before it knows the losses of all.
 
 All ranks run the same program, and all collectives are in order on one stream: so no two ranks can wait for
 each other's. With one rank the step stays as it is.

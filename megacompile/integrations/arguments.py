@@ -42,7 +42,6 @@ NO_EFFECT = {
     "torch_compile_backend": "Inductor compiles each block",
     "torch_compile_mode": "Inductor compiles each block",
     "torch_empty_cache_steps": "the plan holds every byte",
-    "logging_nan_inf_filter": "a loss that is not finite ends the training, with an error",
     "bf16_full_eval": "evaluation computes as training does",
     "ddp_find_unused_parameters": _NO_DDP,
     "ddp_bucket_cap_mb": _NO_DDP,

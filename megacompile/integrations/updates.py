@@ -35,7 +35,7 @@ class Updates(_Upstream):
     def _no_updates(self) -> None:
         """Nothing waits, and nothing is to be logged."""
         self._waiting: list[MicroBatch] = []  # of the next update
-        self._outputs: list[tuple[StepOutput, list[float]]] = []  # of updates that are not logged yet
+        self._outputs: list[tuple[StepOutput, list[float], int]] = []  # of updates not logged, by step
         self._last: StepOutput | None = None
 
     def training_step(
@@ -104,7 +104,7 @@ class Updates(_Upstream):
         if len(self._outputs) >= _KEPT:
             self._add_losses()
         everyone = [weight for weight in weights for _ in range(program.world.size)]  # all ranks' are alike
-        self._outputs.append((output, everyone))
+        self._outputs.append((output, everyone, self.state.global_step))
 
     def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of an update; a program pads what hides it itself."""
@@ -123,8 +123,13 @@ class Updates(_Upstream):
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _add_losses(self) -> None:
-        """Add the losses of all updates so far to what is logged, as upstream does one by one."""
-        for output, weights in self._outputs:
+        """Add the losses of all updates so far to what is logged, as upstream does one by one: for one that
+        is not finite the average of those before it, unless ``logging_nan_inf_filter`` is off."""
+        for output, weights, step in self._outputs:
             for weight, loss in zip(weights, output.losses, strict=True):
-                self._tr_loss += (weight * loss).to(self._tr_loss.device)
+                if self.args.logging_nan_inf_filter and not loss.isfinite():
+                    average = self._tr_loss / (1 + step - self._globalstep_last_logged)
+                    self._tr_loss += average / self.args.world_size  # of the ranks together
+                else:
+                    self._tr_loss += (weight * loss).to(self._tr_loss.device)
         self._outputs.clear()

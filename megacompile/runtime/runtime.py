@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from dataclasses import replace
 
 import torch
 
@@ -51,7 +52,18 @@ class Runtime:
         self._end.atexit = False
 
     def run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
-        """Run one emitted step; device values never outlive it."""
+        """Run one emitted step; device values never outlive it.
+
+        Where updates do not wait for the norm and the loss is not finite, the gradients are looked at in the
+        place of the updates. Only where all are finite, as those of a mean over nothing, is the step run
+        again, with them.
+        """
+        results = self._run(program, inputs)
+        if inputs.check_loss and self._stopped(results):
+            results = self._run(program, replace(inputs, check_loss=False))
+        return results
+
+    def _run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
         held, offload = self._held, self.state.offload
         if offload is not None and offload.needs_write_back:
             self.synchronize()
@@ -66,11 +78,16 @@ class Runtime:
                     held.progress.begin(self.device.step, program.updates)
                     program.function(run)
                     self._await_collectives(program.step)
-                    self._check_losses(inputs, run.results)
+                    if inputs.check_loss and self.state.world.size > 1:
+                        self.device.wait([("agree",)])
             except BaseException as error:
                 self._abandon(error, pushed=run.pushed)
                 raise
         assert not held.blocks.values, f"left on the device: {list(held.blocks.values)}"
+        if program.updates:
+            held.gathered.clear()
+        elif "backward" in program.kinds:
+            held.gathered.append(run.results)
         return run.results
 
     @property
@@ -121,6 +138,7 @@ class Runtime:
         """Forget the gradients that wait."""
         self.lost_gradients = False
         self._held.landed.clear()
+        self._held.gathered.clear()
         self.resident.landed.clear()
 
     def _await_collectives(self, step: Step) -> None:
@@ -129,19 +147,22 @@ class Runtime:
         if last is not None and not self.device.immediate:
             self.device.wait([last])  # until it is issued
 
-    def _check_losses(self, inputs: StepInputs, results: StepResults) -> None:
-        """Of several ranks: stop where the losses kept all of them from updating."""
+    def _stopped(self, results: StepResults) -> bool:
+        """Return whether a loss kept the updates of a step, on all ranks, from being made; raise
+        :class:`NonFiniteError` where some gradient is not finite either."""
+        if results.stopped_by is None:
+            return False
         world = self.state.world
-        if world.size == 1 or not inputs.check_loss:
-            return
-        self.device.wait([("agree",)])
-        if results.stopped:
-            losses = ", ".join(f"{float(loss)}" for loss in results.losses)
-            raise world.agreed(
-                NonFiniteError(
-                    f"The losses of the ranks are {losses}: no parameter was changed on any of them."
-                )
+        self.synchronize()
+        if all(rank["finite"] for rank in world.hear(lambda: {"finite": results.finite})):
+            return True
+        losses = ", ".join(f"{float(loss)}" for loss in results.losses)
+        which, where = ("losses of the ranks are", " on any of them") if world.size > 1 else ("loss is", "")
+        raise world.agreed(
+            NonFiniteError(
+                f"The {which} {losses}, and not all gradients are finite: no parameter was changed{where}."
             )
+        )
 
     def _prepare(self, program: BoundStep, inputs: StepInputs) -> None:
         if self.resident.in_place(program.step):

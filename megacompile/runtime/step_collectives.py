@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -74,13 +73,14 @@ class StepCollectives(StepUpdates):
         return self._held.fabric.shard(self._bound.assembly.groups[group], place)
 
     def agree(self, *, after: Sequence[Event] = ()) -> None:
-        results, world, checks = self.results, self._held.world, self._inputs.check_loss
+        results, world = self.results, self._held.world
         own = list(results.losses)
 
         def listen() -> None:
             heard = world.all_numbers([float(loss) for loss in own])
             everyone = [numbers[m] for m in range(len(own)) for numbers in heard]
-            results.stopped = checks and not all(map(math.isfinite, everyone))
             results.losses = [torch.tensor(x, dtype=own[0].dtype) for x in everyone]
+            if self._inputs.check_loss:
+                results.judge(results.losses)
 
         self._device.submit("host", ("agree",), after, listen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from megacompile.host.adam import AdamHyper
 class StepInputs:
     """What one run of a step is given: tensor leaves, seeds and loss weights per micro-batch.
 
+    ``check_loss``: updates do not wait for the gradient's norm, so a loss that is not finite keeps them from
+    being made. ``losses_count``: where they wait, such a loss does so too, as a norm that is not finite does.
     ``outside`` makes of a micro-batch's number and its results, by value, the loss and the gradient by each.
     """
 
@@ -23,6 +26,7 @@ class StepInputs:
     hypers: list[AdamHyper] = field(default_factory=list)  # by param group
     max_grad_norm: float | None = None
     check_loss: bool = False
+    losses_count: bool = False
     outside: Callable[[int, Mapping[int, Tensor]], tuple[Tensor, dict[int, Tensor]]] | None = None
 
 
@@ -30,14 +34,21 @@ class StepInputs:
 class StepResults:
     """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
     forward alone ``outputs``, its results by (value, micro-batch). Of several ranks the losses are those of
-    all once ``agree`` has run; ``stopped`` says that some were not finite, and nothing is updated."""
+    all once ``agree`` has run. ``stopped_by`` is a loss that was not finite, for which nothing is updated;
+    then ``finite`` says of the gradients that were looked at instead whether all were finite."""
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     takes_norm: bool = False
     grad_norm: Tensor | None = None
     skipped: bool = False
-    stopped: bool = False
+    stopped_by: float | None = None
+    finite: bool = True
+
+    def judge(self, losses: Iterable[Tensor]) -> None:
+        """Stop the step's updates for the first of the losses that is not finite."""
+        bad = (float(loss) for loss in losses if not math.isfinite(loss))
+        self.stopped_by = next(bad, self.stopped_by)
 
 
 class NonFiniteError(FloatingPointError):
@@ -47,10 +58,13 @@ class NonFiniteError(FloatingPointError):
 def raise_skipped(known: Sequence[StepResults]) -> None:
     """Raise for the first of these steps whose update was not applied."""
     for results in known:
-        if results.skipped:
+        if results.skipped or results.stopped_by is not None:
+            what = f"The gradient's norm was {float(results.grad_norm or 0.0)}"
+            if not results.skipped:
+                what = f"The loss was {results.stopped_by}"
             raise NonFiniteError(
-                f"The gradient's norm was {float(results.grad_norm or 0.0)}: that step's update was not "
-                "applied; steps begun before this was known went on from the parameters before it."
+                f"{what}: that step's update was not applied; steps begun before this was known went on from "
+                "the parameters before it."
             )
 
 

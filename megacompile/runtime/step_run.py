@@ -17,7 +17,6 @@ import torch
 from megacompile.errors import ProgramError
 from megacompile.host.rows import gather_rows
 from megacompile.runtime.step_collectives import StepCollectives
-from megacompile.runtime.step_updates import check_finite
 from megacompile.step.operations import Event
 from megacompile.step.spec import Offloaded, Stream, Token, Value, ValueGrad, typed
 
@@ -68,8 +67,6 @@ class StepRun(StepCollectives):
         of_this = {v: outputs.pop((v, m)) for v, m in list(outputs) if m == micro}
         loss, gradients = self._inputs.outside(micro, of_this)
         self.results.losses.append(loss)
-        if self._inputs.check_loss and self._held.world.size == 1:  # else none stops before it knows all
-            check_finite(loss)
         return gradients
 
     def prefetch(

@@ -25,7 +25,7 @@ from megacompile.runtime.fabric import Fabric
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.progress import Progress
 from megacompile.runtime.resident import ResidentState
-from megacompile.runtime.step_io import NonFiniteError, StepInputs, StepResults
+from megacompile.runtime.step_io import StepInputs, StepResults
 from megacompile.step.bind import BoundStep
 from megacompile.step.operations import Event
 from megacompile.step.spec import (
@@ -43,7 +43,8 @@ from megacompile.world.control import World
 
 @dataclass
 class Held:
-    """What outlives a run. ``landed`` holds the groups with a gradient that waits on the host."""
+    """What outlives a run. ``landed`` holds the groups with a gradient that waits on the host, ``gathered``
+    what the runs gave whose gradients wait."""
 
     state: HostState
     device: Device
@@ -53,6 +54,7 @@ class Held:
     fabric: Fabric
     progress: Progress = field(default_factory=Progress)
     landed: set[int] = field(default_factory=set)
+    gathered: list[StepResults] = field(default_factory=list)
 
     @property
     def world(self) -> World:
@@ -174,6 +176,9 @@ class StepUpdates:
     def clip_scale(self, *, after: Sequence[Event] = ()) -> None:
         inputs, results, norms = self._inputs, self.results, self._norms
         order, squares, world = self._bound.norm_order, self._squares, self._held.world
+        runs = [*self._held.gathered, results] if inputs.losses_count else []
+        if runs:
+            self._device.await_reads()
 
         def clip() -> None:
             if squares:  # on every rank in one order
@@ -181,6 +186,7 @@ class StepUpdates:
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
             results.skipped = not bool(torch.isfinite(total))
+            results.judge(loss for run in runs for loss in run.losses)  # of several ranks, all ranks'
             self._scale = 1.0
             if inputs.max_grad_norm is not None:
                 self._scale = float(torch.clamp(inputs.max_grad_norm / (total + 1e-6), max=1.0))
@@ -232,11 +238,11 @@ class StepUpdates:
         home = self._held.buffers.gradient(self._bound, group, place)
         self._held.landed.discard(group)
         progress = self._held.progress.steps[self._device.step]
-        results, unwritten, state = self.results, self._held.progress.unwritten, self._held.state
+        unwritten, state = self._held.progress.unwritten, self._held.state
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
 
         def update() -> None:
-            if results.stopped or (deferred and results.skipped):
+            if self._leaves_out(group, home, deferred):
                 progress.planned -= 1
                 return
             progress.begun += 1
@@ -256,14 +262,25 @@ class StepUpdates:
         self._held.resident.landed.discard(group)
         progress = self._held.progress.steps[self._device.step]
         deferred = isinstance(place, ResidentGrad) and "clip_scale" in self._bound.kinds
-        if self.results.stopped or (deferred and self.results.skipped):
+        gradient = self._held.resident.gradient(group, place)
+        if self._leaves_out(group, gradient, deferred):
             progress.planned -= 1
         else:
             progress.begun += 1
-            gradient, hypers = self._held.resident.gradient(group, place), self._hypers(group, deferred)
-            self._device.update(self._held.state, group, gradient, hypers)
+            self._device.update(self._held.state, group, gradient, self._hypers(group, deferred))
             self._held.state.steps[group] += 1
             progress.done += 1
+
+    def _leaves_out(self, group: int, gradient: torch.Tensor, deferred: bool) -> bool:
+        """Return whether a group's update is not made; if a loss alone is why, note whether its gradient is
+        finite."""
+        results, layout = self.results, self._bound.assembly.groups[group]
+        if results.stopped_by is not None and not deferred and results.finite:
+            places = (own_part(layout, slot, self._held.world.ranks.shard)[1] for slot in layout.slots)
+            parts = (gradient[place] for place in places if place.start < place.stop)
+            largest = (float(torch.linalg.vector_norm(part, math.inf)) for part in parts)  # without copies
+            results.finite = all(map(math.isfinite, largest))
+        return results.stopped_by is not None or (deferred and results.skipped)
 
     def _hypers(self, group: int, deferred: bool) -> list[AdamHyper]:
         """Hyper-parameters by param group, for the step that the group is about to take."""
@@ -271,14 +288,13 @@ class StepUpdates:
         return [replace(h, step=step, grad_scale=scale) for h in self._inputs.hypers]
 
     def _check_loss(self) -> None:
-        """Stop the step before anything is changed; where compute runs ahead, at its first update. Of several
-        ranks none stops before it knows the losses of all."""
+        """Judge the losses before anything is changed; where compute runs ahead, at the first update. Of
+        several ranks none does so before it knows the losses of all."""
         if not self._inputs.check_loss or self._loss_checked or self._held.world.size > 1:
             return
         self._device.await_reads()
         self._loss_checked = True
-        for loss in self.results.losses:
-            check_finite(loss)
+        self.results.judge(self.results.losses)
 
 
 def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Tensor]:
@@ -289,12 +305,3 @@ def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Te
     return {
         name: torch.tensor(math.sqrt(x), dtype=torch.float32) for name, x in zip(squares, totals, strict=True)
     }
-
-
-def check_finite(loss: torch.Tensor) -> None:
-    """Raise :class:`NonFiniteError` for a loss that is not finite."""
-    if not bool(torch.isfinite(loss)):
-        raise NonFiniteError(
-            f"The loss is {float(loss)}: the step was stopped before its backward, and no "
-            "parameter was changed."
-        )

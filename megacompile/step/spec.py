@@ -285,7 +285,7 @@ SPECS: dict[Kind, Spec] = {
     "add_shard": Spec("that shard into the gradient of a group whose state is on the device",
                       "comm", "group block micro", "group block micro shard=read to=write", "device",
                       Shard, ResidentGrad),
-    "agree": Spec("the losses of all ranks, which update only if all are finite",
+    "agree": Spec("the losses of all ranks, which decide alike whether they update",
                   "host", "", "", "nothing", Loss, Agreed),
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ def test_what_is_unlike_or_not_there_is_refused_on_all_ranks_by_name() -> None:
 
 
 def nonfinite(rank: int) -> list[float]:
-    """A loss that is not finite on one rank keeps all from updating, and they go on."""
+    """A loss that is not finite on one rank keeps all from updating, unless all gradients are finite."""
     batch, bad = batch_for("plain", rank), batch_for("plain", rank)
     bad["y"] = bad["y"] * (math.inf if rank == 1 else 1.0)
     program = compiled()
@@ -131,8 +131,20 @@ def nonfinite(rank: int) -> list[float]:
         program.train_step(bad)
     after = program.state_dict()
     assert all(torch.equal(before[n], after[n]) for n in before)
+    for number in (math.nan, 0.0):  # a finite gradient is applied
+        shift = number if rank == 1 else 0.0
+        losses = program.train_step(batch, loss=lambda _, loss, shift=shift: loss + shift).losses
+        assert math.isfinite(losses[0]) and math.isnan(losses[1]) == math.isnan(number)
+        moved = [not torch.equal(after[n], v) for n, v in program.state_dict().items()]
+        assert any(moved) or rank  # which has no values to return
     skipping = compiled(on_nonfinite="skip")
     skipping.train_step(bad)
+    skipping.train_step(batch, loss=lambda _, loss: loss + (math.nan if rank == 1 else 0.0))
+    fresh = compiled(on_nonfinite="skip")
+    fresh.prepare(batch)
+    skipped, whole_state = skipping.state_dict(), fresh.state_dict()
+    assert all(torch.equal(v, whole_state[n]) for n, v in skipped.items())
+    fresh.close()
     raised = compiled(max_grad_norm=1.0)
     raised.train_step(bad)
     with raising(NonFiniteError, "The gradient's norm was"):

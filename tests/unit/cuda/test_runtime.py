@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -275,6 +276,21 @@ def test_a_loss_that_is_not_finite_changes_nothing(gpu: FakeCuda) -> None:
     assert all(torch.equal(v, before[n]) for n, v in trained.state_dict().items())
     assert torch.isfinite(trained.train_step(batch).loss)
     trained.close()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_loss_that_is_not_finite_beside_a_gradient_that_is_trains(
+    clip: float | None, gpu: FakeCuda
+) -> None:
+    """Bitwise as on the CPU device, whose updates come after each loss is known."""
+    states = []
+    for device in ("cuda", "cpu"):
+        trained = program(build("plain"), device, max_grad_norm=clip)
+        for shift in (0.0, math.nan, 0.0):
+            trained.train_step(batch_for("plain"), loss=lambda _, loss, shift=shift: loss + shift)
+        states.append(trained.state_dict())
+        trained.close()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_holding_more_than_the_budget_is_an_error(gpu: FakeCuda) -> None:
