@@ -6,7 +6,9 @@ under the same budget as training.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,25 @@ from megacompile.runtime.calls import alone
 from megacompile.together import agreed_batches
 
 
+class _PlannedError(Exception):
+    """A forward was planned, and is not to run."""
+
+
 class Forward(Inspection):
     """The part of :class:`~megacompile.program.Program` that computes and trains nothing."""
+
+    _only_plans = False
+
+    @contextlib.contextmanager
+    def planning_alone(self) -> Iterator[None]:
+        """Plan the first forward within the context, where the block ends; the budget may be refused."""
+        self._only_plans = True
+        try:
+            yield
+        except _PlannedError:
+            pass
+        finally:
+            self._only_plans = False
 
     @alone
     def evaluate(self, batch: Any) -> Tensor:
@@ -101,7 +120,12 @@ class Forward(Inspection):
             micro, weights, _ = agreed_batches(session, batch, "evaluate", weigh, outputs)
             if session.runtime is None:
                 self._allocate(batch, outputs)
-            results = session.run(micro, Mode("evaluate"), weights)
+            if self._only_plans:
+                session.schedule(micro[0], Mode("evaluate"))
+            else:
+                results = session.run(micro, Mode("evaluate"), weights)
+        if self._only_plans:
+            raise _PlannedError
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
         found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]

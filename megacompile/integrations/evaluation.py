@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from megacompile.integrations.lengths import as_long_as_others
+from megacompile.errors import BudgetError
+from megacompile.integrations.lengths import as_long_as_others, longest_rows
 from megacompile.integrations.losses import collected
 from megacompile.integrations.outside import OutsideModel
 from megacompile.runtime.ownership import is_owned
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
+
+
+@runtime_checkable
+class Forwards(Protocol):
+    """A callback that runs forwards at evaluations; ``forward`` runs the one of most memory."""
+
+    def forward(self) -> object: ...
 
 
 class Evaluation(_Upstream):
@@ -52,6 +61,40 @@ class Evaluation(_Upstream):
         labels = tuple(inputs[name] for name in names)
         loss = loss if loss is None else loss * self._shares(batch)
         return loss, predictions, (labels[0] if len(labels) == 1 else labels or None)
+
+    def _plan_evaluation(self) -> None:
+        """Refuse, before the first step, a budget in which an evaluation of this training does not fit: full
+        batches as long as the longest row of each data set, and what callbacks compute then."""
+        if self.args.eval_strategy == "no" or self.eval_dataset is None:
+            return
+        data = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        forwards = [functools.partial(self._predict_longest, rows) for rows in data.values()]
+        callbacks = self.callback_handler.callbacks
+        forwards += [callback.forward for callback in callbacks if isinstance(callback, Forwards)]
+        errors: list[BudgetError] = []
+        for forward in forwards:
+            try:
+                with self._programmed().planning_alone(), torch.random.fork_rng(devices=[]):
+                    forward()
+            except BudgetError as error:
+                errors.append(error)
+            finally:
+                self.model.train()  # as the step does that comes next
+        if errors:
+            worst = max(errors, key=lambda error: error.least_bytes or 0)
+            raise BudgetError(
+                f"Training fits, and its evaluation does not. {worst}", least_bytes=worst.least_bytes
+            ) from worst
+
+    def _predict_longest(self, data: Any) -> None:
+        """Predict a batch as long as the longest row, where the number of rows is known."""
+        if isinstance(data, Sized) and len(data):
+            rows = longest_rows(data, self.args.eval_batch_size * self.args.world_size)
+            loss_only = self.args.prediction_loss_only or self.compute_metrics is None
+            # to its end, as accelerate takes a loader that was left for the one that is trained on; not
+            # get_eval_dataloader, which may keep what it returns
+            for batch in list(self.get_test_dataloader(rows)):
+                self.prediction_step(self.model, batch, loss_only)
 
     def _shares(self, batch: dict[str, Any]) -> int:
         """What a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,24 @@ def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]
         return batch
     longest = longest_of(program, ids.shape[1])
     return batch if longest == ids.shape[1] and "attention_mask" in batch else pad_batch(batch, longest)
+
+
+def longest_rows(data: Any, count: int) -> Any:
+    """Return the row of most tokens ``count`` times, where lengths are at hand; else the first rows.
+
+    Not the longest rows: a collator that pads nothing takes rows of one length alone.
+    """
+    count, names = min(count, len(data)), getattr(data, "column_names", None) or ()
+    if hasattr(data, "select") and "input_ids" not in names:
+        return data.select(range(count))
+    if hasattr(data, "select"):
+        parts = data.select_columns(["input_ids"]).with_format("arrow").iter(_READ)
+        columns = [part["input_ids"].combine_chunks().value_lengths().to_pylist() for part in parts]
+        lengths = [length for column in columns for length in column]
+        return data.select([lengths.index(max(lengths))] * count)
+    if isinstance(data, list) and all(isinstance(row, Mapping) and "input_ids" in row for row in data):
+        return [max(data, key=lambda row: len(row["input_ids"]))] * count
+    return [data[i] for i in range(count)]
 
 
 def longest_row(data: Any) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 
@@ -33,7 +34,25 @@ class Samples(TrainerCallback):
         for line in lines:
             self._trainer._progress.write(f"{line['prompt']} → {line['answer']}")
 
+    def forward(self) -> None:
+        """Ask for the last token that answers may get."""
+        asked = self._asked()
+        missing = (self._length - 1, 0)
+        ids = nn.functional.pad(
+            asked["input_ids"], missing, value=self._trainer.processing_class.pad_token_id
+        )
+        mask = nn.functional.pad(asked["attention_mask"], missing)
+        self._trainer.program.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+
     def _answers(self) -> list[str]:
+        tokenizer, asked = self._trainer.processing_class, self._asked()
+        options = {"max_new_tokens": self._length, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        tokens = self._trainer.program.generate(**asked, **options)
+        answers: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], True)
+        return answers
+
+    def _asked(self) -> dict[str, Tensor]:
+        """The prompts as rows of tokens, padded on the left."""
         tokenizer, padded = self._trainer.processing_class, {"padding": True, "padding_side": "left"}
         if tokenizer.chat_template is not None:
             chats = [[{"role": "user", "content": prompt}] for prompt in self._prompts]
@@ -41,8 +60,4 @@ class Samples(TrainerCallback):
             given = tokenizer(texts, add_special_tokens=False, return_tensors="pt", **padded)
         else:
             given = tokenizer(self._prompts, return_tensors="pt", **padded)
-        options = {"max_new_tokens": self._length, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-        asked = {name: given[name] for name in ("input_ids", "attention_mask")}
-        tokens = self._trainer.program.generate(**asked, **options)
-        answers: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], True)
-        return answers
+        return {name: given[name] for name in ("input_ids", "attention_mask")}

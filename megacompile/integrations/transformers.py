@@ -160,6 +160,8 @@ class Mixin(Saving, Updates, Evaluation):
                 if self.args.auto_find_batch_size:  # in the words that accelerate looks for
                     raise RuntimeError(f"{error} This counts as out of memory.") from error
                 raise
+            if self.is_in_train:
+                self._plan_evaluation()
         if self._checkpoint is not None:
             program.load(self._checkpoint)
             self._checkpoint = None

@@ -338,6 +338,43 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     assert 1 <= ours._train_batch_size < 16
 
 
+def of_lengths(*lengths: int) -> list[dict[str, Tensor]]:
+    return [{"input_ids": torch.arange(n) % 60, "labels": torch.arange(n) % 60} for n in lengths]
+
+
+def test_a_budget_without_room_for_evaluation_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """It is that of the longest row, and one that suffices."""
+    held_out = [row for n in (8, 64, 8) for row in of_lengths(*[n] * 32)]
+
+    def within(budget: str) -> Any:
+        ours = trainer(
+            Trainer, tmp_path, of_trainer={"hbm_budget": budget}, per_device_train_batch_size=1, max_steps=2,
+            gradient_accumulation_steps=1, per_device_eval_batch_size=32,
+        )  # fmt: skip
+        ours.train_dataset, ours.eval_dataset = of_lengths(*[8] * 4), held_out
+        return ours
+
+    small = within("400kB")
+    with pytest.raises(megacompile.BudgetError, match="Training fits, and its evaluation does not") as caught:
+        small.train()
+    assert small.state.global_step == 0
+    enough = within(f"{caught.value.least_bytes}B")
+    enough.train()
+    assert [entry for entry in logs(enough) if "eval_loss" in entry]
+
+
+def test_planning_an_evaluation_changes_no_step(tmp_path: Path) -> None:
+    """With dropout, and rows in an order that is drawn for each epoch."""
+    losses = []
+    for strategy in ("no", "steps"):
+        ours = trainer(
+            Trainer, tmp_path, make=lambda: build("gpt2-dropout"), eval_strategy=strategy, eval_steps=100
+        )
+        ours.train()
+        losses.append([entry["loss"] for entry in logs(ours) if "loss" in entry])
+    assert losses[0] == losses[1]
+
+
 def test_a_released_model_is_plain_again(tmp_path: Path) -> None:
     ours = trainer(Trainer, tmp_path, max_steps=2, eval_strategy="no")
     ours.train()

@@ -72,6 +72,7 @@ SLOW = (
     # Trainers: the first of each kind stays.
     r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|experts)",
     r"test_trainer\.py::test_predictions_of_many_lengths",
+    r"test_trainer\.py::test_planning_an_evaluation_changes_no_step",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[Prefix",
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
