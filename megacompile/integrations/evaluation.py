@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -68,7 +68,9 @@ class Evaluation(_Upstream):
         if self.args.eval_strategy == "no" or self.eval_dataset is None:
             return
         data = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        forwards = [functools.partial(self._predict_longest, rows) for rows in data.values()]
+        forwards: list[Callable[[], object]] = [
+            functools.partial(self._predict_longest, rows) for rows in data.values()
+        ]
         callbacks = self.callback_handler.callbacks
         forwards += [callback.forward for callback in callbacks if isinstance(callback, Forwards)]
         errors: list[BudgetError] = []
