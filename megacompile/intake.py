@@ -98,14 +98,14 @@ class Intake:
 
 
 def _items(given: Any) -> list[Any]:
-    """The micro-batches of a list; anything else is one."""
-    if not isinstance(given, list):
-        return [given]
+    """The micro-batches of a list of them; anything else is one batch, also a list of tensors, as torch's
+    DataLoader makes of (x, y)."""
+    if not isinstance(given, list) or any(isinstance(item, Tensor) for item in given):
+        return [_batch(given)]
     if not given:
         raise MegacompileError("The list of micro-batches is empty.")
-    if any(isinstance(item, Tensor) for item in given):
-        raise MegacompileError(
-            "The batch is a list of tensors, and lists mean micro-batches: pass tuple(batch) for one "
-            "batch of several tensors, or [(x,), (y,)] for micro-batches of one tensor each."
-        )
-    return given
+    return [_batch(item) for item in given]
+
+
+def _batch(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given

@@ -57,7 +57,8 @@ class Program(Persistence):
         loss: LossOfOutputs | None = None,
         outputs: OutputsFn | None = None,
     ) -> StepOutput:
-        """One optimizer step on a batch (a dict, a tuple or a tensor), or on a list of micro-batches.
+        """One optimizer step on a batch (a dict, a tuple, a tensor, or a list of tensors), or on a list of
+        micro-batches.
 
         A list trains on the mean of the micro-batches' losses (their sum where the batches carry
         ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last

@@ -238,7 +238,7 @@ def _flatten(
         copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)
-    refuse_mixed_products(graph, buffers)
+    refuse_mixed_products(graph)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
     given = {parameters[node.name] for node in given_gradients(graph) if node.name in parameters}
     return Captured(

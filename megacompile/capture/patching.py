@@ -28,6 +28,7 @@ from torch.nn.modules import transformer
 
 from megacompile.capture import calls, effects, recurrent, refusals, rotary, substitute
 from megacompile.capture.calls import refused
+from megacompile.capture.mixed_dtypes import MixedDtypes
 
 _ABSENT = object()
 _lock = threading.RLock()  # what is replaced is the whole process's
@@ -154,6 +155,7 @@ def our_operators(
         _lock,
         substitute.numbered(rng, padding) as sites,
         replaced((*_OURS, *_of_transformers(model, sites, positions_given))),
+        MixedDtypes(),
     ):
         yield
 

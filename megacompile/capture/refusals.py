@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,10 @@ def refuse_writes(exported: torch.export.ExportedProgram) -> None:
                 )
 
 
-def refuse_mixed_products(graph: fx.Graph, buffers: Mapping[str, str]) -> None:
+def refuse_mixed_products(graph: fx.Graph) -> None:
     """Refuse a product of two dtypes, which tracing lets pass and running does not.
 
-    ``buffers`` are the model's names of placeholders; one whose dtype spread to the product is named.
+    What :mod:`~megacompile.capture.mixed_dtypes` leaves: integers, and parameters that are kept in FP32.
     """
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
@@ -101,24 +100,10 @@ def refuse_mixed_products(graph: fx.Graph, buffers: Mapping[str, str]) -> None:
         values = [a.meta["val"] for a in node.args[:3] if isinstance(a, fx.Node)]
         dtypes = sorted({str(v.dtype) for v in values if isinstance(v, Tensor)})
         if len(dtypes) > 1:
-            wide = _buffer_above(node, buffers)
-            cast = f"cast the buffer {wide} where it is used" if wide else "cast the batch's floats"
             raise CaptureError(
-                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: {cast} to the dtype "
-                "in which the model computes, or choose another one by compute_dtype=."
+                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: cast one to the "
+                "dtype of the other."
             )
-
-
-def _buffer_above(product: fx.Node, buffers: Mapping[str, str]) -> str:
-    """The nearest FP32 buffer from which only FP32 leads to an operand, if there is one."""
-    waiting = list(product.all_input_nodes)
-    for node in waiting:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dtype == torch.float32:
-            if node.name in buffers:
-                return buffers[node.name]
-            waiting += (n for n in node.all_input_nodes if n not in waiting)
-    return ""
 
 
 def refuse_mutations(signature: ExportGraphSignature) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
 from megacompile.capture.batch import check_signature, read_batch
@@ -357,30 +356,6 @@ def test_models_that_would_train_wrong(
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
 
 
-def test_a_buffer_of_another_dtype_than_the_model_computes_in_is_named() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.last = nn.Embedding(16, 8), nn.Linear(8, 8)
-            self.register_buffer("table", torch.randn(6, 8))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.last(self.embed(ids) + self.table).square().mean()  # type: ignore[no-any-return]
-
-    with pytest.raises(megacompile.CaptureError, match=r"last multiplies .* cast the buffer table"):
-        compile_plain(Positions(), compute_dtype=torch.bfloat16, example_batch=torch.arange(12).view(2, 6))
-
-
-def test_floats_of_another_dtype_than_the_models_are_named() -> None:
-    floats = batch_for("plain")
-    program = megacompile.compile(Plain(), "1GB")
-    with pytest.raises(megacompile.CaptureError, match=r"by torch\.float32: cast .* compute_dtype="):
-        program.train_step(floats)
-    program = megacompile.compile(nn.Conv1d(4, 4, 3), "1GB", loss_fn=lambda out, batch: out.mean())
-    with pytest.raises(megacompile.CaptureError, match="must have the dtype in which the model computes"):
-        program.train_step(torch.randn(2, 4, 8))
-
-
 def test_a_mistake_in_the_users_own_code_is_told_as_it_is() -> None:
     with pytest.raises(megacompile.CaptureError, match=r"fails: TypeError: .*2 were given\.$"):
         compile_plain(nn.Linear(4, 4), loss_fn=lambda out: out.mean(), example_batch=torch.randn(2, 4))
@@ -466,30 +441,6 @@ def test_other_arguments() -> None:
             megacompile.compile(Plain(), "1GB", **options)  # type: ignore[arg-type]
     with pytest.raises(megacompile.MegacompileError, match="Module"):
         megacompile.compile("a model", "1GB")  # type: ignore[arg-type]
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        return self.layer(x) if y is None else (self.layer(x) - y).square().mean()
-
-
-def test_a_list_of_tensors_is_no_list_of_micro_batches() -> None:
-    """What a DataLoader's default collate makes of pairs would train on inputs and targets in turn."""
-    data = TensorDataset(torch.randn(4, 4), torch.randn(4, 4))
-    program = compile_plain(Regression(), loss_fn=lambda outputs, batch: outputs.square().mean())
-    pairs = next(iter(DataLoader(data, batch_size=4)))
-    for call in (program.train_step, program.forward_backward, program.evaluate, program.prepare):
-        with pytest.raises(megacompile.MegacompileError, match=r"tuple\(batch\).*\[\(x,\), \(y,\)\]"):
-            call(pairs)
-    program.close()
-    program = compile_plain(Regression())
-    assert torch.isfinite(program.train_step(tuple(pairs)).loss)
-    assert torch.isfinite(program.train_step([tuple(pairs), tuple(pairs)]).loss)
-    program.close()
 
 
 def test_evaluate_takes_one_batch() -> None:
