@@ -2,7 +2,7 @@
 
 A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor of
 bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a dtype, the
-weights are cast up. Without this, each such call is an error of torch's; operands that agree are left as they are.
+weights are cast up. Without this, each such call is an error of torch's. Operands that agree stay as they are.
 """
 
 from __future__ import annotations
