@@ -1,8 +1,9 @@
 """Casts of operands in a model's forward: float32 beside weights of a lower precision, as autocast treats it.
 
-A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor of
-bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a dtype, the
-weights are cast up. Without this, each such call is an error of torch's. Operands that agree stay as they are.
+A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor
+of bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a
+dtype, the weights are cast up. Without this, each such call is an error of
+torch's. Operands that agree stay as they are.
 """
 
 from __future__ import annotations

@@ -132,7 +132,6 @@ SLOW = (
     # The suite itself: each signal once, with workers or without.
     r"test_processes\.py::test_an_interrupted_suite_leaves_nothing_behind\[(2-2|15-0)",
     # Benchmarks: one dry part of the GPU's suite.
-    r"test_gpu_suite\.py::test_dry_run\[(kernels|correctness)",
     r"test_kernel_curve\.py::test_loss_with_kernels_is_within_noise",
     # The simulated device: a few operators stay.
     r"simulated/test_out_of_memory\.py::test_at_each_operator",
