@@ -82,7 +82,7 @@ class Bindings:
 
     def drop(self, scheduled: Scheduled) -> None:
         """Forget a program that is scheduled anew."""
-        del self._bound[id(scheduled)]
+        self._bound.pop(id(scheduled), None)
         self._ready.discard(id(scheduled))
 
     def clear(self) -> None:

@@ -141,11 +141,15 @@ class Compiler:
         self._scheduled.clear()
         self.frontend.forget()
 
-    def leave_room(self, scheduled: Scheduled) -> int:
-        """Forget a program, and leave the device's allocator more bytes than plans did so far; how many."""
-        before, self.room = self.room, self.room.less()
+    def plan_within(self, room: Room, scheduled: Scheduled) -> None:
+        """Forget a program, to plan it again within other room."""
+        self.room = room
         self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
-        return before.budget_bytes - self.budget_bytes
+
+    def begin_again(self, room: Room) -> None:
+        """Forget all programs and what the first one decided, before any has run."""
+        self.room, self.cuts, self._resident, self._dumped = room, None, None, 0
+        self._scheduled.clear()
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -240,7 +244,7 @@ class Compiler:
         def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
             compiled, step = found[0], found[1].step
             requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
-            return lacking_bytes(budget + self.room.reserved_bytes, step, requests)
+            return lacking_bytes(budget + self.room.loose_bytes, step, requests)
 
         return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
 

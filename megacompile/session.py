@@ -6,11 +6,13 @@ The first program allocates the state and takes over the model's values; all lat
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from megacompile.intake import Intake
 from megacompile.mesh import settle_mesh
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.padder import OfRanks
+from megacompile.room import Room
 from megacompile.runtime.calls import refuse_autocast, whole_step
 from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.runtime import Runtime
@@ -39,6 +42,8 @@ from megacompile.settings import Settings
 from megacompile.storage.background import BackgroundSave
 from megacompile.together import agreed_program, micro_seeds
 from megacompile.units import format_bytes
+
+_LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells
 
 
 class Session:
@@ -111,20 +116,48 @@ class Session:
             why = ", as modes or attributes of the model's modules changed" if changed else ""
             warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
         if self.runtime is None:
-            longest = self.intake.longest(batch)
-            settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
-            if longest is not None:  # first: how far weights are cut must suffice for it
-                self.world.agree(lambda: self.compiler.schedule(longest, mode))
-        scheduled = agreed_program(self.compiler, batch, mode, self.settings)
-        if self.runtime is None:
+            scheduled = self._first_program(batch, mode)
             self._take_over(scheduled)
         else:
+            if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
+                self.compiler.room = room
+            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
             state = self.runtime.state
             self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
+
+    def _first_program(self, batch: Batch, mode: Mode) -> Scheduled:
+        """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the
+        device than was left to them."""
+        longest = self.intake.longest(batch)
+        settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
+        while True:
+            if longest is not None:  # first: how far weights are cut must suffice for it
+                self.world.agree(lambda: self.compiler.schedule(longest, mode))
+            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            self.world.agree(partial(self._bindings.make_ready, scheduled, self.settings.device))
+            room = self._shorter_room()
+            if room is None:
+                return scheduled
+            self._bindings.drop(scheduled)
+            self.compiler.begin_again(room)
+
+    def _shorter_room(self) -> Room | None:
+        """What plans may use of the device now, where that is less than they were made for by more than was
+        left to the driver."""
+        planned = self.compiler.room
+        with naming_failures(self.settings.device):
+            room = self.settings.measure_room()
+        if not room.short_of(planned):
+            return None
+        _LOG.info(
+            "the GPU's driver took %s more than was planned for: planning within so much less",
+            format_bytes(planned.budget_bytes - room.budget_bytes),
+        )
+        return room
 
     def forget_programs(self) -> None:
         """Capture and compile every kind of batch anew, over the same state."""
@@ -141,7 +174,6 @@ class Session:
     def _take_over(self, scheduled: Scheduled) -> None:
         def allocated() -> Allocated:
             self.values.refuse_taken()
-            self._bindings.make_ready(scheduled, self.settings.device)
             return allocate(scheduled, self.settings)
 
         assembly = scheduled.compiled.assembly
@@ -156,9 +188,16 @@ class Session:
     ) -> StepResults:
         """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it.
 
-        Where the device's memory runs out before anything is changed, once more, planned within less.
+        Where the device's memory runs out before anything is changed, once more, planned within less. So it
+        is before a first run where the driver has taken what plans were made for.
         """
         scheduled = self.schedule(micro[0], mode)
+        if self.runtime is not None and self.runtime.device.unsettled:
+            room = self._shorter_room()
+            if room is not None:
+                self._bindings.drop(scheduled)
+                self.compiler.plan_within(room, scheduled)
+                scheduled = self.schedule(micro[0], mode)
         try:
             return self._run(scheduled, micro, mode, weights, loss)
         except DeviceFullError as error:
@@ -174,13 +213,16 @@ class Session:
         if trains:
             self.runtime.drop_gradients()  # of the step that is repeated
         self._bindings.drop(scheduled)
-        more = self.compiler.leave_room(scheduled)
-        warnings.warn(
-            f"{error} The program is planned again within {format_bytes(more)} less, and the step repeated: "
-            "please report this.",
-            stacklevel=6,
-        )
+        before = self.compiler.room
         try:
+            room = min(before.less(), self.settings.measure_room(), key=lambda room: room.budget_bytes)
+            more = format_bytes(before.budget_bytes - room.budget_bytes)
+            warnings.warn(
+                f"{error} The program is planned again within {more} less, and the step repeated: please "
+                "report this.",
+                stacklevel=6,
+            )
+            self.compiler.plan_within(room, scheduled)
             return self.schedule(batch, mode)
         except BudgetError as least:
             raise error from least

@@ -23,13 +23,19 @@ from megacompile.world.control import World
 Lacking = Callable[[int, Step, Sequence[Request]], int]
 
 
+def nothing_spare(budget_bytes: int) -> int:
+    """Leave a driver no bytes of a budget: there is none."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Backend:
     """``device_bytes`` is the device's own memory and ``machine`` what it is planned as; None on a CPU.
 
     ``plan_bytes`` tells what of a budget a plan may use, ``open`` opens the device under a budget, for a rank
-    of a world. ``lacking_bytes`` tells by how much a budget is too small for a step and what it asks the
-    device's allocator for; None where that takes what it is asked for.
+    of a world. ``lacking_bytes`` tells by how much bytes are too few for a step and what it asks the
+    device's allocator for; None where that takes what it is asked for. ``loose_bytes`` are the allocator's
+    beside a plan's, ``spare_bytes`` tells what of a budget is the driver's for what it takes after the plan.
     """
 
     device: torch.device
@@ -38,6 +44,8 @@ class Backend:
     plan_bytes: Callable[[int], int]
     open: Callable[[int, World], Device]
     lacking_bytes: Lacking | None = None
+    loose_bytes: int = 0
+    spare_bytes: Callable[[int], int] = nothing_spare
 
 
 def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) -> Backend:
@@ -85,7 +93,7 @@ def _say_untried() -> None:
 
 def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
     from megacompile.runtime.cuda import CudaDevice
-    from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, TorchCuda, allowed_bytes, lacking_bytes
+    from megacompile.runtime.cuda_memory import LOOSE_BYTES, TorchCuda, lacking_bytes, plan_bytes, spare_bytes
 
     api = TorchCuda(device)
     dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"
@@ -93,9 +101,11 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
         device,
         torch.cuda.get_device_properties(device).total_memory,
         _machine(device, dtype),
-        lambda budget: allowed_bytes(api, budget) - WORKSPACE_BYTES,
+        lambda budget: plan_bytes(api, budget),
         lambda budget, world: CudaDevice(api, budget, world),
-        lambda budget, step, requests: lacking_bytes(allowed_bytes(api, budget), step, requests),
+        lacking_bytes,
+        LOOSE_BYTES,
+        spare_bytes,
     )
 
 

@@ -56,7 +56,7 @@ class CudaDevice(Device):
         self.torch_device = api.device
         self._budget = budget_bytes
         self._limit()
-        self._unsettled = _UNSETTLED
+        self.unsettled = _UNSETTLED
         world = world or World()
         cores, threads = usable_cores() // world.local, torch.get_num_threads()
         self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
@@ -132,8 +132,8 @@ class CudaDevice(Device):
 
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
-        if self._unsettled:
-            self._unsettled -= 1
+        if self.unsettled:
+            self.unsettled -= 1
             self._limit()
         self.streams.begin(trace, self._waited)
         self.api.reset()

@@ -31,9 +31,10 @@ from megacompile.units import format_bytes
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
 _ANCHORED_SECONDS = 100.0  # after which the clocks are set anew: CUDA tells of milliseconds in float32
 _FLASH_FROM = (8, 0)  # compute capability: torch's flash attention runs on no older one
-WORKSPACE_BYTES = 96 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
+_HEAD_WIDTHS = 64, 128  # each has kernels of its own
+LOOSE_BYTES = 80 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
 _CUBLAS_BYTES = 32 << 20  # what it keeps for a stream on Hopper; elsewhere less
-_UNSEEN_BYTES = 16 << 20  # what kernels take that no replay has
+_LEAST_SPARE, _MOST_SPARE, _SPARE_SHARE = 16 << 20, 512 << 20, 100
 _STEPS = 3  # that are replayed
 
 
@@ -85,20 +86,28 @@ class CudaMemory(CudaApi, Protocol):
         """Save what the allocator holds in a file; its path."""
 
 
-def allowed_bytes(api: CudaMemory, budget_bytes: int) -> int:
-    """What torch's allocator may hold of a budget: all but the driver's context and loaded libraries."""
+def spare_bytes(budget_bytes: int) -> int:
+    """What of a budget is left to kernels' scratch that no replay has, and to what the driver takes after the
+    plan: for modules of kernels, and for the local memory of those that spill."""
+    return max(_LEAST_SPARE, min(budget_bytes // _SPARE_SHARE, _MOST_SPARE))
+
+
+def plan_bytes(api: CudaMemory, budget_bytes: int) -> int:
+    """What plans may use of a budget: not the driver's context and libraries, nor what is beside plans."""
     context = api.context_bytes()
-    if budget_bytes <= context + WORKSPACE_BYTES:
+    beside = context + LOOSE_BYTES + spare_bytes(budget_bytes)
+    if budget_bytes <= beside:
         raise BudgetError(
-            f"hbm_budget={format_bytes(budget_bytes)} is too small: the CUDA context and the libraries' "
-            f"workspaces take {format_bytes(context + WORKSPACE_BYTES)} of it. Raise the budget."
+            f"hbm_budget={format_bytes(budget_bytes)} is too small: the CUDA context, loaded kernels, other "
+            f"processes on this GPU ({format_bytes(context)} now) and the libraries' workspaces take "
+            f"{format_bytes(beside)} of it. Raise the budget."
         )
-    return budget_bytes - context
+    return budget_bytes - beside
 
 
 def lacking_bytes(allowed: int, step: Step, requests: Sequence[Request]) -> int:
     """By how much torch's allocator would need more than ``allowed`` bytes for a step; 0 where they do."""
-    return replayed(allowed - _UNSEEN_BYTES, step, requests).lacking
+    return replayed(allowed, step, requests).lacking
 
 
 def replayed(allowed: int, step: Step, requests: Sequence[Request]) -> Pages:
@@ -217,6 +226,11 @@ class TorchCuda:
         torch.cuda.empty_cache()
         if self._fraction is None:
             self._fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        if nbytes <= 0:
+            raise BudgetError(
+                f"hbm_budget leaves torch's allocator nothing: the CUDA context, loaded kernels and other "
+                f"processes on this GPU hold {format_bytes(self.context_bytes())} of it. Raise the budget."
+            )
         total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
@@ -282,9 +296,10 @@ def _warm_up(device: torch.device, compute: Any) -> None:
                 matrix = torch.ones(256, 256, dtype=dtype, device=device)
                 torch.mm(matrix, matrix)
             if torch.cuda.get_device_capability(device) >= _FLASH_FROM:
-                heads = torch.ones(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
-                out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
-                sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
+                for width in _HEAD_WIDTHS:
+                    heads = torch.ones(1, 4, 128, width, dtype=torch.bfloat16, device=device)
+                    out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
+                    sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
         torch.cuda.synchronize(device)
     finally:
         _drop_workspaces()

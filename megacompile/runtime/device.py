@@ -61,6 +61,8 @@ class Device(ABC):
     """Whether what the compute stream was given is over when the call returns."""
     peak_bytes: int
     """The most that any step so far held."""
+    unsettled = 0
+    """How many of the next steps load what takes memory of the device that no plan has."""
 
     def __init__(self, streams: StepStreams) -> None:
         self._streams = streams

@@ -21,7 +21,7 @@ from megacompile.errors import BudgetExceededError
 from megacompile.machine.pages import PAGE_BYTES
 from megacompile.runtime import cuda as cuda_module
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.cuda_memory import WORKSPACE_BYTES, allowed_bytes
+from megacompile.runtime.cuda_memory import LOOSE_BYTES, plan_bytes
 from megacompile.runtime.resident import ResidentState
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.staging import Staging
@@ -317,9 +317,11 @@ def test_the_context_is_measured_again_until_all_is_loaded(gpu: FakeCuda) -> Non
 
 def test_the_context_counts_against_the_budget() -> None:
     fake = FakeCuda(context_bytes=600 << 20)
-    assert allowed_bytes(fake, 10**9) == 10**9 - (600 << 20)
+    beside = LOOSE_BYTES + (16 << 20)
+    assert plan_bytes(fake, 10**9) == 10**9 - (600 << 20) - beside
+    assert plan_bytes(fake, 10**10) == 10**10 - (600 << 20) - LOOSE_BYTES - 10**8
     with pytest.raises(megacompile.BudgetError, match="CUDA context"):
-        allowed_bytes(fake, (600 << 20) + WORKSPACE_BYTES)
+        plan_bytes(fake, (600 << 20) + beside)
 
 
 def test_buffers_of_the_model_follow_it(gpu: FakeCuda) -> None:
