@@ -75,7 +75,8 @@ def compile(
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
     host_budget: as ``hbm_budget``, for host memory, of all programs; ``example_batch`` sizes what lies beside
-        the state. None: what this process may use, less a reserve.
+        the state. None: what this process may use, less a reserve. More bytes than are free are taken with a
+        warning: the memory of some virtual machines grows as it is used.
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
         entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
@@ -217,7 +218,7 @@ def _budgets(
     if host_budget is None:
         host = int(available * (1 - RESERVE))
     else:
-        host = parse_bytes(host_budget, what="host_budget", available=available)
+        host = parse_bytes(host_budget, what="host_budget", available=available, grows=True)
     if world.size == 1:
         return budget, host
     with world.together():

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,13 +19,20 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RESERVE = 0.1  # part of what is free that "auto" and the default host budget leave alone
 
 
-def parse_bytes(value: float | str, *, what: str, available: int) -> int:
+def parse_bytes(value: float | str, *, what: str, available: int, grows: bool = False) -> int:
     """Bytes of a budget: a number is GB (1e9); "24GiB", "512MB", "90%" and "auto" also work.
 
-    ``available`` is what exists, to which percentages refer and which no budget may exceed.
+    ``available`` is what exists, to which percentages refer and which no budget may exceed; where it
+    ``grows``, as a virtual machine's memory may with its use, one that does is warned of.
     """
     nbytes = _parse(value, what, available)
-    if nbytes > available:
+    if nbytes > available and grows:
+        warnings.warn(
+            f"{what}={value!r} is {format_bytes(nbytes)}, and only {format_bytes(available)} are free here "
+            "now: unless this machine's memory grows as it is used, the system may end the process.",
+            stacklevel=4,
+        )
+    elif nbytes > available:
         raise BudgetError(
             f"{what}={value!r} is {format_bytes(nbytes)}, but only {format_bytes(available)} exist "
             "here: give at most that."

@@ -102,9 +102,10 @@ def _page_locking() -> str:
     from megacompile.runtime.staging import PIECE_BYTES, PIECES
 
     probe = HostArena(_PROBE).tensor
-    start, code = page_lock(probe)
-    if code == 0:
+    pieces, code = page_lock(probe)
+    for start, _ in pieces:
         page_unlock(start)
+    if code == 0:
         return f"; {format_bytes(_PROBE)} were page-locked in place"
     staged = format_bytes(2 * PIECES * PIECE_BYTES)
     return f"; page-locking in place is refused (CUDA error {code}): copies pass through {staged} of buffers"

@@ -30,6 +30,7 @@ _HUGE_PAGE = 2 << 20
 _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_INTERLEAVE = 3
+_NO_RESERVE = 0x4000  # the budget decides, not what the system has now: memory may grow as it is used
 
 
 class HostArena:
@@ -40,7 +41,8 @@ class HostArena:
         self.used_bytes = 0
         try:
             # a huge page more of addresses, never touched, so that the arena starts on one
-            mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise BudgetError(
                 f"The system refuses to map {format_bytes(self.nbytes)} of host memory ({error}): "

@@ -24,7 +24,7 @@ from megacompile.assemble.assembly import Slot
 from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.arena import HostArena
-from megacompile.host.bucket import add_gradients, slot_view
+from megacompile.host.bucket import add_gradients, is_dense, slot_view
 from megacompile.host.state import HostState
 from megacompile.kernels.adamw import adamw_
 from megacompile.machine.pages import PAGE_BYTES
@@ -32,7 +32,7 @@ from megacompile.runtime.convolutions import exact_convolutions
 from megacompile.runtime.cuda_memory import CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
 from megacompile.runtime.device import Device
-from megacompile.runtime.staging import Staging
+from megacompile.runtime.staging import Staging, flat_bytes
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
 from megacompile.units import usable_cores
@@ -72,6 +72,7 @@ class CudaDevice(Device):
         torch.set_num_threads(threads)  # also what threads that start later will take
         super().__init__(self.streams)
         self._staging = Staging(api)
+        self._borders: set[int] = set()  # addresses that no copy may cross, between page-locked pieces
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._bounce_buffers = [_BounceBuffer() for _ in range(_BOUNCE_BUFFERS)]
@@ -159,16 +160,27 @@ class CudaDevice(Device):
 
     def own(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if not self.api.register(tensor):
-                self._staging.add(tensor)
+            start, ends = tensor.data_ptr(), self.api.register(tensor)
+            self._borders |= {start + end for end in ends if end < tensor.nbytes}
+            locked = ends[-1] if ends else 0
+            if locked < tensor.nbytes:
+                self._staging.add(start + locked, start + tensor.nbytes)
 
     def host_free(self, buffer: Tensor) -> None:
         """The system may give its addresses to other memory, which CUDA would take for page-locked."""
         self.api.unregister(buffer)
         self._staging.remove(buffer)
+        start = buffer.data_ptr()
+        self._borders = {border for border in self._borders if not start < border < start + buffer.nbytes}
 
     def host_bytes(self) -> dict[str, int]:
         return {"staging (host memory is not page-locked)": self._staging.nbytes}
+
+    def page_locked_bytes(self) -> int:
+        return self.api.page_locked_bytes()
+
+    def staged_bytes(self) -> int:
+        return self._staging.staged_bytes
 
     # ---- copies ----------------------------------------------------------------------------------
 
@@ -196,7 +208,7 @@ class CudaDevice(Device):
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> OnComplete | None:
         callbacks: list[OnComplete] = []
         try:
-            for target, source in zip(targets, sources, strict=True):
+            for target, source in self._pieces(targets, sources):
                 if self._staging.holds(source):
                     self._staging.upload(target, source)
                 elif self._staging.holds(target):
@@ -207,6 +219,20 @@ class CudaDevice(Device):
             _run_all(callbacks)  # they give buffers back
             raise
         return functools.partial(_run_all, callbacks) if callbacks else None
+
+    def _pieces(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Copies as pieces that cross no border."""
+        for target, source in zip(targets, sources, strict=True):
+            starts = target.data_ptr(), source.data_ptr()
+            cuts = sorted(b - a for a in starts for b in self._borders if a < b < a + source.nbytes)
+            if cuts and is_dense(target) and is_dense(source):
+                yield from zip(
+                    flat_bytes(target).tensor_split(cuts), flat_bytes(source).tensor_split(cuts), strict=True
+                )
+            else:
+                yield target, source
 
     def push(
         self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool

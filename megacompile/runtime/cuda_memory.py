@@ -58,8 +58,12 @@ class CudaMemory(CudaApi, Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Page-locked host bytes (uint8) of any content."""
 
-    def register(self, tensor: Tensor) -> bool:
-        """Page-lock the memory of a host tensor where it is; False where the system refuses."""
+    def register(self, tensor: Tensor) -> list[int]:
+        """Page-lock the memory of a host tensor where it is: the ends of its pieces, in bytes from where it
+        begins; the last one lies before the tensor's end where the system refuses the rest."""
+
+    def page_locked_bytes(self) -> int:
+        """What :meth:`register` page-locked."""
 
     def unregister(self, tensor: Tensor) -> None:
         """Undo :meth:`register` for host memory that goes away; nothing may be under way to or from it."""
@@ -131,7 +135,7 @@ class TorchCuda:
         _warm_up(device, self.stream("compute"))
         self._anchor()
         self._refused = False
-        self._registered: set[int] = set()  # addresses of first pages
+        self._registered: dict[int, int] = {}  # page-locked pieces, from and to
         self._fraction: float | None = None  # of the device's memory, that the process could take before
         self._probe = torch.zeros(1, device=device)
 
@@ -175,25 +179,29 @@ class TorchCuda:
     def pinned(self, nbytes: int) -> Tensor:
         return _page_locked(self.device).take(nbytes)
 
-    def register(self, tensor: Tensor) -> bool:
-        """A refusal is said once, and what follows is not tried; small buffers are left as they are."""
+    def register(self, tensor: Tensor) -> list[int]:
+        """A refusal is said once; small buffers are left as they are."""
         if tensor.nbytes < _REGISTERED_FROM or tensor.is_pinned():
-            return True
-        if self._refused:
-            return False
-        start, code = page_lock(tensor)
-        if code == 0:
-            self._registered.add(start)
-            return True
-        self._clear_error()
-        self._refused = True
-        print(
-            f"megacompile: the system refuses to page-lock host memory (CUDA error {code}); transfers pass "
-            f"through {format_bytes(2 * PIECES * PIECE_BYTES)} of page-locked buffers and are slower. Raise "
-            "the limit of locked memory (ulimit -l unlimited).",
-            file=sys.stderr,
-        )
-        return False
+            return [tensor.nbytes]
+        pieces, code = page_lock(tensor)
+        self._registered |= pieces
+        if code or len(pieces) > 1:
+            self._clear_error()
+        if code and not self._refused:
+            self._refused = True
+            print(
+                f"megacompile: the system refuses to page-lock {format_bytes(tensor.nbytes)} of host memory "
+                f"beside {format_bytes(self.page_locked_bytes())} that are (CUDA error {code}). What it "
+                f"refuses passes through {format_bytes(2 * PIECES * PIECE_BYTES)} of page-locked buffers, "
+                "more slowly; program.memory says how much that is. Raise the limit of locked memory (ulimit -l "
+                "unlimited).",
+                file=sys.stderr,
+            )
+        start = tensor.data_ptr()
+        return [min(stop - start, tensor.nbytes) for _, stop in pieces]
+
+    def page_locked_bytes(self) -> int:
+        return sum(stop - start for start, stop in self._registered.items())
 
     def _clear_error(self) -> None:
         """A refusal stays CUDA's last error until a launch is checked: of this one, not of a block's."""
@@ -201,10 +209,10 @@ class TorchCuda:
             self._probe.neg_()
 
     def unregister(self, tensor: Tensor) -> None:
-        start = first_page(tensor)
-        if start in self._registered:
+        first, last = first_page(tensor), tensor.data_ptr() + tensor.nbytes
+        for start in [start for start in self._registered if first <= start < last]:
             page_unlock(start)
-            self._registered.remove(start)
+            del self._registered[start]
 
     def failed(self) -> bool:
         return bool(failure_of(self.device))

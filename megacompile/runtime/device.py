@@ -123,6 +123,14 @@ class Device(ABC):
         """Host bytes that the backend itself holds, by kind."""
         return {}
 
+    def page_locked_bytes(self) -> int:
+        """Host bytes that are page-locked where they lie."""
+        return 0
+
+    def staged_bytes(self) -> int:
+        """Host bytes whose copies pass through buffers, as the system refused to page-lock them."""
+        return 0
+
     @abstractmethod
     def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.

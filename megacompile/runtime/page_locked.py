@@ -24,6 +24,7 @@ from megacompile.runtime.failures import failure_of
 
 _LEAST_BYTES = 256
 _SLAB_BYTES = 1 << 20  # what smaller pieces are cut from
+_PIECE_BYTES = 1 << 30  # of a tensor that is not locked as a whole
 
 
 class PageLocked:
@@ -83,16 +84,26 @@ class PageLocked:
             return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def page_lock(tensor: Tensor) -> tuple[int, int]:
-    """Page-lock the whole pages that a host tensor lies in: (their address, CUDA's error code or 0)."""
+def page_lock(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:
+    """Page-lock the whole pages that a host tensor lies in, in one piece; where the system refuses that, in
+    pieces of 1 GiB up to the first that it refuses: (their addresses from and to, CUDA's error code or 0)."""
     start = first_page(tensor)
     stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return start, int(runtime.cudaHostRegister(start, stop - start, 1))
+    code = int(runtime.cudaHostRegister(start, stop - start, 1))
+    if code == 0:
+        return [(start, stop)], 0
+    pieces: list[tuple[int, int]] = []
+    for first in range(start, stop, _PIECE_BYTES) if stop - start > _PIECE_BYTES else ():
+        last = min(first + _PIECE_BYTES, stop)
+        if int(runtime.cudaHostRegister(first, last - first, 1)) != 0:
+            return pieces, code
+        pieces.append((first, last))
+    return pieces, 0 if pieces else code
 
 
 def page_unlock(start: int) -> None:
-    """Undo :func:`page_lock`, by the address that it gave."""
+    """Undo :func:`page_lock` for a piece, by its address."""
     torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
 
 

@@ -116,7 +116,7 @@ class Staging:
     def __init__(self, link: Link, piece_bytes: int = PIECE_BYTES) -> None:
         self._link = link
         self._piece_bytes = piece_bytes
-        self._refused: list[tuple[int, int]] = []
+        self._refused: dict[int, int] = {}  # from and to, addresses
         self._rings: tuple[StagingRing, StagingRing] | None = None
         self._coming: dict[int, threading.Event] = {}  # downloads by the address that they end at
 
@@ -125,9 +125,14 @@ class Staging:
         """Page-locked bytes that the rings take."""
         return sum(ring.nbytes for ring in self._rings or ())
 
-    def add(self, tensor: Tensor) -> None:
-        """Copies to and from this host tensor go through the rings from now on."""
-        self._refused.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    @property
+    def staged_bytes(self) -> int:
+        """Host bytes whose copies go through the rings."""
+        return sum(stop - start for start, stop in self._refused.items())
+
+    def add(self, start: int, stop: int) -> None:
+        """Copies to and from host memory between these addresses go through the rings from now on."""
+        self._refused[start] = stop
         if self._rings is None:
             self._rings = (
                 StagingRing(self._link, self._piece_bytes),
@@ -137,13 +142,14 @@ class Staging:
     def remove(self, tensor: Tensor) -> None:
         """Forget host memory that goes away."""
         start = tensor.data_ptr()
-        self._refused = [span for span in self._refused if span[0] != start]
-        self._coming.pop(start, None)
+        for gone in (self._refused, self._coming):
+            for address in [a for a in gone if start <= a < start + tensor.nbytes]:
+                del gone[address]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory was added, and can be copied as flat bytes."""
         start = tensor.data_ptr()
-        return any(first <= start < last for first, last in self._refused) and is_dense(tensor)
+        return any(first <= start < last for first, last in self._refused.items()) and is_dense(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor to the device, once what is on its way to that host tensor is there."""
@@ -151,12 +157,12 @@ class Staging:
         coming = self._coming.pop(source.data_ptr(), None)
         if coming is not None:
             coming.wait()
-        self._rings[0].upload(_bytes(target), _bytes(source))
+        self._rings[0].upload(flat_bytes(target), flat_bytes(source))
 
     def download(self, target: Tensor, source: Tensor) -> OnComplete:
         """Copy a device tensor to the host; its completion callback finishes it."""
         assert self._rings is not None
-        on_complete = self._rings[1].download(_bytes(target), _bytes(source))
+        on_complete = self._rings[1].download(flat_bytes(target), flat_bytes(source))
         there = self._coming[target.data_ptr()] = threading.Event()
 
         def complete() -> None:
@@ -168,6 +174,6 @@ class Staging:
         return complete
 
 
-def _bytes(x: Tensor) -> Tensor:
+def flat_bytes(x: Tensor) -> Tensor:
     """A dense tensor's memory as flat uint8."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -51,6 +51,16 @@ def test_budget_is_refused(value: Any, words: str) -> None:
         parse_bytes(value, what="hbm_budget", available=100 * 10**9)
 
 
+def test_a_host_budget_beyond_what_is_free_is_taken_with_a_warning() -> None:
+    options: Any = {"device": "cpu", "example_batch": batch_for("plain"), "compute_dtype": torch.float32}
+    with pytest.warns(UserWarning, match="memory grows as it is used"):
+        program = megacompile.compile(build("plain"), "1GB", host_budget="900TB", **options)
+    assert program.memory.host_budget_bytes == 900 * 10**12
+    program.close()
+    with pytest.raises(megacompile.BudgetError, match="exist"):
+        megacompile.compile(build("plain"), "900TB", host_budget="900TB", **options)
+
+
 @pytest.mark.parametrize(
     ("value", "nbytes"),
     [(80, 80 * 10**9), (1.5, 1_500_000_000), ("24GiB", 24 * 2**30), ("512MB", 512 * 10**6),

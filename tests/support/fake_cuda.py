@@ -77,11 +77,14 @@ class FakeCuda:
     link.
 
     With ``refuses`` the system page-locks nothing in place; ``through`` then counts copies that pass
-    through buffers that are page-locked from the start.
+    through buffers that are page-locked from the start. With ``piece_bytes`` it locks pieces of so many, and
+    with ``half`` only those of a tensor's first half.
     """
 
     def __init__(self, seed: int = 0, context_bytes: int = 1000, *, refuses: bool = False) -> None:
         self.refuses = refuses
+        self.piece_bytes, self.half = 1 << 62, False
+        self._borders: set[int] = set()
         self.through = 0
         self._buffers: list[Tensor] = []
         self.device = torch.device("cpu")
@@ -127,6 +130,8 @@ class FakeCuda:
         assert target.dtype == source.dtype, "a copy over the link never casts"
         assert target.stride() == source.stride() or target.numel() < 2, "nor changes the layout"
         self.copies += 1
+        spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (target, source)]
+        assert not any(a < border < b for a, b in spans for border in self._borders), "over two pieces"
         storages = {target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()}
         self.through += any(b.untyped_storage().data_ptr() in storages for b in self._buffers)
         self.current().enqueue(lambda: target.copy_(source))
@@ -138,15 +143,23 @@ class FakeCuda:
         self._buffers.append(torch.full((nbytes,), 255, dtype=torch.uint8))
         return self._buffers[-1]
 
-    def register(self, tensor: Tensor) -> bool:
+    def register(self, tensor: Tensor) -> list[int]:
         if self.refuses:
-            return False
-        self.registered += tensor.nbytes
+            return []
+        ends = [*range(self.piece_bytes, tensor.nbytes, self.piece_bytes), tensor.nbytes]
+        if self.half:
+            ends = ends[: len(ends) // 2]
+        self._borders |= {tensor.data_ptr() + end for end in ends if end < tensor.nbytes}
+        self.registered += ends[-1] if ends else 0
         self.released = False
-        return True
+        return ends
+
+    def page_locked_bytes(self) -> int:
+        return self.registered
 
     def unregister(self, tensor: Tensor) -> None:
-        pass
+        start = tensor.data_ptr()
+        self._borders = {border for border in self._borders if not start < border < start + tensor.nbytes}
 
     def release(self) -> None:
         self.released = True

@@ -97,11 +97,11 @@ def test_page_locked_memory_is_unlocked_before_it_goes(
     locked: dict[int, int] = {}
     gone: list[int] = []
 
-    def register(self: FakeCuda, tensor: torch.Tensor) -> bool:
+    def register(self: FakeCuda, tensor: torch.Tensor) -> list[int]:
         start = tensor.data_ptr()
         locked[start] = tensor.nbytes
         weakref.finalize(tensor.untyped_storage(), lambda: gone.append(start) if start in locked else None)
-        return True
+        return [tensor.nbytes]
 
     def unregister(self: FakeCuda, tensor: torch.Tensor) -> None:
         locked.pop(tensor.data_ptr(), None)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.runtime import cuda_memory
+from megacompile.errors import BudgetError
+from megacompile.host.arena import HostArena
+from megacompile.runtime import cuda_memory, page_locked
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
 from megacompile.runtime.page_locked import first_page
@@ -35,7 +37,7 @@ class Probe:
 def bare(monkeypatch: pytest.MonkeyPatch) -> TorchCuda:
     """``TorchCuda`` as far as its memory goes, with no device."""
     api = TorchCuda.__new__(TorchCuda)
-    api.device, api._refused, api._registered, api._fraction = torch.device("cpu"), False, set(), None
+    api.device, api._refused, api._registered, api._fraction = torch.device("cpu"), False, {}, None
     api._probe = Probe()  # type: ignore[assignment]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     monkeypatch.setattr(cuda_memory, "_drop_workspaces", lambda: None)
@@ -45,29 +47,58 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> TorchCuda:
 def test_a_refusal_is_not_the_error_of_the_next_launch(
     bare: TorchCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(tensor: torch.Tensor) -> tuple[int, int]:
+    def refuse(tensor: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
         bare._probe.error = 801  # type: ignore[attr-defined]
-        return 0, 801
+        return [], 801
 
     monkeypatch.setattr(cuda_memory, "page_lock", refuse)
-    assert not bare.register(torch.empty(1 << 20, dtype=torch.uint8))
-    assert "CUDA error 801" in capsys.readouterr().err
+    for _ in range(2):
+        assert not bare.register(torch.empty(1 << 20, dtype=torch.uint8))
+    assert capsys.readouterr().err.count("CUDA error 801") == 1
     bare._probe.neg_()
 
 
 def test_what_was_locked_is_unlocked_once(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     unlocked: list[int] = []
-    monkeypatch.setattr(cuda_memory, "page_lock", lambda tensor: (first_page(tensor), 0))
+    runtime = type("Runtime", (), {"cudaHostRegister": lambda start, nbytes, flags: 0})
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(cuda_memory, "page_unlock", unlocked.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     first, second, small = (torch.empty(n << 10, dtype=torch.uint8) for n in (2048, 4096, 1))
-    assert all(bare.register(tensor) for tensor in (first, second, small))
+    assert all(bare.register(x) == [x.nbytes] for x in (first, second, small))
     bare.unregister(first)
     bare.unregister(small)
     assert unlocked == [first_page(first)]
     bare.release()
     bare.release()
     assert unlocked == [first_page(first), first_page(second)]
+
+
+def test_what_is_not_locked_as_a_whole_is_locked_in_pieces(
+    bare: TorchCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the first piece that is refused; what is locked stays, and is unlocked with its tensor."""
+    left, locked = [5], {}
+
+    class Runtime:
+        def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> int:
+            if nbytes > 1 << 20 or not left[0]:
+                return 801
+            left[0] -= 1
+            locked[start] = nbytes
+            return 0
+
+    monkeypatch.setattr(page_locked, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(cuda_memory, "page_unlock", locked.pop)
+    first, second = (HostArena((n << 20) + 4096).tensor for n in (3, 4))
+    assert bare.register(first) == [1 << 20, 2 << 20, 3 << 20, first.nbytes]
+    assert not capsys.readouterr().err
+    assert bare.register(second) == [1 << 20]
+    assert bare.page_locked_bytes() == sum(locked.values()) == first.nbytes + (1 << 20)
+    assert capsys.readouterr().err.count("CUDA error 801") == 1
+    bare.unregister(first)
+    assert list(locked) == [second.data_ptr()]
 
 
 def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +116,9 @@ def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch
     bare.release()
     bare.release()
     assert limits == [0.9, 0.25, 0.5, 0.9]
+    monkeypatch.setattr(bare, "context_bytes", lambda: 1001)
+    with pytest.raises(BudgetError, match="hold 1 kB of it"):
+        bare.limit(-1)
 
 
 def test_threads_that_start_later_take_the_callers_count() -> None:

@@ -79,6 +79,23 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
     assert gpu.through > 0 and gpu.registered == 0
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_no_copy_crosses_from_one_page_locked_piece_to_another(
+    gpu: FakeCuda, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_for("gpt2", i, size=4) for i in range(3)]
+    expected, state = train("gpt2", "cpu", batches, max_grad_norm=0.5, compute_dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    gpu.piece_bytes, gpu.half = 6001, half
+    trained = program(build("gpt2"), "cuda", max_grad_norm=0.5, compute_dtype=torch.bfloat16)
+    assert [float(trained.train_step(batch).loss) for batch in batches] == expected
+    assert all(torch.equal(trained.state_dict()[n], v) for n, v in state.items())
+    memory = trained.memory
+    trained.close()
+    assert memory.page_locked_bytes > 0 and (memory.staged_bytes > 0) == half
+    assert ("pass through buffers" in str(memory)) and gpu._borders
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_offloads_go_to_nvme_when_they_have_landed(
     gpu: FakeCuda, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

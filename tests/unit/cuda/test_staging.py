@@ -59,7 +59,7 @@ def test_an_upload_waits_for_what_is_on_its_way_to_its_source() -> None:
     fake = link(2)
     rings = Staging(fake, piece_bytes=64)
     host = torch.zeros(10, 30, dtype=torch.float32)
-    rings.add(host)
+    rings.add(host.data_ptr(), host.data_ptr() + host.nbytes)
     assert rings.holds(host) and not rings.holds(torch.zeros(3)) and rings.nbytes == 2 * 4 * 64
     assert not rings.holds(host[:, ::2]), "what has gaps is left to the driver"
     source, target = torch.randn(10, 30), torch.zeros(10, 30)
@@ -107,7 +107,7 @@ def test_doctor_says_what_the_system_does(code: int, said: str, monkeypatch: pyt
     runtime = type("Runtime", (), {"cudaHostUnregister": released.append})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(page_locked, "page_lock", lambda tensor: (4096, code))
+    monkeypatch.setattr(page_locked, "page_lock", lambda tensor: ([] if code else [(4096, 8192)], code))
     assert said in doctor._page_locking()
     assert released == ([4096] if code == 0 else [])
 
