@@ -110,6 +110,11 @@ def usable_cores() -> int:
     return cores
 
 
+def update_threads(cores: int) -> int:
+    """Threads that update state on the host beside a GPU: its driver and who issues work have the others."""
+    return max(1, cores - 4)
+
+
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
     """Folders of this process's control group and of those around it, with their version, 1 or 2."""
     for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else ():

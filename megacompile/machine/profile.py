@@ -26,18 +26,20 @@ from megacompile.capture.attention import (
 from megacompile.host.nvme_bench import measure_drive
 from megacompile.machine.catalog import MachineProfile
 from megacompile.machine.rates import Machine, adam_bandwidth, copy_bandwidth, this_cpu
-from megacompile.units import host_available
+from megacompile.units import host_available, update_threads, usable_cores
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _COPY = 256 << 20  # bytes of one copy over a link
 _SCRATCH = 1 << 30  # bytes of a file on the drive
 _REPEATS = 8
+_ADAM = 64 << 20  # parameters of an update: 1 GiB, beyond any cache
+_ADAM_FREE = 64  # bytes for each that have to be free: four times what it takes
 _ATTENTION = (1, 16, 8192, 128)  # sequences, heads, tokens, columns
 _LAUNCHES = 2000
 
 
 def profile(nvme: Path | None = None) -> MachineProfile:
-    """Measure for some seconds, up to a minute with a device."""
+    """Measure for some seconds."""
     cuda = torch.cuda.is_available()
     rates = {d: _products(d, "cuda" if cuda else "cpu") for d in (torch.bfloat16, torch.float32)}
     bf16, fp32 = (max(r.values()) for r in rates.values())
@@ -47,7 +49,9 @@ def profile(nvme: Path | None = None) -> MachineProfile:
     }
     machine = _device(bf16, sources) if cuda else replace(this_cpu(torch.bfloat16), flops=bf16)
     threads = torch.get_num_threads()
-    adam = {n: adam_bandwidth(n) for n in sorted({1, max(1, threads // 2), threads})}
+    counts = [update_threads(usable_cores())] if cuda else sorted({1, max(1, threads // 2), threads})
+    elements = min(_ADAM, host_available() // _ADAM_FREE)
+    adam = {n: adam_bandwidth(n, elements) for n in counts}
     sources["host Adam"] = ", ".join(f"{n} threads: {rate / 1e9:.3g} GB/s" for n, rate in adam.items())
     if cuda:
         machine = replace(machine, host_bandwidth=max(adam.values()))

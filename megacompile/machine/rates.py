@@ -189,13 +189,20 @@ def copy_bandwidth(elements: int = 4 << 20) -> float:
 
 
 def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
-    """Bytes per second of host memory that an Adam step moves, at 28 per parameter."""
+    """Bytes per second of host memory that an Adam step moves, at 28 per parameter, in memory of its kind."""
     from megacompile.host.adam import AdamHyper, adamw_step
+    from megacompile.host.arena import HostArena, padded
 
-    high, low = torch.zeros(elements, dtype=torch.bfloat16), torch.zeros(elements, dtype=torch.int16)
-    first, second, grad = (torch.full((elements,), 1e-3) for _ in range(3))
+    dtypes = torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.float32
+    arena = HostArena(sum(padded(dtype.itemsize * elements) for dtype in dtypes))
+    high, low, first, second, grad = (arena.take((elements,), dtype) for dtype in dtypes)
     hyper = AdamHyper(lr=1e-3)
-    return 28 * elements / _fastest(lambda: adamw_step((high, low), first, second, grad, hyper, threads))
+
+    def step() -> None:
+        adamw_step((high, low), first, second, grad, hyper, threads)
+
+    step()  # touches the memory
+    return 28 * elements / _fastest(step)
 
 
 def _fastest(run: Callable[[], object], repeats: int = 8, limit: float = 0.5) -> float:

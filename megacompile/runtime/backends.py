@@ -105,7 +105,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
         lambda budget, world: CudaDevice(api, budget, world),
         lacking_bytes,
         LOOSE_BYTES,
-        spare_bytes,
+        functools.partial(spare_bytes, growing=api.growing),
     )
 
 

@@ -35,7 +35,7 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.staging import Staging, flat_bytes
 from megacompile.runtime.workers import Trace
 from megacompile.step.operations import Event, Step
-from megacompile.units import usable_cores
+from megacompile.units import update_threads, usable_cores
 from megacompile.world.control import World
 
 _BOUNCE_BUFFERS = 2
@@ -59,7 +59,7 @@ class CudaDevice(Device):
         self.unsettled = _UNSETTLED
         world = world or World()
         cores, threads = usable_cores() // world.local, torch.get_num_threads()
-        self.adam_threads = max(1, cores - 4)  # leaves cores for the driver and those who issue
+        self.adam_threads = update_threads(cores)
         share = {"h2d": 1, "d2h": 1, "comm": 1, "host": self.adam_threads, "land": max(1, cores // 4),
                  "nvme_read": 1, "nvme_write": 1}  # fmt: skip
 

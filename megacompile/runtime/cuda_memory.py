@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
 from megacompile.machine.pages import PAGE_BYTES, Pages, Request
 from megacompile.runtime.cuda_streams import CudaApi
-from megacompile.runtime.failures import failure_of
+from megacompile.runtime.failures import failure_of, first_line
 from megacompile.runtime.page_locked import PageLocked, first_page, page_lock, page_unlock
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.step.operations import Step
@@ -35,6 +36,9 @@ _HEAD_WIDTHS = 64, 128  # each has kernels of its own
 LOOSE_BYTES = 80 << 20  # no plan may use it: cuBLAS's on Hopper, and parts of pages between tensors
 _CUBLAS_BYTES = 32 << 20  # what it keeps for a stream on Hopper; elsewhere less
 _LEAST_SPARE, _MOST_SPARE, _SPARE_SHARE = 16 << 20, 512 << 20, 100
+_FIXED_SHARE = 8  # of a budget, more to spare where segments have fixed sizes
+_CONTEXT_BYTES = 1 << 30  # more than a process's context takes that has loaded nothing
+_LEAVING_SECONDS = 2.0  # in which an ended process's memory should be free
 _STEPS = 3  # that are replayed
 
 
@@ -42,6 +46,8 @@ class CudaMemory(CudaApi, Protocol):
     """Streams and events, memory and copies of one device."""
 
     device: torch.device
+    growing: bool
+    """Whether segments of torch's allocator grow in place."""
 
     def enter(self) -> None:
         """Make the device the calling thread's, which CUDA would give the first one, and memory of it."""
@@ -90,16 +96,18 @@ class CudaMemory(CudaApi, Protocol):
         """Save what the allocator holds in a file; its path."""
 
 
-def spare_bytes(budget_bytes: int) -> int:
+def spare_bytes(budget_bytes: int, growing: bool = True) -> int:
     """What of a budget is left to kernels' scratch that no replay has, and to what the driver takes after the
-    plan: for modules of kernels, and for the local memory of those that spill."""
-    return max(_LEAST_SPARE, min(budget_bytes // _SPARE_SHARE, _MOST_SPARE))
+    plan: for modules of kernels, and for the local memory of those that spill. Where segments do not grow
+    (see :func:`set_allocator`), what is free in one and too small counts too."""
+    driver = max(_LEAST_SPARE, min(budget_bytes // _SPARE_SHARE, _MOST_SPARE))
+    return driver if growing else driver + budget_bytes // _FIXED_SHARE
 
 
 def plan_bytes(api: CudaMemory, budget_bytes: int) -> int:
     """What plans may use of a budget: not the driver's context and libraries, nor what is beside plans."""
     context = api.context_bytes()
-    beside = context + LOOSE_BYTES + spare_bytes(budget_bytes)
+    beside = context + LOOSE_BYTES + spare_bytes(budget_bytes, api.growing)
     if budget_bytes <= beside:
         raise BudgetError(
             f"hbm_budget={format_bytes(budget_bytes)} is too small: the CUDA context, loaded kernels, other "
@@ -131,7 +139,8 @@ class TorchCuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.enter()
-        set_allocator()
+        _await_leaving(device)
+        self.growing = set_allocator(device)
         _warm_up(device, self.stream("compute"))
         self._anchor()
         self._refused = False
@@ -193,8 +202,8 @@ class TorchCuda:
                 f"megacompile: the system refuses to page-lock {format_bytes(tensor.nbytes)} of host memory "
                 f"beside {format_bytes(self.page_locked_bytes())} that are (CUDA error {code}). What it "
                 f"refuses passes through {format_bytes(2 * PIECES * PIECE_BYTES)} of page-locked buffers, "
-                "more slowly; program.memory says how much that is. Raise the limit of locked memory (ulimit -l "
-                "unlimited).",
+                "more slowly; program.memory says how much that is. Raise the limit of locked memory "
+                "(ulimit -l unlimited).",
                 file=sys.stderr,
             )
         start = tensor.data_ptr()
@@ -281,13 +290,46 @@ def _page_locked(device: torch.device) -> PageLocked:
     return PageLocked(record)
 
 
-def set_allocator() -> None:
-    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more. And let
-    cuBLAS keep its workspaces; from torch 2.15 on (PR 194311) each product would take and give back its own,
-    unless the process has made one before."""
+@functools.cache
+def set_allocator(device: torch.device) -> bool:
+    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more. Whether
+    the driver can: some virtual machines' cannot.
+
+    And let cuBLAS keep its workspaces; from torch 2.15 on (PR 194311) each product would take and give back
+    its own, unless the process has made one before.
+    """
     os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     pages = f"large_segment_size_mb:{PAGE_BYTES >> 20}"
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:True,{pages}")
+    torch.cuda.empty_cache()  # so that the next allocation is a new segment
+    try:
+        torch.empty(PAGE_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if failure_of(device):
+            raise
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:False,{pages}")
+        warnings.warn(
+            f"The driver gives torch's allocator no segments that grow ({first_line(error)}). Plans leave an "
+            f"eighth of hbm_budget to segments of fixed sizes.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _await_leaving(device: torch.device) -> None:
+    """Give the memory of a process that has just ended a moment to be free."""
+
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+    until = time.monotonic() + _LEAVING_SECONDS
+    while used() > _CONTEXT_BYTES and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _drop_workspaces() -> None:

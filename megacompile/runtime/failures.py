@@ -17,7 +17,7 @@ def failure_of(device: torch.device) -> str:
     try:
         torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        return _first_line(error)
+        return first_line(error)
     return ""
 
 
@@ -31,13 +31,13 @@ def naming_failures(device: torch.device) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"The GPU has no room for what compiling takes beside any plan ({_first_line(error)}): end what "
+            f"The GPU has no room for what compiling takes beside any plan ({first_line(error)}): end what "
             "else runs on it, or close the programs that this process is done with."
         ) from error
     except Exception as error:
         said = failure_of(device)
         if not said and not _begun() and isinstance(error, torch.AcceleratorError):
-            said = _first_line(error)  # it failed before it could be asked
+            said = first_line(error)  # it failed before it could be asked
         if not said:
             raise
         raise DeviceLostError(
@@ -50,6 +50,7 @@ def _begun() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without what torch's allocator held."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.split(". Of the allocated")[0]

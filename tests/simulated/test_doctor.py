@@ -11,8 +11,10 @@ import torch
 
 from megacompile.cli import first_run
 from megacompile.cli.main import main
+from megacompile.machine import profile
 from megacompile.machine.catalog import PROFILES, read_profile
 from megacompile.runtime.backends import open_backend
+from megacompile.units import host_available, update_threads, usable_cores
 from tests.simulated.numbers import runtime
 
 
@@ -31,8 +33,13 @@ def test_a_tiny_model_trains_as_by_plain_torch(
 def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime.set(lag_us=0)
+    updates: list[tuple[int, int]] = []
+    monkeypatch.setattr(profile, "adam_bandwidth", lambda *asked: (updates.append(asked), 7e9)[1])
     assert main(["profile", "--out", str(tmp_path / "machine.json")]) == 0
     measured = read_profile(tmp_path / "machine.json").rates("bf16")
+    ((threads, parameters),) = updates
+    assert threads == update_threads(usable_cores()) and measured.host_bandwidth == 7e9
+    assert 16 * parameters == 1 << 30 or 16 * parameters < host_available()
     assert measured.name == torch.cuda.get_device_name() and measured.attention_forward > 0
     planned_by = open_backend("cuda", torch.bfloat16).machine
     links = planned_by.fabric_bandwidth  # to other cards, which it does not measure

@@ -88,6 +88,7 @@ class FakeCuda:
         self.through = 0
         self._buffers: list[Tensor] = []
         self.device = torch.device("cpu")
+        self.growing = True
         self.seed = seed
         self.computes: list[FakeStream] = []
         self.copies = 0

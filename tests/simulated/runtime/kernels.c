@@ -4,7 +4,7 @@
 #include <stdarg.h>
 
 struct Settings settings = {.total = 8l << 30, .context = 512l << 20, .lock_limit = INT64_MAX, .poison = 1, .cc = 90,
-                            .devices = 1, .nccl = 64l << 20, .refusals = 1};
+                            .devices = 1, .growing = 1, .nccl = 64l << 20, .refusals = 1};
 _Atomic int sticky;
 atomic_long launches, copies, stubs, contexts, calls, requests;
 __thread int device;
@@ -17,7 +17,7 @@ static struct { const char *name; long *value; } names[] = {
     {"exchange_us", &settings.exchange_us},
     {"trace", &settings.trace},     {"cc", &settings.cc},           {"seed", &settings.seed},
     {"fail_after", &settings.fail_after}, {"fail_call", &settings.fail_call}, {"refuse_at", &settings.refuse_at},
-    {"refusals", &settings.refusals}, {"devices", &settings.devices}, {"nccl", &settings.nccl},
+    {"refusals", &settings.refusals}, {"devices", &settings.devices}, {"growing", &settings.growing}, {"nccl", &settings.nccl},
 };
 API void cudasim_set(const char *name, long value) {
   if (!strcmp(name, "sticky")) sticky = value;

@@ -170,6 +170,7 @@ API CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) {
 }
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
                          unsigned long long flags) {
+  if (!settings.growing) return CUDA_ERROR_NOT_SUPPORTED;
   pthread_mutex_lock(&lock);
   int ok = take(bytes);
   if (ok) {

@@ -40,6 +40,7 @@ struct Settings {
   long refuse_at;    // the so manieth request for memory from now is refused, device or page-locked; 0: none
   long refusals;     // and those after it, so many in all
   long devices;      // how many the machine has
+  long growing;      // whether the driver's virtual memory gives any
   long nccl;         // bytes of the device that a communicator takes
 };
 extern struct Settings settings;

@@ -101,6 +101,21 @@ def test_what_is_not_locked_as_a_whole_is_locked_in_pieces(
     assert list(locked) == [second.data_ptr()]
 
 
+def test_memory_of_a_process_that_has_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until no more is used than a context takes, or for two seconds: another process may be there to stay."""
+    waited: list[float] = []
+    used = [5 << 30, 5 << 30, 600 << 20]
+    clock = type("Clock", (), {"monotonic": lambda: sum(waited), "sleep": waited.append})
+    monkeypatch.setattr(cuda_memory, "time", clock)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((80 << 30) - used.pop(0), 80 << 30))
+    cuda_memory._await_leaving.__wrapped__(torch.device("cuda", 0))
+    assert len(waited) == 2 and not used
+    used += [5 << 30] * 1000
+    cuda_memory._await_leaving.__wrapped__(torch.device("cuda", 0))
+    assert 2.0 <= sum(waited) < 2.3
+
+
 def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [0.9]
     device = type("Properties", (), {"total_memory": 1000})
