@@ -66,6 +66,7 @@ def step(
                 "step s": seconds, "tokens/s": tokens / seconds, "model TFLOP/s": flops / seconds / 1e12,
                 "peak": memory.device_peak_bytes, "predicted peak": memory.predicted_peak_bytes,
                 "held": held.most, "host": sum(memory.host_bytes.values()), "by kind": memory.host_bytes,
+                "page-locked": memory.page_locked_bytes, "staged": memory.staged_bytes,
             }  # fmt: skip
             schedule = program.schedule
             print(schedule, flush=True)
