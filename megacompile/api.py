@@ -89,7 +89,8 @@ def compile(
     on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
         as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where
         updates wait for its norm, or where the loss is not finite either.
-    example_batch: compile for this batch now; otherwise the first batch is captured.
+    example_batch: compile for this batch now, or for each kind of batch in a list; otherwise the first batch
+        is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
     dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.
     seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training

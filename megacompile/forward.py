@@ -92,7 +92,8 @@ class Forward(Inspection):
         outputs: OutputsFn | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Compile the training program for an example batch and take over the model's storage.
+        """Compile the training program for an example batch and take over the model's storage; for a list of
+        micro-batches of several kinds, the program of each.
 
         ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
         ``checkpoint``: the folder that :meth:`Program.load` will be given next, of which ranks on several
@@ -103,7 +104,10 @@ class Forward(Inspection):
 
         with session.world.together():
             micro, _, _ = agreed_batches(session, batch, "train", lambda micro: [1.0] * len(micro), outputs)
-            session.schedule(micro[0], session.training(micro))
+            kinds = {of.key: of for of in reversed(micro)}
+            mode = session.training(micro) if len(kinds) == 1 else Mode("accumulate")  # one after the other
+            for of in reversed(kinds.values()):
+                session.schedule(of, mode)
 
     def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()

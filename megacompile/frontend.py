@@ -100,9 +100,7 @@ class Frontend:
         self.parameters = _describe(model, optimizer, compute_dtype)
         self.layouts: tuple[GroupLayout, ...] = ()
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
-        # what no optimizer holds is not updated, so it needs no gradient
-        held = {n for n, p in self.parameters.items() if optimizer is None or p.param_group >= 0}
-        self._trained = held & {n for n, p in model.named_parameters() if p.requires_grad}
+        self._trained = {n for n, p in self.parameters.items() if p.trained}
         self._kernels = read_switches(kernels)
         self._form: StateFormat = form
         self._gathers = gathers
@@ -230,7 +228,6 @@ class Frontend:
         with self._running():
             mode = front.fused.fake_mode
             templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
-        _check_uses(part, self.layouts)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
         parameters = cut_parameters(self.parameters, tiled.cuts)
         assembly = assemble(
@@ -244,7 +241,6 @@ class Frontend:
             replicas=self.replicas,
         )
         assembly = with_state(assembly, self._form)
-        _check_trains(assembly)
         return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
 
     def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
@@ -257,35 +253,16 @@ class Frontend:
         return replace(self._differentiated[key], index=template.index)
 
 
-def _check_uses(part: Partition, layouts: tuple[GroupLayout, ...]) -> None:
-    """Refuse a parameter that has no place in groups that are allocated already."""
-    looked_up = {p for rows in part.rows.values() for p in rows.pieces}
-    placed = {slot.parameter.name for layout in layouts for slot in layout.slots}
-    unknown = looked_up.union(*(b.weights for b in part.blocks)) - placed
-    if layouts and unknown:
-        raise MegacompileError(
-            f"This batch uses the parameter {min(unknown)}, which the first one did not: "
-            "give compile an example_batch that uses every parameter."
-        )
-
-
-def _check_trains(assembly: Assembly) -> None:
-    """Refuse a gradient for a parameter that was allocated without optimizer state."""
-    given = {group for block in assembly.work.blocks for group, _ in block.grad_groups}
-    untrained = [g for g in assembly.groups if g.index in given and not g.trainable]
-    if untrained:
-        raise MegacompileError(
-            f"This batch trains the parameter {untrained[0].slots[0].parameter.name}, for which the "
-            "first one had no gradient: give compile an example_batch that trains every parameter."
-        )
-
-
 def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, compute_dtype: torch.dtype
 ) -> Mapping[str, Parameter]:
     owners = param_group_of(optimizer) if optimizer is not None else {}
     forms = parameter_forms(model, compute_dtype)
-    return {
-        name: Parameter(name, tuple(p.shape), forms[name][1], forms[name][0], owners.get(id(p), -1))
-        for name, p in model.named_parameters()
-    }
+    described: dict[str, Parameter] = {}
+    for name, p in model.named_parameters():
+        dtype, strides = forms[name]
+        owner = owners.get(id(p), -1)
+        # what no optimizer holds is not updated, so it needs no gradient
+        trained = p.requires_grad and (optimizer is None or owner >= 0)
+        described[name] = Parameter(name, tuple(p.shape), strides, dtype, owner, trained=trained)
+    return described

@@ -3,13 +3,15 @@
 In: a partition and its differentiated templates. Out: :class:`Assembly`, which holds the layout of
 each weight group's flat bucket and the :class:`~megacompile.assemble.workload.Workload`. Parameters belong to
 one group exactly if they are used by the same blocks, get gradients from the same blocks, compute in one
-dtype, and are all trained or all frozen; inside one, those of one optimizer param group are adjacent.
+dtype, and are all trained or all frozen; inside one, those of one optimizer param group are adjacent. What no
+block uses, but those of later programs may, is grouped by modules.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ SEED_BYTES = 16  # the seed and base site of dropout, int64 [2], on the device
 _ALIGN = 32  # elements between parameters of a bucket: 64 bytes of bf16
 SQUARED = 1 << 20  # elements of a gradient that are squared in FP64 at a time
 _SHARD = 256  # elements that a rank's shard of a bucket, and parameters there, are multiples of
+_NUMBERED = re.compile(r".*\.\d+(?=\.)")  # the innermost of a list's modules, as layers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class Parameter:
     """What the layout must know of a parameter: its dense shape and strides and who updates it.
 
     ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
-    holds the rows of the model's parameter ``whole`` from ``first_row`` on.
+    holds the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained`` says that batches may
+    give it gradients, be it later ones.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Parameter:
     param_group: int
     whole: str = ""
     first_row: int = 0
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -199,12 +204,34 @@ def _group(
                 givers[weight].append(block.index)
     keyed: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     for name, blocks in users.items():
-        key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype)
+        key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype, parameters[name].trained)
         keyed[key].append(parameters[name])
+    for name in (name for name in parameters if name not in users and parameters[name].numel):
+        key = (_module_of(name), parameters[name].dtype, parameters[name].trained)
+        keyed[key].append(parameters[name])
+    names = [block.name for block in part.blocks]
     return tuple(
-        _layout(i, part, key[0], members, bool(key[1]), ranks)  # type: ignore[arg-type]
+        _layout(i, _group_name(key[0], members, names), members, ranks)
         for i, (key, members) in enumerate(keyed.items())
     )
+
+
+def _module_of(name: str) -> str:
+    """The module by which a parameter without users is grouped: the innermost numbered one, or its own."""
+    numbered = _NUMBERED.match(name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name
+
+
+def _group_name(users: object, members: list[Parameter], blocks: list[str]) -> str:
+    """The name of a group that blocks use, by their numbers, or of what else a module has."""
+    if isinstance(users, str):
+        return users if users not in blocks else f"{users} (rest)"
+    names = [blocks[b] for b in users]  # type: ignore[attr-defined]
+    if len(names) == 1:
+        return names[0]
+    whole = members[0].whole or members[0].name
+    rows = members[0].name.removeprefix(whole)  # of a piece
+    return f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
 
 
 def _weights(item: Input, part: Partition) -> tuple[str, ...]:
@@ -214,20 +241,14 @@ def _weights(item: Input, part: Partition) -> tuple[str, ...]:
     return part.rows[item.value].pieces if item.value in part.rows else ()
 
 
-def _layout(
-    index: int, part: Partition, users: tuple[int, ...], members: list[Parameter], trainable: bool, ranks: int
-) -> GroupLayout:
+def _layout(index: int, name: str, members: list[Parameter], ranks: int) -> GroupLayout:
     slots, offset = [], 0
     for parameter in sorted(members, key=lambda p: p.param_group):
         slots.append(Slot(parameter, offset))
         offset += padded_elements(parameter.numel, ranks)
-    names = [part.blocks[b].name for b in users]
-    whole = members[0].whole or members[0].name
-    rows = members[0].name.removeprefix(whole)  # of a piece
-    name = names[0] if len(names) == 1 else f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
     unit = ranks * _SHARD
     elements = offset if ranks == 1 else -(-offset // unit) * unit
-    return GroupLayout(index, name, members[0].dtype, trainable, tuple(slots), elements, ranks)
+    return GroupLayout(index, name, members[0].dtype, members[0].trained, tuple(slots), elements, ranks)
 
 
 def padded_elements(elements: int, ranks: int = 1) -> int:

@@ -7,6 +7,7 @@ without weights, without a GPU, and on instances that tests make up.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -178,6 +179,14 @@ class Workload:
             for v in block.policies[0].forward.reads
             if self.values[v].rows
         }
+
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The weight groups that any block reads, or rows of them."""
+        policies = (policy for block in self.blocks for policy in block.policies)
+        calls = (call for p in policies for call in (p.forward, p.recompute, p.backward) if call is not None)
+        rows = (group for groups in self.gathered.values() for group in groups)
+        return frozenset(itertools.chain(rows, *(call.groups for call in calls)))
 
     def given(self, block: int) -> tuple[int, ...]:
         """The weight groups to whose gradient a block's backward contributes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -84,11 +84,9 @@ def sum_of_squares(flat: Tensor) -> float:
 
 
 def add_gradients(
-    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+    home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: Collection[int]
 ) -> None:
-    """Land host gradients in a flat bucket; what a fresh bucket gets no gradient for is zero."""
-    if fresh and len(parts) < len(slots):
-        home.zero_()
+    """Land gradients of (slot, tensor) in a flat bucket: set those of the ``fresh`` slots, add the others."""
     for index, grad in parts:
         place = slot_view(home, slots[index])
-        place.copy_(grad) if fresh else place.add_(grad)
+        place.copy_(grad) if index in fresh else place.add_(grad)

@@ -12,6 +12,7 @@ depend on its neighbours in the bucket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -79,11 +80,15 @@ class MomentPlace:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A range of a bucket that one Adam call updates: one param group, one kind of moments."""
+    """A range of a bucket that one Adam call updates: one param group, one kind of moments.
+
+    ``slot`` is the first of the parameters in it.
+    """
 
     start: int
     param_group: int
     place: MomentPlace
+    slot: int
 
     @property
     def stop(self) -> int:
@@ -163,35 +168,35 @@ def shard_places(group: GroupLayout, form: StateFormat, rank: int) -> tuple[tupl
     return tuple(found)
 
 
-def group_runs(group: GroupLayout, form: StateFormat) -> tuple[Run, ...]:
-    """Runs of a trainable group in the bucket's order, as few as param groups and blocks allow."""
+def shard_runs(
+    group: GroupLayout, form: StateFormat, rank: int, steps: Sequence[int | None] | None = None
+) -> tuple[Run, ...]:
+    """Runs of a rank's shard of a trainable group in the bucket's order, counted from the shard's beginning,
+    as few as param groups and blocks allow.
+
+    ``steps`` are counts by slot, alike in each run; slots of None are left out.
+    """
     runs: list[Run] = []
-    for slot, place in zip(group.slots, moment_places(group, form), strict=True):
-        last, owner = runs[-1] if runs else None, slot.parameter.param_group
-        alike = last is not None and (last.param_group, last.place.coded) == (owner, place.coded)
-        alike &= last is not None and last.stop == slot.offset
-        if last and alike and (not place.coded or last.place.elements % CODINGS[form].block == 0):
+    begin = group.shard(rank).start
+    for index, (start, place) in enumerate(shard_places(group, form, rank)):
+        if not place.elements or (steps is not None and steps[index] is None):
+            continue
+        slot = group.slots[index]
+        run = Run(slot.offset + start - begin, slot.parameter.param_group, place, index)
+        last = runs[-1] if runs else None
+        if last and _goes_on(last, run, form) and (steps is None or steps[last.slot] == steps[index]):
             whole = replace(last.place, elements=last.place.elements + place.elements)
-            runs[-1] = Run(last.start, owner, whole)
+            runs[-1] = replace(last, place=whole)
         else:
-            runs.append(Run(slot.offset, owner, place))
+            runs.append(run)
     return tuple(runs)
 
 
-def shard_runs(group: GroupLayout, form: StateFormat, rank: int) -> tuple[Run, ...]:
-    """The runs of a rank's shard, from its beginning; of a whole group those of :func:`group_runs`."""
-    if group.ranks == 1:
-        return group_runs(group, form)
-    shard, runs, offsets, block = group.shard(rank), [], {False: 0, True: 0}, 0
-    for run in group_runs(group, form):
-        start, stop = max(run.start, shard.start) - shard.start, min(run.stop, shard.stop) - shard.start
-        if start < stop:
-            elements, coded = stop - start, run.place.coded
-            place = MomentPlace(coded, elements, offsets[coded], block if coded else 0)
-            runs.append(Run(start, run.param_group, place))
-            offsets[coded] += elements
-            block += CODINGS[form].blocks(elements) if coded else 0
-    return tuple(runs)
+def _goes_on(last: Run, run: Run, form: StateFormat) -> bool:
+    """Whether one Adam call can update both, in whole blocks of codes."""
+    alike = (last.param_group, last.place.coded) == (run.param_group, run.place.coded)
+    whole = not last.place.coded or last.place.elements % CODINGS[form].block == 0
+    return alike and whole and last.stop == run.start
 
 
 def is_coded(elements: int, form: StateFormat) -> bool:

@@ -97,8 +97,9 @@ class Offload:
         arena: HostArena,
     ) -> None:
         self.places = tuple(places)
-        self._weights = [f"the weights of {g.name}" for g in groups]
-        self._state = [f"the state of {g.name}" for g in groups]
+        # a block's trained and frozen weights are two groups of one name
+        self._weights = [f"the weights of {g.name} (group {g.index})" for g in groups]
+        self._state = [f"the state of {g.name} (group {g.index})" for g in groups]
         regions = dict(zip(self._weights, (p.weight_bytes for p in places), strict=True))
         regions |= dict(zip(self._state, (p.state_bytes for p in places), strict=True))
         self.storage = Storage(placement.directories, regions)

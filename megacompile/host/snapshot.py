@@ -68,14 +68,15 @@ class Snapshot:
         self,
         groups: Sequence[GroupLayout],
         form: StateFormat,
-        steps: Sequence[int],
+        steps: Sequence[Sequence[int]],
         arrays: Sequence[Arrays],
         updated: Sequence[int] = (),
         room_bytes: int = 0,
         copies: Copies | None = None,
         rank: int = 0,
     ) -> None:
-        self.groups, self.form, self.steps, self.rank = tuple(groups), form, tuple(steps), rank
+        self.groups, self.form, self.rank = tuple(groups), form, rank
+        self.steps = tuple(map(tuple, steps))
         self.copied = 0
         needed = sum(padded(a.nbytes) for named in arrays for a in named.values())
         self._room_bytes = min(room_bytes, needed)

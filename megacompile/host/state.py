@@ -8,7 +8,7 @@ formats of `host/formats.py`: 12, about 6 or about 5 bytes per trained parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena
 from megacompile.host.bucket import own_part, padding_of, rows_of, slot_view, strided
-from megacompile.host.formats import CODINGS, StateFormat, moment_names, shard_runs
+from megacompile.host.formats import CODINGS, Run, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
 from megacompile.host.parameters import write_halves
 from megacompile.host.shards import collected
@@ -37,7 +37,8 @@ class HostState:
     ``arrays`` holds by group, by name, what :func:`~megacompile.host.formats.group_arrays` lists, as far as
     it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
     in one arena, ``total_bytes`` of it, which leaves ``transient_bytes`` for what steps need. :meth:`move`
-    brings a group to the device, where single parameters can still be read and written.
+    brings a group to the device, where single parameters can still be read and written. ``steps`` counts by
+    group the updates of each of its parameters, since not every step need have a gradient for it.
 
     Of several ranks in ``world``, each holds its shards; whatever reads or writes parameters is then done by
     all of them together: they take the values that rank 0 gives, and rank 0 alone is given what is read.
@@ -63,7 +64,7 @@ class HostState:
             {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
         ]
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
-        self.steps = [0] * len(self.groups)
+        self.steps = [[0] * len(group.slots) for group in self.groups]
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._snapshot = Snapshot((), form, (), ())  # the last one
         self.copies = Copies()  # that snapshots make
@@ -149,7 +150,7 @@ class HostState:
             arrays = self.open(group, change=True)
             for name in {*moment_names(False), *moment_names(True)} & set(arrays):
                 arrays[name].zero_()
-        self.steps[:] = [0] * len(self.groups)
+        self.steps[:] = [[0] * len(group.slots) for group in self.groups]
 
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
@@ -180,36 +181,56 @@ class HostState:
         return slot_view(self.arrays[group]["weights"], self.groups[group].slots[slot])
 
     def plain_runs(
-        self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
+        self, group: int, grad: Tensor, hypers: Sequence[host_adam.AdamHyper], slots: Collection[int]
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, host_adam.AdamHyper]]:
-        """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments."""
-        for weights, low, moments, part, hyper in self._views(group, self.arrays[group], grad, hypers):
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run with FP32 moments that
+        :meth:`update` would update."""
+        for weights, low, moments, part, hyper in self._views(group, self.arrays[group], grad, hypers, slots):
             first, second = moments  # four where they are coded: those are updated on the host
             yield weights, low, first, second, part, hyper
 
     def _views(
-        self, group: int, arrays: Mapping[str, Tensor], grad: Tensor, hypers: Sequence[host_adam.AdamHyper]
+        self,
+        group: int,
+        arrays: Mapping[str, Tensor],
+        grad: Tensor,
+        hypers: Sequence[host_adam.AdamHyper],
+        slots: Collection[int],
     ) -> Iterator[tuple[Tensor, Tensor | None, list[Tensor], Tensor, host_adam.AdamHyper]]:
-        """(weights, low halves, moments, gradient, hyper-parameters) of each run of a group to be updated."""
+        """(weights, low halves, moments, gradient, hyper-parameters) of each run of a group to be updated;
+        counts the updates when the last one is over."""
         if self._lies_at_home(group):
             self._snapshot.before_change(group)
-        low = arrays.get("low")
-        for run in self._runs[group]:
+        low, steps = arrays.get("low"), self.steps[group]
+        for run in self._runs_of(group, slots):
             part = slice(run.start, run.stop)
             lows = None if low is None else low[part]
             moments = moments_of(arrays, run.place, self.form)
-            yield arrays["weights"][part], lows, moments, grad[part], hypers[run.param_group]
+            hyper = replace(hypers[run.param_group], step=steps[run.slot] + 1)
+            yield arrays["weights"][part], lows, moments, grad[part], hyper
+        for slot in slots:
+            steps[slot] += 1
+
+    def _runs_of(self, group: int, slots: Collection[int]) -> Sequence[Run]:
+        """What Adam calls update of some parameters of a group: all of it, as a rule."""
+        steps = self.steps[group]
+        if len(slots) == len(steps) == steps.count(steps[0]):
+            return self._runs[group]
+        chosen = [step if slot in slots else None for slot, step in enumerate(steps)]
+        return shard_runs(self.groups[group], self.form, self.world.ranks.shard, chosen)
 
     def update(
         self,
         group: int,
         grad: Tensor,
         hypers: Sequence[host_adam.AdamHyper],
+        slots: Collection[int],
         *,
         threads: int | None,
         slot: int | None = None,
     ) -> None:
-        """One Adam step of a whole group; ``hypers`` are per optimizer param group.
+        """One Adam step of a group's parameters in ``slots``; ``hypers`` are per optimizer param group, and
+        which step it is of each parameter is known here.
 
         ``slot`` is the buffer of the window that holds what of the group is on storage. ``grad`` is the
         group's bucket; nobody has written between its parameters, which a block of codes may reach.
@@ -219,7 +240,7 @@ class HostState:
         arrays = self.arrays[group]
         if slot is not None and self.offload is not None:
             arrays = arrays | self.offload.arrays(group, slot)
-        for weights, low, moments, part, hyper in self._views(group, arrays, grad, hypers):
+        for weights, low, moments, part, hyper in self._views(group, arrays, grad, hypers, slots):
             master = weights if low is None else (weights, low)
             if len(moments) == 4:
                 coded = Coded(*moments[:2]), Coded(*moments[2:])

@@ -73,7 +73,7 @@ def _prefetch_depths_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
     Fetches and gradients each hide the other's wait, so gradients are also given longer to leave.
     """
     sizes = [g.nbytes for g in work.groups]
-    usual = sorted(sizes)[len(sizes) // 2]
+    usual = sorted(sizes[g] for g in work.used)[len(work.used) // 2]
     uses = [{g for c in b.policies for g in c.forward.groups} for b in work.blocks]
     large = [b for b, groups in enumerate(uses) if any(sizes[g] > _LARGE * usual for g in groups)]
     for prefetch_depth in (1, 2, 3) if large else ():
@@ -119,7 +119,7 @@ def _states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
 
 def _groups(work: Workload, plan: Plan) -> Iterator[Plan]:
     """Hold more groups, or fewer, by halving stretches from either end."""
-    come = [i for i, g in enumerate(plan.groups) if g.state != "device" or work.ranks > 1]
+    come = [i for i in sorted(work.used) if plan.groups[i].state != "device" or work.ranks > 1]
     streamed = [i for i in come if plan.groups[i].residency == "stream"]
     held = [i for i in come if plan.groups[i].residency != "stream"]
     for places, residency in ((streamed, "step"), (held, "stream")):

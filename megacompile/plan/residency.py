@@ -60,12 +60,12 @@ def reside(
 ) -> Planned:
     """The plan with the state of as many ``candidates`` on the device as fit, if that is faster.
 
-    ``candidates`` None allows every group whose state the plan keeps in RAM. Frozen groups, which are all
-    weights, come first, and stay from step to step even where that is as fast and no faster. Modes that do
-    not train take all candidates that fit, so that state need not move.
+    ``candidates`` None allows every group that a block uses and whose state the plan keeps in RAM. Frozen
+    groups, which are all weights, come first, and stay from step to step even where that is as fast and no
+    faster. Modes that do not train take all candidates that fit, so that state need not move.
     """
     if candidates is None:
-        candidates = tuple(g for g, plan in enumerate(best.plan.groups) if plan.state == "host")
+        candidates = tuple(g for g in sorted(work.used) if best.plan.groups[g].state == "host")
     candidates = not_gathered(work, candidates)
     again = {g for block in work.blocks for c in block.policies
              for call in (c.recompute, c.backward) if call is not None for g in call.groups}  # fmt: skip

@@ -120,6 +120,8 @@ class Treatments:
         return takes
 
     def _group(self, g: int) -> dict[Treatment, Takes[float]]:
+        if g not in self.work.used:
+            return {("", "stream"): _NOTHING}
         m, again = self.mode.micro_batches, g in self._wanted_again
         whole = Op("prefetch", "h2d", nbytes=self.work.groups[g].nbytes, ranks=self.work.ranks)
         fetch = duration(whole, self.machine)

@@ -157,5 +157,5 @@ def _is_shared(tiling: _Cut) -> bool:
 def _with_all_state(tiling: _Cut, mode: Mode, need: int, budget_bytes: int) -> int:
     """Device bytes with all state there, or more than the budget."""
     work = tiling.assembly.work
-    state = sum(g.nbytes + g.state_bytes for g in work.groups)
+    state = sum(work.groups[g].nbytes + work.groups[g].state_bytes for g in work.used)
     return state + (need if state > budget_bytes else least(work, mode).nbytes)

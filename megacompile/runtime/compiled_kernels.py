@@ -25,7 +25,7 @@ from megacompile.differentiate.joint import Ref
 from megacompile.differentiate.meter import implementation
 from megacompile.differentiate.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.errors import MegacompileError
-from megacompile.host.formats import group_runs
+from megacompile.host.formats import shard_runs
 from megacompile.kernels._triton import Launch, recording
 from megacompile.kernels.adamw import Constants, adamw_triton
 from megacompile.partition.blocks import Partition, Template
@@ -100,7 +100,7 @@ def _call(policy: PolicyFunctions, template: Template, kinds: set[str], device: 
 def _update(group: GroupLayout, passing: bool, clips: bool, device: torch.device) -> None:
     """AdamW of a group that is on the device; gradients that wait there are FP32, and may be clipped."""
     constants = Constants.of(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
-    for run in group_runs(group, "fp32"):
+    for run in shard_runs(group, "fp32", 0):
         moment = torch.empty(run.place.elements, device=device)
         weights = moment.to(group.dtype)
         low = None if group.dtype == torch.float32 else moment.to(torch.int16)

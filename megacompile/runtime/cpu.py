@@ -7,7 +7,7 @@ refuses to exceed the budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -109,12 +109,23 @@ class CpuDevice(Device):
         use(list(tensors))
 
     def push(
-        self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+        self,
+        home: Tensor,
+        slots: Sequence[Slot],
+        parts: Sequence[tuple[int, Tensor]],
+        fresh: Collection[int],
     ) -> None:
         add_gradients(home, slots, parts, fresh)
 
-    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
-        state.update(group, grad, hypers, threads=torch.get_num_threads())
+    def update(
+        self,
+        state: HostState,
+        group: int,
+        grad: Tensor,
+        hypers: Sequence[AdamHyper],
+        slots: Collection[int],
+    ) -> None:
+        state.update(group, grad, hypers, slots, threads=torch.get_num_threads())
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -13,7 +13,7 @@ the host casts and adds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -235,16 +235,20 @@ class CudaDevice(Device):
                 yield target, source
 
     def push(
-        self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+        self,
+        home: Tensor,
+        slots: Sequence[Slot],
+        parts: Sequence[tuple[int, Tensor]],
+        fresh: Collection[int],
     ) -> OnComplete | None:
         places = [slot_view(home, slots[index]) for index, _ in parts]
         grads = [grad for _, grad in parts]
         alike = all(
             p.dtype == g.dtype and p.stride() == g.stride() for p, g in zip(places, grads, strict=True)
         )
-        if fresh and alike and len(parts) == len(slots):
-            return self.copy(places, grads)
         indices = [index for index, _ in parts]
+        if alike and all(index in fresh for index in indices):
+            return self.copy(places, grads)
 
         def use(landed: list[Tensor]) -> None:
             add_gradients(home, slots, list(zip(indices, landed, strict=True)), fresh)
@@ -272,9 +276,16 @@ class CudaDevice(Device):
 
         return on_complete
 
-    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
+    def update(
+        self,
+        state: HostState,
+        group: int,
+        grad: Tensor,
+        hypers: Sequence[AdamHyper],
+        slots: Collection[int],
+    ) -> None:
         """By the kernel, or its reference in plain torch where triton is missing."""
-        for weights, low, first, second, part, hyper in state.plain_runs(group, grad, hypers):
+        for weights, low, first, second, part, hyper in state.plain_runs(group, grad, hypers, slots):
             if hyper.maximize or (hyper.weight_decay and not hyper.decoupled):
                 raise ProgramError(
                     "The optimizer's weight_decay or maximize was changed to what the device's AdamW cannot "

@@ -8,7 +8,7 @@ their latest records in program order. A backend decides nothing else about orde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -189,8 +189,15 @@ class Device(ABC):
         """Copy between host and device, inside an operation's ``run``."""
 
     @abstractmethod
-    def update(self, state: HostState, group: int, grad: Tensor, hypers: Sequence[AdamHyper]) -> None:
-        """One Adam step of a group whose state is on the device, on the compute stream."""
+    def update(
+        self,
+        state: HostState,
+        group: int,
+        grad: Tensor,
+        hypers: Sequence[AdamHyper],
+        slots: Collection[int],
+    ) -> None:
+        """One Adam step of parameters of a group whose state is on the device, on the compute stream."""
 
     @abstractmethod
     def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> OnComplete | None:
@@ -198,6 +205,11 @@ class Device(ABC):
 
     @abstractmethod
     def push(
-        self, home: Tensor, slots: Sequence[Slot], parts: Sequence[tuple[int, Tensor]], fresh: bool
+        self,
+        home: Tensor,
+        slots: Sequence[Slot],
+        parts: Sequence[tuple[int, Tensor]],
+        fresh: Collection[int],
     ) -> OnComplete | None:
-        """Land gradients of (slot, tensor) in a flat host buffer: set it if ``fresh``, else add to it."""
+        """Land gradients of (slot, tensor) in a flat host buffer: set those of the ``fresh`` slots, add the
+        others."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import SQUARED, GroupLayout
+from megacompile.assemble.assembly import SQUARED, Slot
 from megacompile.host.bucket import own_part, slot_view
 from megacompile.host.state import HostState
 from megacompile.runtime.device import Device
@@ -28,7 +28,7 @@ class ResidentState:
         self.device = device.torch_device
         self._hold, self._counted = device.hold, device.counted
         self.weights: dict[int, list[Tensor]] = {}
-        self.landed: set[int] = set()
+        self.landed: dict[int, set[int]] = {}  # by group, parameters whose gradients wait
         self._gradients: dict[int, Tensor] = {}
         self._passing = torch.empty(0, dtype=torch.uint8)
 
@@ -55,7 +55,7 @@ class ResidentState:
     def prepare(self, step: Step) -> None:
         """Buffers for the gradients of a step; those that it does not use are given back."""
         homes = (token for op in step.ops for token in op.writes)
-        waiting = {home.group for home in homes if isinstance(home, ResidentGrad)} | self.landed
+        waiting = {home.group for home in homes if isinstance(home, ResidentGrad)} | set(self.landed)
         for group in set(self._gradients) - waiting:
             del self._gradients[group]
         for group in sorted(waiting - set(self._gradients)):
@@ -75,19 +75,19 @@ class ResidentState:
             return self._passing[: layout.nbytes].view(layout.dtype)
         return self._gradients[group]
 
-    def norms(self, group: int) -> Tensor:
-        """2-norms of a group's gradient by parameter, FP32, on the device."""
-        layout: GroupLayout = self.state.groups[group]
+    def norms(self, group: int, slots: Sequence[Slot]) -> Tensor:
+        """2-norms of the gradients of some parameters of a group, FP32, on the device."""
         grad = self._gradients[group]
         return torch.stack(
-            [torch.linalg.vector_norm(slot_view(grad, s), 2, dtype=torch.float32) for s in layout.slots]
+            [torch.linalg.vector_norm(slot_view(grad, s), 2, dtype=torch.float32) for s in slots]
         )
 
-    def squares(self, group: int) -> Tensor:
-        """Sums of squares of what is this rank's of a group's gradient, by parameter, FP64, on the device."""
+    def squares(self, group: int, slots: Sequence[Slot]) -> Tensor:
+        """Sums of squares of what is this rank's of the gradients of some parameters of a group, FP64, on the
+        device."""
         layout, rank = self.state.groups[group], self.state.world.ranks.shard
-        found = torch.zeros(len(layout.slots), dtype=torch.float64, device=self.device)
-        for index, slot in enumerate(layout.slots):
+        found = torch.zeros(len(slots), dtype=torch.float64, device=self.device)
+        for index, slot in enumerate(slots):
             _, own = own_part(layout, slot, rank)
             for piece in torch.split(self._gradients[group][own], SQUARED):
                 with self._counted():
@@ -95,7 +95,3 @@ class ResidentState:
                 found[index].add_(wide.square_().sum())
                 del wide
         return found
-
-    def names(self, group: int) -> Sequence[str]:
-        """Parameters of a group in the order of :meth:`norms`."""
-        return [slot.parameter.name for slot in self.state.groups[group].slots]

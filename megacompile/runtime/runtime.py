@@ -127,7 +127,7 @@ class Runtime:
     @property
     def landed(self) -> tuple[int, ...]:
         """The weight groups whose gradients wait for an update."""
-        return tuple(sorted(self._held.landed | self.resident.landed))
+        return tuple(sorted({*self._held.landed, *self.resident.landed}))
 
     @property
     def has_gradients(self) -> bool:
@@ -179,11 +179,13 @@ class Runtime:
         """At rest: state to where a step wants it, and with it the FP32 gradients that wait for an update."""
         held = self._held
         stays, landed = set(program.step.resident), self.resident.landed
-        gone, coming = landed - stays, held.landed & stays
+        gone, coming = landed.keys() - stays, held.landed.keys() & stays
         carried = {group: self.resident.gradient(group, ResidentGrad(group)).cpu() for group in gone}
         self.resident.move(program.step)
-        self.resident.landed = (landed - gone) | coming
-        held.landed = (held.landed - coming) | gone
+        for group in coming:
+            landed[group] = held.landed.pop(group)
+        for group in gone:
+            held.landed[group] = landed.pop(group)
         self.resident.prepare(program.step)
         for group, gradient in carried.items():
             self.buffers.gradient(program, group, HostGrad(group)).copy_(gradient)

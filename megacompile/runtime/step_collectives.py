@@ -25,6 +25,7 @@ class StepCollectives(StepUpdates):
         parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
         layout, fabric, place = self._bound.assembly.groups[group], self._held.fabric, typed(to)
         assert isinstance(place, Shard)
+        self._summed[group, block, micro] = [slot for slot, _ in parts]
         event = ("reduce", group, block, micro)
         self._device.submit("comm", event, after, lambda: fabric.reduce(layout, parts, place))
 
@@ -39,11 +40,10 @@ class StepCollectives(StepUpdates):
     def push_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
     ) -> None:
-        source, bounce = self._shard(group, shard), typed(to)
-        home = self._held.buffers.gradient(self._bound, group, bounce)
-        fresh = isinstance(bounce, Ring) or group not in self._held.landed
-        self._held.landed.add(group)
-        self.pushed = True
+        source, landed = self._shard(group, shard), self._held.landed
+        home = self._held.buffers.gradient(self._bound, group, typed(to))
+        fresh = group not in landed
+        self._land(landed, group, self._summed.pop((group, block, micro)))
 
         def use(landed: list[torch.Tensor]) -> None:
             home.copy_(landed[0]) if fresh else home.add_(landed[0])
@@ -58,8 +58,7 @@ class StepCollectives(StepUpdates):
         source, resident = self._shard(group, shard), self._held.resident
         home, landed = resident.gradient(group, typed(to)), resident.landed
         fresh = group not in landed
-        landed.add(group)
-        self.pushed = True
+        self._land(landed, group, self._summed.pop((group, block, micro)))
 
         def add() -> None:
             home.copy_(source) if fresh else home.add_(source)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,8 +43,8 @@ from megacompile.world.control import World
 
 @dataclass
 class Held:
-    """What outlives a run. ``landed`` holds the groups with a gradient that waits on the host, ``gathered``
-    what the runs gave whose gradients wait."""
+    """What outlives a run. ``landed`` holds, by group, the parameters whose gradients wait on the host,
+    ``gathered`` what the runs gave whose gradients wait."""
 
     state: HostState
     device: Device
@@ -53,7 +53,7 @@ class Held:
     blocks: Blocks
     fabric: Fabric
     progress: Progress = field(default_factory=Progress)
-    landed: set[int] = field(default_factory=set)
+    landed: dict[int, set[int]] = field(default_factory=dict)
     gathered: list[StepResults] = field(default_factory=list)
 
     @property
@@ -86,6 +86,7 @@ class StepUpdates:
         self._scale = 1.0
         self._loss_checked = False
         self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
+        self._summed: dict[tuple[int, int, int], list[int]] = {}  # what gradients shards are of
 
     @contextmanager
     def _computing(self, event: Event, after: Sequence[Event], free: Sequence[Token] = ()) -> Iterator[None]:
@@ -101,17 +102,22 @@ class StepUpdates:
         self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()
     ) -> None:
         parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
-        bounce = typed(to)
-        home = self._held.buffers.gradient(self._bound, group, bounce)
-        fresh = isinstance(bounce, Ring) or group not in self._held.landed
-        self._held.landed.add(group)
-        self.pushed = True
+        home = self._held.buffers.gradient(self._bound, group, typed(to))
+        fresh = self._land(self._held.landed, group, (slot for slot, _ in parts))
         slots = self._bound.assembly.groups[group].slots
 
         def push() -> OnComplete | None:
             return self._device.push(home, slots, parts, fresh)
 
         self._device.submit("d2h", ("push_grad", group, block, micro), after, push)
+
+    def _land(self, landed: dict[int, set[int]], group: int, slots: Iterable[int]) -> set[int]:
+        """Note gradients of some parameters of a group; those of which none waited before."""
+        waiting = landed.setdefault(group, set())
+        fresh = set(slots) - waiting
+        waiting |= fresh
+        self.pushed = True
+        return fresh
 
     def push_rows(
         self, *, group: int, block: int, micro: int, to: Sequence[Token], after: Sequence[Event] = ()
@@ -127,9 +133,7 @@ class StepUpdates:
             owner, slot = assembly.places[name]
             flat = self._held.buffers.gradient(self._bound, owner, typed(home))
             pieces.append(slot_view(flat, assembly.groups[owner].slots[slot]))
-            fresh.append(owner not in self._held.landed)
-            self._held.landed.add(owner)
-        self.pushed = True
+            fresh.append(bool(self._land(self._held.landed, owner, [slot])))
 
         def use(landed: list[torch.Tensor]) -> None:
             add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding)
@@ -142,29 +146,30 @@ class StepUpdates:
     ) -> None:
         landed, slots = self._held.resident.landed, self._bound.assembly.groups[group].slots
         home = typed(to)
-        fresh = isinstance(home, PassingGrad) or group not in landed
-        if isinstance(home, ResidentGrad):
-            landed.add(group)
-            self.pushed = True
         with self._computing(("accumulate", group, block, micro), after, free):
             parts = self._blocks.values[WeightGrad(group, block, micro)]
+            fresh = self._land(landed, group, (slot for slot, _ in parts))
             add_gradients(self._held.resident.gradient(group, home), slots, parts, fresh)
             del parts
 
     def norm(self, *, group: int, after: Sequence[Event] = ()) -> None:
         resident, shared = self._held.resident, self._held.world.size > 1
-        if group in resident.weights:
-            with self._computing(("norm", group), after):
-                taken = self._device.read(resident.squares(group) if shared else resident.norms(group))
-                known: dict[str, Any] = self._squares if shared else self._norms
-                known |= dict(zip(resident.names(group), taken, strict=True))
-            return
         layout, norms, squares = self._bound.assembly.groups[group], self._norms, self._squares
+        on_device = group in resident.weights
+        landed = (resident if on_device else self._held).landed[group]
+        slots = [layout.slots[index] for index in sorted(landed)]
+        if on_device:
+            with self._computing(("norm", group), after):
+                measure_there = resident.squares if shared else resident.norms
+                known: dict[str, Any] = squares if shared else norms
+                taken = self._device.read(measure_there(group, slots))
+                known |= dict(zip((slot.parameter.name for slot in slots), taken, strict=True))
+            return
         rank = self._held.world.ranks.shard
         grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
 
         def measure() -> None:
-            for slot in layout.slots:
+            for slot in slots:
                 if shared:
                     squares[slot.parameter.name] = sum_of_squares(grad[own_part(layout, slot, rank)[1]])
                     continue
@@ -236,20 +241,18 @@ class StepUpdates:
                 self._update_resident(group, place)
             return
         home = self._held.buffers.gradient(self._bound, group, place)
-        self._held.landed.discard(group)
+        slots = self._held.landed.pop(group)
         progress = self._held.progress.steps[self._device.step]
         unwritten, state = self._held.progress.unwritten, self._held.state
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
 
         def update() -> None:
-            if self._leaves_out(group, home, deferred):
+            if self._leaves_out(group, home, slots, deferred):
                 progress.planned -= 1
                 return
             progress.begun += 1
-            state.update(
-                group, home, self._hypers(group, deferred), threads=self._device.adam_threads, slot=slot
-            )
-            state.steps[group] += 1
+            hypers, threads = self._hypers(deferred), self._device.adam_threads
+            state.update(group, home, hypers, slots, threads=threads, slot=slot)
             if slot is None:
                 progress.done += 1
             else:
@@ -259,33 +262,34 @@ class StepUpdates:
 
     def _update_resident(self, group: int, place: ResidentGrad | PassingGrad) -> None:
         """One update on the compute stream; what agree and clip_scale found is known by now."""
-        self._held.resident.landed.discard(group)
+        slots = self._held.resident.landed.pop(group)
         progress = self._held.progress.steps[self._device.step]
         deferred = isinstance(place, ResidentGrad) and "clip_scale" in self._bound.kinds
         gradient = self._held.resident.gradient(group, place)
-        if self._leaves_out(group, gradient, deferred):
+        if self._leaves_out(group, gradient, slots, deferred):
             progress.planned -= 1
         else:
             progress.begun += 1
-            self._device.update(self._held.state, group, gradient, self._hypers(group, deferred))
-            self._held.state.steps[group] += 1
+            self._device.update(self._held.state, group, gradient, self._hypers(deferred), slots)
             progress.done += 1
 
-    def _leaves_out(self, group: int, gradient: torch.Tensor, deferred: bool) -> bool:
-        """Return whether a group's update is not made; if a loss alone is why, note whether its gradient is
-        finite."""
+    def _leaves_out(
+        self, group: int, gradient: torch.Tensor, landed: Collection[int], deferred: bool
+    ) -> bool:
+        """Return whether a group's update is not made; if a loss alone is why, note whether its gradient, of
+        the parameters that it landed for, is finite."""
         results, layout = self.results, self._bound.assembly.groups[group]
         if results.stopped_by is not None and not deferred and results.finite:
-            places = (own_part(layout, slot, self._held.world.ranks.shard)[1] for slot in layout.slots)
+            rank = self._held.world.ranks.shard
+            places = (own_part(layout, layout.slots[slot], rank)[1] for slot in landed)
             parts = (gradient[place] for place in places if place.start < place.stop)
             largest = (float(torch.linalg.vector_norm(part, math.inf)) for part in parts)  # without copies
             results.finite = all(map(math.isfinite, largest))
         return results.stopped_by is not None or (deferred and results.skipped)
 
-    def _hypers(self, group: int, deferred: bool) -> list[AdamHyper]:
-        """Hyper-parameters by param group, for the step that the group is about to take."""
-        step, scale = self._held.state.steps[group] + 1, self._scale if deferred else 1.0
-        return [replace(h, step=step, grad_scale=scale) for h in self._inputs.hypers]
+    def _hypers(self, deferred: bool) -> list[AdamHyper]:
+        """Hyper-parameters by param group, for gradients that were clipped or were not."""
+        return [replace(h, grad_scale=self._scale if deferred else 1.0) for h in self._inputs.hypers]
 
     def _check_loss(self) -> None:
         """Judge the losses before anything is changed; where compute runs ahead, at the first update. Of

@@ -203,7 +203,7 @@ class Checkpoint:
             flat = torch.empty(value.numel(), dtype=value.dtype)
             self._copy(f"{name}/value", flat, slice(0, flat.numel()))
             value.copy_(flat.view(value.shape))
-        self._state.steps[:] = [self._layout.steps[g.slots[0].parameter.name] for g in groups]
+        self._state.steps[:] = [[self._layout.steps[s.parameter.name] for s in g.slots] for g in groups]
 
     def _fill(self, name: str, array: str, target: Tensor, own: slice) -> None:
         """One flat array of a parameter's own elements, of the saved ones that hold them."""

@@ -72,7 +72,11 @@ class Layout:
 
 def layout_of(state: HostState | Snapshot) -> SavedLayout:
     """The layout of a state, as it is saved."""
-    slots = [(slot.parameter, state.steps[g.index]) for g in state.groups for slot in g.slots]
+    slots = [
+        (slot.parameter, step)
+        for g in state.groups
+        for slot, step in zip(g.slots, state.steps[g.index], strict=True)
+    ]
     return SavedLayout(state.form, {p.name: _facts(p, step) for p, step in slots})
 
 

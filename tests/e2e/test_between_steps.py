@@ -126,7 +126,7 @@ def test_what_a_failed_step_left_in_queues_never_runs(monkeypatch: pytest.Monkey
     before = program.state_dict()
     runtime = program._session.runtime
     assert runtime is not None
-    steps = list(runtime.state.steps)
+    steps = copy.deepcopy(runtime.state.steps)
     nap(program)
     with monkeypatch.context() as patch:
         patch.setattr(runtime.device, "push", planted)
@@ -140,7 +140,7 @@ def test_what_a_failed_step_left_in_queues_never_runs(monkeypatch: pytest.Monkey
     assert not runtime.inconsistent
     program.train_step(BOTH)
     program.synchronize()
-    assert runtime.state.steps == [n + 1 for n in steps]
+    assert runtime.state.steps == [[n + 1 for n in of_group] for of_group in steps]
     program.close()
 
 

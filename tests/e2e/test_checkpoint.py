@@ -326,7 +326,7 @@ state = HostState([group])
 for count in itertools.count(1):
     for tensor in state.arrays[0].values():
         tensor.fill_(count)
-    state.steps[0] = count
+    state.steps[0] = [count]
     save_checkpoint(Path(sys.argv[1]), state, {}, Progress("m", 0, count, []))
     print(count, flush=True)
 """

@@ -74,6 +74,38 @@ def test_bitwise_the_run_in_ram(host: str, where: str, options: dict[str, Any], 
     assert not list(tmp_path.glob("*.scratch"))
 
 
+class Adapted(nn.Module):
+    """A frozen weight with an adapter, both of one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.adapter = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(x) + self.adapter(x))
+
+
+def test_frozen_and_trained_weights_of_a_block_have_regions_of_their_own(tmp_path: Path) -> None:
+    values = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        layers = [Adapted() for _ in range(4)]
+        model = nn.Sequential(*layers, nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        program = megacompile.compile(
+            model, "1MB", optimizer=optimizer, loss_fn=lambda y, _: y.square().mean(), offload_dir=folder,
+            host_budget="100MB" if folder is None else "150kB", compute_dtype=torch.float32,
+        )  # fmt: skip
+        for step in range(3):
+            program.train_step(torch.randn(4, 64, generator=torch.Generator().manual_seed(step)))
+        if folder is not None:
+            assert "host" not in states(program)
+        values.append(program.state_dict())
+        program.close()
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
+
+
 def test_accumulated_gradients_and_loaded_state(tmp_path: Path) -> None:
     results = []
     for folder in (None, tmp_path):

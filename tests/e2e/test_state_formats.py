@@ -13,7 +13,7 @@ from torch import nn
 import megacompile
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.compiler import Compiler
-from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, group_runs, state_bytes
+from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, shard_runs, state_bytes
 from megacompile.host.state import HostState
 from tests.support.models import Plain
 
@@ -35,7 +35,7 @@ def layout(sizes: list[int], owners: list[int], dtype: torch.dtype = torch.bfloa
 )
 def test_runs_cover_the_bucket_and_fill_the_arrays(parts: list[tuple[int, int]], form: StateFormat) -> None:
     group = layout([n for n, _ in parts], [owner for _, owner in parts])
-    runs = group_runs(group, form)
+    runs = shard_runs(group, form, 0)
     assert [r.start for r in runs] == [0, *(r.stop for r in runs[:-1])]
     assert runs[-1].stop == group.elements
     filled = {True: (0, 0), False: (0, 0)}
@@ -60,7 +60,7 @@ def test_blocks_begin_anew_at_every_parameter(sizes: list[int], form: StateForma
     begins = {slot.offset for slot in group.slots if slot.parameter.numel > SMALL}
     edges = set(
         itertools.chain.from_iterable(
-            range(r.start, r.stop, CODINGS[form].block) for r in group_runs(group, form) if r.place.coded
+            range(r.start, r.stop, CODINGS[form].block) for r in shard_runs(group, form, 0) if r.place.coded
         )
     )
     assert begins <= edges
@@ -131,7 +131,7 @@ def test_update_is_the_coded_step_of_each_parameter() -> None:
             else:
                 adamw_step(padded, m, v, g, hypers[owner])
             weight.copy_(padded[: weight.numel()])
-        state.update(0, grad, hypers, threads=1)
+        state.update(0, grad, hypers, range(len(weights)), threads=1)
     for index, weight in enumerate(weights):
         assert torch.equal(state.read((0, index)), weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +65,7 @@ class EagerTrainer:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm, self.loss_fn, self.seed = max_grad_norm, loss_fn, seed
         self.steps = 0
+        self.updates: Counter[str] = Counter()  # of each parameter
         self.moments = {
             n: (torch.zeros(p.numel()), torch.zeros(p.numel())) for n, p in model.named_parameters()
         }
@@ -112,13 +114,15 @@ class EagerTrainer:
 
     def update(self) -> None:
         groups = {id(p): i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
-        rates = [replace(h, step=self.steps + 1) for h in hypers(self.optimizer)]
+        rates = hypers(self.optimizer)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and id(parameter) in groups:
                 first, second = self.moments[name]
                 flat = parameter.data.reshape(-1).clone()
                 grad = parameter.grad.reshape(-1).contiguous().float()
-                adamw_step(flat, first, second, grad, rates[groups[id(parameter)]])
+                self.updates[name] += 1
+                hyper = replace(rates[groups[id(parameter)]], step=self.updates[name])
+                adamw_step(flat, first, second, grad, hyper)
                 parameter.data.copy_(flat.view_as(parameter))
         self.model.zero_grad(set_to_none=True)
         self.steps += 1

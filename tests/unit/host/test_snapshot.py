@@ -36,7 +36,7 @@ def state_of(groups: int) -> HostState:
 
 
 def update(state: HostState, group: int) -> None:
-    state.update(group, torch.ones(ELEMENTS), [AdamHyper(lr=0.1)], threads=1)
+    state.update(group, torch.ones(ELEMENTS), [AdamHyper(lr=0.1)], [0], threads=1)
 
 
 def values(parts: Parts) -> float:

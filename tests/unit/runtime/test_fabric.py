@@ -62,7 +62,7 @@ def test_any_range_of_a_parameter_is_copied_as_it_lies_in_the_bucket(
     for index, gradient in gradients(layout, seed):
         slot = layout.slots[index]
         whole = torch.zeros(layout.elements, dtype=layout.dtype)
-        add_gradients(whole, layout.slots, [(index, gradient)], True)
+        add_gradients(whole, layout.slots, [(index, gradient)], [index])
         start = data.draw(st.integers(0, slot.parameter.numel))
         stop = data.draw(st.integers(start, slot.parameter.numel))
         target = torch.full((stop - start,), 7.0, dtype=layout.dtype)
@@ -96,7 +96,7 @@ def test_shards_together_are_the_sum_in_the_order_of_ranks(
     expected = torch.zeros(layout.elements)
     for rank in range(ranks):
         bucket = torch.zeros(layout.elements, dtype=layout.dtype)
-        add_gradients(bucket, layout.slots, parts[rank], True)
+        add_gradients(bucket, layout.slots, parts[rank], range(len(layout.slots)))
         expected += bucket
     device, sent = CpuDevice(1 << 20), [[] for _ in range(ranks)]  # type: ignore[var-annotated]
     shards: list[Any] = [None] * ranks

@@ -48,7 +48,7 @@ def fill(state: HostState) -> None:
                         s.parameter.numel for g in state.groups for s in g.slots if s.parameter.name == name
                     )
                     tensor[count:] = 0
-    state.steps[:] = [3] * len(state.groups)
+    state.steps[:] = [[3] * len(group.slots) for group in state.groups]
 
 
 def contents(state: HostState) -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def test_every_element_finds_its_place(
     after = state_of(read, width, form, dtype)
     Checkpoint(tmp_path / "a", after, {}).read()
     assert contents(after) == contents(before)
-    assert after.steps == [3] * len(after.groups)
+    assert after.steps == [[3] * len(group.slots) for group in after.groups]
 
 
 def test_codes_whose_blocks_span_a_cut_are_refused_by_name(tmp_path: Path) -> None:
