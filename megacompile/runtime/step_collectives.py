@@ -11,7 +11,7 @@ import torch
 
 from megacompile.runtime.step_updates import StepUpdates
 from megacompile.step.operations import Event
-from megacompile.step.spec import Ring, Shard, Token, WeightGrad, typed
+from megacompile.step.spec import Shard, Token, WeightGrad, typed
 
 
 class StepCollectives(StepUpdates):

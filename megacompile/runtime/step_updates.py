@@ -32,7 +32,6 @@ from megacompile.step.spec import (
     HostGrad,
     PassingGrad,
     ResidentGrad,
-    Ring,
     Stream,
     Token,
     WeightGrad,
