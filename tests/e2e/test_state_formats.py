@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,39 +100,52 @@ def test_a_program_trains_on_coded_moments(form: str, dtype: torch.dtype) -> Non
     assert max(abs(a - b) for a, b in zip(exact, coded, strict=True)) < 0.1 * exact[0]
 
 
-def test_update_is_the_coded_step_of_each_parameter() -> None:
+SIZES, OWNERS = [5000, 64, 8192, 4096, 6001], [0, 0, 0, 1, 1]
+USED = st.sets(st.integers(0, len(SIZES) - 1), min_size=1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.just(set(range(len(SIZES)))) | USED, min_size=3, max_size=5), st.sampled_from(FORMATS))
+def test_update_is_the_step_of_each_parameter_that_has_a_gradient(
+    used: list[set[int]], form: StateFormat
+) -> None:
+    """Whichever of them have, each counts its own steps; nothing is read of a gradient that is not there."""
     from megacompile.host.adam import AdamHyper, adamw_step
     from megacompile.host.adam_coded import Coded, coded_adamw_step
 
-    sizes, owners = [5000, 64, 8192, 4096, 6001], [0, 0, 0, 1, 1]
-    group = layout(sizes, owners, torch.float32)
-    state = HostState([group], "int8")
-    coding = CODINGS["int8"]
+    group = layout(SIZES, OWNERS, torch.float32)
+    state = HostState([group], form)
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(n, generator=generator) for n in sizes]
+    weights = [torch.randn(n, generator=generator) for n in SIZES]
     moments = []
     for index, weight in enumerate(weights):
         state.write((0, index), weight)
         n = padded_elements(weight.numel())
-        shapes = [(torch.zeros(n, dtype=torch.uint8), torch.zeros(coding.blocks(n))) for _ in range(2)]
-        small = weight.numel() <= SMALL
-        moments.append([torch.zeros(n) for _ in range(2)] if small else [Coded(*s) for s in shapes])
-    for step in (1, 2, 3):
-        hypers = [AdamHyper(lr=1e-2, weight_decay=d, step=step) for d in (0.1, 0.0)]
-        grad = torch.full((group.elements,), float("nan"))  # between parameters nobody has written
-        for slot, weight, (m, v), owner in zip(group.slots, weights, moments, owners, strict=True):
-            n = padded_elements(weight.numel())
-            g = torch.nn.functional.pad(
-                torch.randn(weight.numel(), generator=generator), (0, n - weight.numel())
-            )
-            grad[slot.offset : slot.offset + weight.numel()] = g[: weight.numel()]
-            padded = torch.nn.functional.pad(weight, (0, n - weight.numel()))
+        if form == "fp32" or weight.numel() <= SMALL:
+            moments.append([torch.zeros(n) for _ in range(2)])
+            continue
+        codes, scales = CODINGS[form].code_bytes(n), CODINGS[form].blocks(n)
+        shapes = [(torch.zeros(codes, dtype=torch.uint8), torch.zeros(scales)) for _ in range(2)]
+        moments.append([Coded(*s) for s in shapes])
+    steps = [0] * len(SIZES)
+    hypers = [AdamHyper(lr=1e-2, weight_decay=d) for d in (0.1, 0.0)]
+    for slots in used:
+        grad = torch.full((group.elements,), float("nan"))
+        for index in sorted(slots):
+            slot, weight, (m, v) = group.slots[index], weights[index], moments[index]
+            steps[index] += 1
+            hyper = replace(hypers[OWNERS[index]], step=steps[index])
+            n = weight.numel()
+            g, padded = torch.zeros(2, padded_elements(n))
+            g[:n] = grad[slot.offset : slot.offset + n] = torch.randn(n, generator=generator)
+            padded[:n] = weight
             if isinstance(m, Coded):
-                coded_adamw_step(padded, m, v, g, hypers[owner], coding)
+                coded_adamw_step(padded, m, v, g, hyper, CODINGS[form])
             else:
-                adamw_step(padded, m, v, g, hypers[owner])
-            weight.copy_(padded[: weight.numel()])
-        state.update(0, grad, hypers, range(len(weights)), threads=1)
+                adamw_step(padded, m, v, g, hyper)
+            weight.copy_(padded[:n])
+        state.update(0, grad, hypers, slots, threads=1)
+    assert state.steps == [steps]
     for index, weight in enumerate(weights):
         assert torch.equal(state.read((0, index)), weight)
 
