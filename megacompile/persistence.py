@@ -113,15 +113,15 @@ class Persistence(Forward):
             raise ProgramError(session.inconsistent)
         settings = settings_of(self.optimizer, self.model)
         progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
-        state, loose = self._allocated_state("save"), session.values.loose()
+        state, buffers = self._allocated_state("save"), session.values.buffers()
         source = state if state.passing else self._snapshot(state)
         with session.world.together():
             session.world.agree(lambda: checked_folder(Path(folder)))
             if not wait and not isinstance(source, HostState):
-                session.saving = BackgroundSave(Path(folder), source, loose, progress, session.world, then)
+                session.saving = BackgroundSave(Path(folder), source, buffers, progress, session.world, then)
                 session.saving.start(state)
                 return
-            save_checkpoint(Path(folder), source, loose, progress, session.world)
+            save_checkpoint(Path(folder), source, buffers, progress, session.world)
         if then is not None:
             then(None)
 
@@ -136,9 +136,9 @@ class Persistence(Forward):
         if self._closed:
             raise ProgramError(session.inconsistent)
         self.synchronize()
-        state, loose = self._allocated_state("load"), session.values.loose()
+        state, buffers = self._allocated_state("load"), session.values.buffers()
         with session.world.together():
-            found = session.world.agree(lambda: self._open(Path(folder), state, loose))
+            found = session.world.agree(lambda: self._open(Path(folder), state, buffers))
             session.inconsistent = "A checkpoint was read in part only: load a whole one."
             session.world.agree(found.read)
         progress = found.progress
@@ -146,8 +146,8 @@ class Persistence(Forward):
         session.seed, session.calls = progress.seed, progress.calls
         session.forget_faults()
 
-    def _open(self, folder: Path, state: HostState, loose: Mapping[str, Tensor]) -> Checkpoint:
-        found = Checkpoint(folder, state, loose)
+    def _open(self, folder: Path, state: HostState, buffers: Mapping[str, Tensor]) -> Checkpoint:
+        found = Checkpoint(folder, state, buffers)
         check_settings(self.optimizer, self.model, found.progress.param_groups)
         return found
 

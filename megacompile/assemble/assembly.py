@@ -206,7 +206,7 @@ def _group(
     for name, blocks in users.items():
         key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype, parameters[name].trained)
         keyed[key].append(parameters[name])
-    for name in (name for name in parameters if name not in users and parameters[name].numel):
+    for name in (name for name in parameters if name not in users):
         key = (_module_of(name), parameters[name].dtype, parameters[name].trained)
         keyed[key].append(parameters[name])
     names = [block.name for block in part.blocks]
@@ -252,10 +252,10 @@ def _layout(index: int, name: str, members: list[Parameter], ranks: int) -> Grou
 
 
 def padded_elements(elements: int, ranks: int = 1) -> int:
-    """Elements of a bucket that a parameter of so many takes; where ranks share it, so that no shard ends
-    within a block of its codes."""
+    """Elements of a bucket that a parameter of so many takes, at least one unit; where ranks share it, so
+    that no shard ends within a block of its codes."""
     unit = _ALIGN if ranks == 1 else _SHARD
-    return -(-elements // unit) * unit
+    return max(1, -(-elements // unit)) * unit
 
 
 def _block_work(

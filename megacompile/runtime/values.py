@@ -88,11 +88,6 @@ class ModelValues:
         kept = ownership.persistent_buffers(self.model)
         return {n: b.detach() for n, b in self.model.named_buffers() if n in kept}
 
-    def loose(self) -> dict[str, Tensor]:
-        """What the state does not hold: buffers, parameters that no block uses."""
-        unused = {n: p.detach() for n, p in self.model.named_parameters() if n not in self._homes}
-        return unused | self.buffers()
-
     def check(self, values: Mapping[str, Tensor]) -> None:
         """Refuse what :meth:`load` could not set as a whole; tied values may come under any name."""
         firsts = first_names(self.model)

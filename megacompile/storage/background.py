@@ -38,14 +38,14 @@ class BackgroundSave:
         self,
         folder: Path,
         snapshot: Snapshot,
-        loose: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
         progress: Progress,
         world: World,
         then: Then | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._failures: list[BaseException] = []
-        work = (checked_folder(folder), {n: v.clone() for n, v in loose.items()}, progress, world)
+        work = (checked_folder(folder), {n: v.clone() for n, v in buffers.items()}, progress, world)
         arguments = (snapshot, *work, then or _raise, self._failures)
         self._thread = threading.Thread(target=_write, args=arguments, name="megacompile-save")
         weakref.finalize(self, _tell, self._failures)
@@ -75,7 +75,7 @@ class BackgroundSave:
 def _write(
     snapshot: Snapshot,
     folder: Path,
-    loose: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     progress: Progress,
     world: World,
     then: Then,
@@ -87,7 +87,7 @@ def _write(
         found: BaseException | None = None
         try:
             with world.together():
-                save_checkpoint(folder, snapshot, loose, progress, world)
+                save_checkpoint(folder, snapshot, buffers, progress, world)
         except BaseException as error:
             found = error
         finally:

@@ -1,6 +1,6 @@
 """Checkpoints: everything that a run needs to go on bit for bit, as safetensors files and one JSON.
 
-In:  the host state, loose tensors (buffers, parameters that no block uses), and :class:`Progress`.
+In:  the host state, buffers, and :class:`Progress`.
 Out: a folder with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all.
 Of several ranks each writes and reads what is its own; ``state-00000-00001.safetensors`` is the first one's.
 A parameter's arrays are then in files of several ranks, and whoever reads takes what it needs of each.
@@ -51,7 +51,7 @@ PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
 def save_checkpoint(
     folder: Path,
     state: HostState | Snapshot,
-    loose: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     progress: Progress,
     world: World | None = None,
 ) -> None:
@@ -70,7 +70,7 @@ def save_checkpoint(
 
         def write() -> bytes:
             with _on_disk(folder):
-                found = _write_own(fresh, state, loose if world.rank == 0 else {}, world)
+                found = _write_own(fresh, state, buffers if world.rank == 0 else {}, world)
             return json.dumps({name: to_plain(shard) for name, shard in found.items()}).encode()
 
         def finish() -> None:
@@ -98,7 +98,7 @@ def _on_disk(folder: Path) -> Iterator[None]:
 
 
 def _write_own(
-    fresh: Path, state: HostState | Snapshot, loose: Mapping[str, Tensor], world: World
+    fresh: Path, state: HostState | Snapshot, buffers: Mapping[str, Tensor], world: World
 ) -> dict[str, Shard]:
     """The files of one rank; of a later replica none, as the first one's are the same."""
     if not fresh.is_dir():
@@ -107,7 +107,7 @@ def _write_own(
         state.written(len(state.groups))
         return {}
     prefix = "state" if world.size == 1 else f"state-{world.rank:05d}"
-    files = dict(_write_shards(fresh / prefix, _batches(state.parts(), loose, world.rank), state))
+    files = dict(_write_shards(fresh / prefix, _batches(state.parts(), buffers, world.rank), state))
     if world.size > 1:
         for name in files:
             sync(fresh / name)  # the first rank's machine may be another
@@ -123,7 +123,7 @@ def checked_folder(folder: Path) -> Path:
 
 
 def _batches(
-    parts: Iterator[dict[str, dict[str, Tensor]]], loose: Mapping[str, Tensor], rank: int
+    parts: Iterator[dict[str, dict[str, Tensor]]], buffers: Mapping[str, Tensor], rank: int
 ) -> Iterator[dict[str, Tensor]]:
     """Tensors by their names in the files, as many at a time as are there together: a group's, the rest.
 
@@ -132,7 +132,7 @@ def _batches(
     for group in parts:
         named = {f"{name}/{array}": t for name, arrays in group.items() for array, t in arrays.items()}
         yield {name: tensor for name, tensor in named.items() if rank == 0 or tensor.numel()}
-    yield {f"{name}/value": value.reshape(-1) for name, value in loose.items()}
+    yield {f"{name}/value": value.reshape(-1) for name, value in buffers.items()}
 
 
 def _write_shards(
@@ -177,21 +177,21 @@ def _check_mesh(saved: tuple[int, int], world: World, folder: Path) -> None:
 class Checkpoint:
     """A checkpoint on disk that was found whole, and to fit the state it will be read into."""
 
-    def __init__(self, folder: Path, state: HostState, loose: Mapping[str, Tensor]) -> None:
+    def __init__(self, folder: Path, state: HostState, buffers: Mapping[str, Tensor]) -> None:
         """Check names, shapes, formats and files; :class:`MegacompileError` names what does not fit."""
         self._folder = folder.resolve()
-        self._state, self._loose = state, loose
+        self._state, self._buffers = state, buffers
         manifest, places = read_manifest(self._folder)
         self.progress = manifest.progress
         _check_mesh(manifest.mesh, state.world, self._folder)
         self._layout = read_layout(manifest.layout, state, self._folder)
-        values = {f"{name}/value": value for name, value in loose.items()}
+        values = {f"{name}/value": value for name, value in buffers.items()}
         self._expected = self._layout.tensors | values
         self._spans = find_spans(self._folder, places, self._expected)
         self._checked: set[tuple[str, Span]] = set()
 
     def read(self) -> None:
-        """Overwrite the state, or a rank's part of it, and the loose tensors; a damaged file is named and
+        """Overwrite the state, or a rank's part of it, and the buffers; a damaged file is named and
         leaves them in part."""
         groups, rank = self._state.groups, self._state.world.ranks.shard
         own = {s.parameter.name: own_part(group, s, rank)[0] for group in groups for s in group.slots}
@@ -199,7 +199,7 @@ class Checkpoint:
             for name, arrays in group.items():
                 for array, target in arrays.items():
                     self._fill(name, array, target, own[name])
-        for name, value in self._loose.items():
+        for name, value in self._buffers.items():
             flat = torch.empty(value.numel(), dtype=value.dtype)
             self._copy(f"{name}/value", flat, slice(0, flat.numel()))
             value.copy_(flat.view(value.shape))

@@ -97,7 +97,10 @@ def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
     for whole in [*mine, *theirs]:
         if whole not in theirs or whole not in mine:
             where = "the model" if whole in mine else "the checkpoint"
-            raise MegacompileError(f"{folder} is of another model: only {where} has the parameter {whole}.")
+            raise MegacompileError(
+                f"{folder} is of another model: only {where} has the parameter {whole}."
+                + " Older versions saved no state of what no batch had used." * (whole in mine)
+            )
         _compare(whole, theirs[whole], mine[whole], folder)
     groups = [
         _saved_group(owners[next(iter(mine[w]))], name, f) for w in theirs for name, f in theirs[w].items()

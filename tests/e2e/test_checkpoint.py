@@ -350,7 +350,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path:
         found = checkpoints.Checkpoint(folder, state, {})
         found.read()
         assert found.progress.calls >= max(promised, default=1)
-        assert state.steps == [found.progress.calls]
+        assert state.steps == [[found.progress.calls]]
         assert all((t == found.progress.calls).all() for t in state.arrays[0].values())
 
 
