@@ -203,6 +203,7 @@ def _group(
             for weight in _weights(block.inputs[i], part) if kind == "grad" else ():
                 givers[weight].append(block.index)
     keyed: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+    key: tuple[object, ...]
     for name, blocks in users.items():
         key = (tuple(blocks), tuple(givers[name]), parameters[name].dtype, parameters[name].trained)
         keyed[key].append(parameters[name])
@@ -211,7 +212,7 @@ def _group(
         keyed[key].append(parameters[name])
     names = [block.name for block in part.blocks]
     return tuple(
-        _layout(i, _group_name(key[0], members, names), members, ranks)
+        _layout(i, _group_name(key[0], members, names), members, ranks)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(keyed.items())
     )
 
@@ -222,11 +223,11 @@ def _module_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def _group_name(users: object, members: list[Parameter], blocks: list[str]) -> str:
+def _group_name(users: str | tuple[int, ...], members: list[Parameter], blocks: list[str]) -> str:
     """The name of a group that blocks use, by their numbers, or of what else a module has."""
     if isinstance(users, str):
         return users if users not in blocks else f"{users} (rest)"
-    names = [blocks[b] for b in users]  # type: ignore[attr-defined]
+    names = [blocks[b] for b in users]
     if len(names) == 1:
         return names[0]
     whole = members[0].whole or members[0].name
