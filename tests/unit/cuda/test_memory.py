@@ -102,7 +102,7 @@ def test_what_is_not_locked_as_a_whole_is_locked_in_pieces(
 
 
 def test_memory_of_a_process_that_has_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until no more is used than a context takes, or for two seconds: another process may be there to stay."""
+    """Until no more is used than a context takes, or for two seconds: another process may stay."""
     waited: list[float] = []
     used = [5 << 30, 5 << 30, 600 << 20]
     clock = type("Clock", (), {"monotonic": lambda: sum(waited), "sleep": waited.append})
