@@ -72,7 +72,9 @@ def without_room() -> Program:
 
 
 def steps_of(program: Program) -> list[int]:
-    return list(program._session.runtime.state.steps)  # type: ignore[union-attr]
+    """By group; its parameters have a gradient in every step."""
+    steps = program._session.runtime.state.steps  # type: ignore[union-attr]
+    return [count for of_group in steps for count in set(of_group)]
 
 
 def snapshot_of(program: Program) -> Snapshot:
