@@ -32,6 +32,7 @@ from megacompile.capture.draws import replace_draws
 from megacompile.capture.effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.forms import Form, fake_copy
 from megacompile.capture.functional import functionalise
+from megacompile.capture.grouped import define_grouped_gradient
 from megacompile.capture.loss import LossFn, apply_loss, divide, divides, find_loss, given_batch
 from megacompile.capture.outputs import (
     OutputsFn,
@@ -125,6 +126,7 @@ def capture(
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
     """
+    define_grouped_gradient()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if trained is None:
         trained = {n for n, p in model.named_parameters() if p.requires_grad}

@@ -85,6 +85,7 @@ _OURS: tuple[Patch, ...] = (
     Patch(torch, "dropout", substitute.dropout, _COUNTED),
     Patch(F, "scaled_dot_product_attention", substitute.attention, "one node of known cost on every device"),
     Patch(transformer, "_detect_is_causal_mask", substitute.said_to_be_causal, _BY_VALUES),
+    Patch(torch, "bincount", substitute.bincount, _BY_VALUES),
     Patch(torch._VF, "lstm", recurrent.lstm, "fused ones hide their dropout"),
     Patch(torch._VF, "gru", recurrent.gru, "fused ones hide their dropout"),
     Patch(torch._VF, "rnn_tanh", recurrent.rnn(torch.tanh), "fused ones hide their dropout"),

@@ -63,6 +63,15 @@ def said_to_be_causal(
     return is_causal is True
 
 
+def bincount(theirs: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """``torch.bincount`` of values below ``minlength``; a larger one is an index error, where torch returns
+    more counts than that."""
+    if weights is not None or not minlength:
+        return theirs(input, weights, minlength)  # type: ignore[no-any-return]
+    counts = torch.zeros(minlength, dtype=torch.int64, device=input.device)
+    return counts.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+
+
 def dropout(
     theirs: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:

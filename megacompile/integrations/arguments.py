@@ -1,7 +1,8 @@
 """What each field of ``transformers.TrainingArguments`` means here: none is ignored in silence.
 
-The fields are those of transformers 5.23. What is not named here is done by upstream's own code; the others
-are mapped to options of :func:`megacompile.compile`, said to have no effect, or refused.
+The fields are those of transformers 5.23; earlier versions, from 5.17 on, lack some. What is not named here is
+done by upstream's own code; the others are mapped to options of :func:`megacompile.compile`, said to have no
+effect, or refused.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def _is_set(arguments: Any, name: str) -> bool:
     """Whether somebody gave this field a value; what a switch left off brings with it does not count."""
     if name.startswith("torch_compile_"):
         return arguments.torch_compile and getattr(arguments, name) not in (None, "inductor")
-    default = next(f.default for f in dataclasses.fields(arguments) if f.name == name)
-    value = getattr(arguments, name)
+    default = next((f.default for f in dataclasses.fields(arguments) if f.name == name), None)
+    value = getattr(arguments, name, None)  # not in every version
     return bool(value) and value != default
 
 

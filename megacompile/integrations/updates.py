@@ -84,8 +84,9 @@ class Updates(_Upstream):
 
     def _is_scaled(self, count: Tensor | int | None) -> bool:
         """Whether upstream takes a micro-batch's loss as its part in that of the whole update."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # not in every version
+        if scaled is not None:
+            return bool(scaled)
         counted = self.model_accepts_loss_kwargs and count is not None
         return counted or self.compute_loss_func is not None
 

@@ -388,10 +388,22 @@ def test_a_released_model_is_plain_again(tmp_path: Path) -> None:
 def test_each_argument_is_honoured_mapped_or_refused() -> None:
     kinds = [set(_BY_UPSTREAM.split()), arguments.MAPPED, arguments.NO_EFFECT, arguments.REFUSED]
     fields = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
-    assert sum(map(len, kinds)) == len(fields)
-    assert fields == set().union(*kinds)
+    known = set().union(*kinds)
+    assert sum(map(len, kinds)) == len(known)
+    assert fields <= known
+    if transformers.__version__.startswith("5.23."):  # earlier versions lack some
+        assert fields == known
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text()
     assert [name for kind in kinds[1:] for name in kind if f"`{name}`" not in page] == []
+
+
+def test_arguments_that_this_version_lacks_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for table in (arguments.NO_EFFECT, arguments.REFUSED):
+        monkeypatch.setitem(table, "of_another_version", "which has it")
+    given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    assert arguments.settle(given, MegacompileConfig()).device == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,18 @@ def test_packed_sequences_are_refused() -> None:
         nn.GRU(6, 8)(packed)
 
 
+def test_counts_of_values_are_torchs_and_none_is_left_out() -> None:
+    """As transformers before 5.23 counts the tokens of each expert, to balance them."""
+    values = torch.tensor([3, 0, 3, 1], dtype=torch.int32)
+    with our_operators(nn.Identity(), RNG):
+        ours = torch.bincount(values, minlength=5)
+        longer = torch.bincount(values, weights=torch.ones(4))  # torch's own
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            torch.bincount(values, minlength=3)
+    assert torch.equal(ours, torch.bincount(values, minlength=5))
+    assert torch.equal(longer, torch.bincount(values, weights=torch.ones(4)))
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
     out, _ = attention(q, k, v, bias, sinks, None, 0.35, False, 0, 0.0, 0.0, 0, False)
     return out
