@@ -33,7 +33,7 @@ from megacompile.mesh import settle_mesh
 from megacompile.outside import LossOfOutputs, OutsideLoss
 from megacompile.padder import OfRanks
 from megacompile.room import Room
-from megacompile.runtime.calls import refuse_autocast, whole_step
+from megacompile.runtime.calls import exclusive, refuse_autocast, whole_step
 from megacompile.runtime.failures import naming_failures
 from megacompile.runtime.runtime import Runtime
 from megacompile.runtime.step_io import StepInputs, StepResults, raise_skipped
@@ -179,9 +179,16 @@ class Session:
         assembly = scheduled.compiled.assembly
         # what may be refused comes before the model is taken
         state, self.compiler.placement, device = self.world.agree(allocated)
-        self.values.take_over(state, assembly.homes, self.synchronize)
+        self.values.take_over(state, assembly.homes, self._reading)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """No call of the program is running, and no update is under way."""
+        with exclusive(self, "A copy or state_dict of the model"):
+            self.synchronize()
+            yield
 
     def run(
         self, micro: list[Batch], mode: Mode, weights: Sequence[float], *, loss: LossOfOutputs | None = None

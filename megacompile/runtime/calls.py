@@ -28,16 +28,22 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
     @functools.wraps(method)
     def call(program: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        session = program._session
-        session.same_process()  # before the lock, which a fork may have copied as it was held
-        if session.outside is not None and session.outside.running:  # maybe in a thread that the step awaits
-            raise ProgramError(
-                f"{method.__name__} was called while a step computes loss=: call it before or after the step."
-            )
-        with session.lock, plain_torch(), naming_failures(session.settings.device):
+        with exclusive(program._session, method.__name__):
             return method(program, *args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def exclusive(session: Any, name: str) -> Iterator[None]:
+    """Within the context, which is named ``name``, no other call of a session's program runs."""
+    session.same_process()  # before the lock, which a fork may have copied as it was held
+    if session.outside is not None and session.outside.running:  # maybe in a thread that the step awaits
+        raise ProgramError(
+            f"{name} was called while a step computes loss=: call it before or after the step."
+        )
+    with session.lock, plain_torch(), naming_failures(session.settings.device):
+        yield
 
 
 @contextlib.contextmanager

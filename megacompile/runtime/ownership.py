@@ -1,4 +1,8 @@
-"""Who owns a model's values: a program takes them over, and using the model or its optimizer then says so."""
+"""Who owns a model's values: a program takes them over, and using the model or its optimizer then says so.
+
+Names, shapes and dtypes stay known, and ``state_dict`` of a module reads the program's values, in the model's
+dtypes. What would compute with values, or change them, is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ _USED = (
     " and holds no values: call program.train_step, evaluate, predict or generate, or program.sync_to(model) "
     "to get the values back."
 )
-_SAVED = (
-    " and holds no values: call program.state_dict, load_state_dict, save or export, or "
-    "program.sync_to(model) to get the values back."
+_LOADED = (
+    " and holds no values to set: call program.load_state_dict or load, or program.sync_to(model) to get the "
+    "values back."
 )
 _PICKLED = (
     " and holds no values to save: save program.state_dict(), or call program.save, export, or "
@@ -40,6 +44,8 @@ _GROUPED = (
     ", which was compiled for its param groups: call program.sync_to(model), add the group, and compile the "
     "model again."
 )
+_COPIES: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+"""What state dicts hold of parameters, by the ids of both."""
 _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
@@ -61,11 +67,17 @@ class _OwnedValues(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # by a program, or under a user's mode; of this thread, as torch's own flag for it is not
         captured = _get_current_dispatch_mode() is not None
+        if func is Tensor.detach and not captured:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args).as_subclass(_OwnedValues)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 
     def tolist(self) -> NoReturn:
         _refuse_values()  # which no operator would
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_values()
 
     def __repr__(self, **given: Any) -> str:  # type: ignore[override]
         return f"<kept by a megacompile program: shape {tuple(self.shape)}, {self.dtype}>"
@@ -79,7 +91,7 @@ class _OwnedParameter(_OwnedValues, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # whatever mode is on
             return self.detach().as_subclass(_OwnedValues)
 
     @data.setter
@@ -121,25 +133,50 @@ class _Refuser:
         raise ProgramError(_BELONGS.format(kind) + self.reason)
 
 
+@dataclass  # which torch marks
+class _Filler:
+    """A hook that puts the program's values into a module's part of a state dict, those of a tied parameter
+    once; what stands for them instead, where ``alone`` is false: several ranks would have to read together."""
+
+    alone: bool
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if not isinstance(parameter, _OwnedParameter) or state.get(key, parameter) is parameter:
+                continue
+            if not self.alone:
+                state[key] = parameter.data
+                continue
+            ids = id(state), id(parameter)
+            copy = _COPIES.get(ids)
+            if copy is None or not any(value is copy for value in state.values()):
+                copy = _COPIES[ids] = vars(parameter)["__deepcopy__"](None).detach()
+            state[key] = copy
+
+
 def take(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     held: Container[str],
     copied: Callable[[str], nn.Parameter],
+    *,
+    alone: bool,
 ) -> None:
     """A program does the optimizer's updates from now on, and has the values of the parameters ``held``.
 
-    ``copied`` gives a copy of a parameter, by name, for deep copies; it is held by a weak reference.
+    ``copied`` gives a copy of a parameter, by name, for deep copies and, in a process that trains ``alone``,
+    state dicts; it is held by a weak reference.
     """
-    use, save, pickled, step, moments = map(_Refuser, (_USED, _SAVED, _PICKLED, _STEPPED, _MOMENTS))
+    use, load, pickled, step, moments = map(_Refuser, (_USED, _LOADED, _PICKLED, _STEPPED, _MOMENTS))
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             _EMPTY.add(module)
             handles += [
                 module.register_forward_pre_hook(use),
-                module.register_state_dict_pre_hook(save),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(save),  # type: ignore[no-untyped-call]
+                module.register_state_dict_post_hook(_Filler(alone)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(load),  # type: ignore[no-untyped-call]
             ]
     _OWNED[model] = [
         *handles,

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,19 +43,19 @@ class ModelValues:
         self,
         state: HostState,
         homes: Mapping[str, Sequence[tuple[int, int]]],
-        synchronize: Callable[[], None],
+        reading: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Move the values into a program's state; the model keeps none of those that have a home there.
 
-        ``synchronize`` returns when all updates of the state are over.
+        Within ``reading`` all updates of the state are over.
         """
         _move(self.model, state, homes, self._source)
         self._source = None  # and with it what it may hold
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
-        self._synchronize = weakref.WeakMethod(synchronize)  # of what holds these values itself
-        ownership.take(self.model, self._optimizer, homes, self.copied)
+        self._reading = weakref.WeakMethod(reading)  # of what holds these values itself
+        ownership.take(self.model, self._optimizer, homes, self.copied, alone=state.world.size == 1)
         self._owns = True
 
     def copied(self, name: str) -> nn.Parameter:
@@ -64,11 +65,9 @@ class ModelValues:
                 "Copying a model that several ranks train is not there: make another one, and call "
                 "program.sync_to(it) on all ranks."
             )
-        synchronize = self._synchronize()
-        if synchronize is not None:
-            synchronize()
-        parameter = self.model.get_parameter(name)
-        return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
+        reading, parameter = self._reading(), self.model.get_parameter(name)
+        with reading() if reading is not None else nullcontext():
+            return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
 
     def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""

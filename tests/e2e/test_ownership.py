@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
+from torch.utils.flop_counter import FlopCounterMode
 
 import megacompile
 from megacompile.errors import ProgramError
@@ -105,8 +107,6 @@ def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
     with pytest.raises(ProgramError, match=r"program\.train_step"):
         model.blocks[0](torch.ones(1, 32))
     for part in (model, model.blocks[0]):
-        with pytest.raises(ProgramError, match=r"program\.state_dict"):
-            part.state_dict()
         with pytest.raises(ProgramError, match="load_state_dict"):
             part.load_state_dict({})
     with pytest.raises(ProgramError, match=r"program\.save"):
@@ -121,6 +121,51 @@ def test_an_owned_model_and_its_optimizer_refuse_with_the_way_out() -> None:
     program.sync_to(model)
     assert model.state_dict().keys() == program.state_dict().keys()
     program.close()
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a buffer, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.lower = nn.Linear(4, 4)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + self.lower(h) * self.scale
+        return nn.functional.cross_entropy(self.head(h), x)
+
+
+def test_a_state_dict_of_an_owned_model_holds_what_was_trained() -> None:
+    """In the model's dtypes, tied values as one tensor; of a part, too, and of what has the model as a part."""
+    torch.manual_seed(0)
+    model, x = Tied().to(torch.bfloat16), torch.arange(8)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    program.train_step(x)  # whose updates are awaited
+    state, masters = model.state_dict(), program.state_dict()
+    assert list(state) == list(before)
+    assert state._metadata == before._metadata  # type: ignore[attr-defined]
+    for name, value in state.items():
+        assert type(value) is Tensor and value.dtype == before[name].dtype
+        assert torch.equal(value, masters[name].to(value.dtype)), name
+        assert torch.equal(value, before[name]) == (name == "scale" or name.startswith("unused")), name
+    assert state["embed.weight"] is state["head.weight"]
+    around = nn.ModuleDict({"inner": model}).state_dict()
+    assert all(torch.equal(around[f"inner.{name}"], value) for name, value in state.items())
+    part = model.head.state_dict()["weight"]
+    assert torch.equal(part, state["head.weight"]) and part is not state["head.weight"]
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+    state["head.weight"].zero_()  # a copy
+    with FlopCounterMode(display=False):
+        assert torch.equal(model.state_dict()["head.weight"], part)
+    program.close()
+    assert torch.equal(model.state_dict()["head.weight"], part)
 
 
 def test_gradients_are_not_looked_for_where_they_are_not() -> None:
@@ -142,7 +187,9 @@ def test_gradients_are_not_looked_for_where_they_are_not() -> None:
 USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "zeros_": nn.init.zeros_,
     "fill_ of data": lambda p: p.data.fill_(1.0),
-    "detach": lambda p: p.detach(),
+    "added to what is detached": lambda p: p.detach().add_(1.0),
+    "norm of what is detached": lambda p: p.detach().norm(),
+    "pickled": lambda p: pickle.dumps(p.detach()),
     "assigned data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "copy_": lambda p: p.data.copy_(torch.zeros(p.shape)),
     "foreach": lambda p: torch._foreach_mul_([p.data], 2.0),

@@ -108,12 +108,12 @@ def mean_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
     return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
-def lora() -> nn.Module:
+def lora(**given: Any) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     torch.manual_seed(3)
     model: nn.Module = peft.get_peft_model(
         build("llama", layers=2),
-        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **given),
     )
     return model
 
@@ -198,13 +198,31 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         plain.train(resume_from_checkpoint=str(mine))
 
 
-def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"modules_to_save": ["norm", "lm_head"]},
+        {"trainable_token_indices": [3, 5]},
+        {"bias": "lora_only"},
+    ],
+    ids=str,
+)
+def test_adapters_are_saved_as_peft_saves_them(given: dict[str, Any], tmp_path: Path) -> None:
+    """In a checkpoint and at the end: each file like plain transformers', and to be loaded by PEFT."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
-    ours = trainer(Trainer, tmp_path, make=lora, max_steps=2, eval_strategy="no")
-    ours.train()
-    ours.save_model()
-    loaded = peft.PeftModel.from_pretrained(build("llama", layers=2), tmp_path).state_dict()
-    trained = ours.program.state_dict(trained=True)
+    settings = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        found.append(trainer(kind, tmp_path / kind.__module__, make=lambda: lora(**given), **settings))
+        found[-1].train()
+        found[-1].save_model()
+    folders = [Path(one.args.output_dir) for one in found]
+    for part in ("checkpoint-1", "."):
+        mine, theirs = (load_file(folder / part / "adapter_model.safetensors") for folder in folders)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+    loaded = peft.PeftModel.from_pretrained(build("llama", layers=2), folders[0]).state_dict()
+    trained = found[0].program.state_dict(trained=True)
     assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
 
 

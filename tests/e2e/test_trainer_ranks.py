@@ -157,13 +157,22 @@ def virtual_tokens() -> nn.Module:
     return model
 
 
-def with_virtual_tokens(rank: int, folder: Path) -> list[Any]:
-    return trained(rank, folder, make=virtual_tokens, max_steps=3, eval_strategy="no", **SAVING)["logs"]  # type: ignore[no-any-return]
+def saves_modules() -> nn.Module:
+    """Of which PEFT asks for the names of the modules that it saves whole."""
+    model: nn.Module = test_trainer.lora(modules_to_save=["norm"])
+    return model
 
 
-def test_ranks_train_and_save_virtual_tokens_as_one_process_does(tmp_path: Path) -> None:
-    first, second = whole(run_ranks(RANKS, with_virtual_tokens, tmp_path / "ranks"))
-    one = with_virtual_tokens(-1, tmp_path / "one")
+def with_adapters(rank: int, folder: Path, make: Callable[[], nn.Module]) -> list[Any]:
+    return trained(rank, folder, make=make, max_steps=3, eval_strategy="no", **SAVING)["logs"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [virtual_tokens, saves_modules])
+def test_ranks_train_and_save_adapters_as_one_process_does(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    first, second = whole(run_ranks(RANKS, with_adapters, tmp_path / "ranks", make))
+    one = with_adapters(-1, tmp_path / "one", make)
     assert first == second
     for mine, theirs in zip(first, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
