@@ -18,7 +18,7 @@ _BACKWARD = f"{_NAME}_backward"
 
 
 def define_grouped_gradient() -> None:
-    """Define the operator that later versions of transformers have, and let the product's backward call it."""
+    """Define the operator that later versions of transformers have; the product calls it."""
     moe = sys.modules.get("transformers.integrations.moe")
     operators = torch.ops.transformers
     if moe is None or not hasattr(operators, _NAME) or hasattr(operators, _BACKWARD):

@@ -1,8 +1,8 @@
 """What each field of ``transformers.TrainingArguments`` means here: none is ignored in silence.
 
-The fields are those of transformers 5.23; earlier versions, from 5.17 on, lack some. What is not named here is
-done by upstream's own code; the others are mapped to options of :func:`megacompile.compile`, said to have no
-effect, or refused.
+The fields are those of transformers 5.23; earlier versions, from 5.17 on, lack some. What is not named here
+is done by upstream's own code; the others are mapped to options of :func:`megacompile.compile`, said to have
+no effect, or refused.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Evaluation(_Upstream):
     ) -> tuple[Tensor | None, Any, Any]:
         model.eval()
         if self._outside is not None:
-            return self._predict_outside(self._outside(self, None), inputs, prediction_loss_only, ignore_keys)
+            return self._predict_outside(self._stand_in(), inputs, prediction_loss_only, ignore_keys)
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         inputs = self._prepare_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], torch.device("cpu")) if has_labels else None
@@ -111,12 +111,26 @@ class Evaluation(_Upstream):
         return loss, predictions, labels
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, with ``preprocess_logits_for_metrics`` inside of the program: logits stay there."""
+        """As upstream, with ``preprocess_logits_for_metrics`` inside of the program: logits stay there.
+
+        A subclass's own ``prediction_step`` is given what runs the program where it calls the model.
+        """
+        own = self.prediction_step
+        if getattr(own, "__func__", None) is not Evaluation.prediction_step:
+            self.prediction_step = lambda _, *rest, **named: own(self._stand_in(), *rest, **named)
+            try:
+                return super().evaluation_loop(*args, **kwargs)
+            finally:
+                del self.prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics, self._preprocess = self._preprocess, None
+
+    def _stand_in(self) -> OutsideModel:
+        """What stands where a trainer's own code calls the model in eval mode."""
+        return (self._outside or OutsideModel)(self, None)
 
     def _like_training(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """Micro-batches of the sizes in training, made of the rows of one for evaluation."""

@@ -28,7 +28,6 @@ from megacompile.integrations.checkpoints import (
     last_checkpoint,
 )
 from megacompile.integrations.interrupt import Interruption
-from megacompile.integrations.outside import MicroBatch, cancel
 from megacompile.integrations.progress import Progress
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
@@ -139,7 +138,6 @@ class Saving(_Upstream):
     """The part of the mixin that saves and resumes."""
 
     program: Program | None
-    _waiting: list[MicroBatch]
     _interruption: Interruption
     _progress: Progress
     _checkpoint: Path | None = None  # to be loaded once the state is laid out
@@ -162,7 +160,7 @@ class Saving(_Upstream):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
-                cancel(self._waiting)  # of an update that never came
+                self._drop_update()  # which never came
                 self._finish_saving()
 
     @contextlib.contextmanager

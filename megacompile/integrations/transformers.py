@@ -27,7 +27,7 @@ from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
 from megacompile.integrations.optimizer import ProgramOptimizer
-from megacompile.integrations.outside import OutsideModel, cancel
+from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.progress import Bar, Progress
 from megacompile.integrations.saving import Saving
 from megacompile.integrations.updates import Updates
@@ -103,32 +103,46 @@ class Mixin(Saving, Updates, Evaluation):
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         return prepared
 
-    def create_optimizer(self, model: nn.Module | None = None) -> ProgramOptimizer:
-        given = self.optimizer
-        if isinstance(given, ProgramOptimizer):
-            return given
-        if given is None and self.optimizer_cls_and_kwargs is None:
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
-            self.optimizer_cls_and_kwargs = torch.optim.AdamW, settings
-        self.optimizer = made = ProgramOptimizer(super().create_optimizer(model), self._update)
-        return made
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """AdamW, whichever format of its moments ``optim`` asks for."""
+        betas = args.adam_beta1, args.adam_beta2
+        return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, which calls it when the optimizer is there, and has accelerate wrap that next."""
+        if self.optimizer is not None:
+            self._adopted()
+        return super()._wrap_model(model, *args, **kwargs)
+
+    def _adopted(self) -> ProgramOptimizer:
+        """The optimizer that ``create_optimizer``, a subclass's too, has made, as a program's."""
+        if not isinstance(self.optimizer, ProgramOptimizer):
+            self.optimizer = ProgramOptimizer(self.optimizer, self._update)
+        adopted: ProgramOptimizer = self.optimizer
+        return adopted
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.model._is_accelerate_prepared = True  # else several ranks would wrap it, to sum gradients
         prepared = super()._prepare_for_training(*args, **kwargs)
-        cancel(self._waiting)
+        self._drop_update()
         self._no_updates()
         self._programmed()
         return prepared
 
     def _programmed(self) -> Program:
-        """The program of the model as it is now; ``model_init`` gives another one to each training."""
+        """The program of the model and the optimizer as they are now; ``model_init`` gives another model to
+        each training, and a subclass's ``create_optimizer`` maybe another optimizer."""
+        if self.optimizer is None:
+            self.create_optimizer()
+        optimizer = self._adopted()
         if self.program is not None and self.program.model is not self.model:
             self.program.close()
             self.program = None
+        elif self.program is not None and self.program.optimizer is not optimizer.inner:
+            self.program.release()
+            self.program = None
         if self.program is None:
-            optimizer = self.create_optimizer()
             options = compile_options(self.args, self.model, self._config)
             loss_fn = self._loss_fn()
             self.program = compile(
@@ -185,7 +199,7 @@ class Mixin(Saving, Updates, Evaluation):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._add_losses()
         if self._checkpoint is not None:  # there was no step left to make
-            self.prediction_step(self.model, next(iter(self.get_train_dataloader())), True)
+            Evaluation.prediction_step(self, self.model, next(iter(self.get_train_dataloader())), True)
         self._finish_saving()
         # else upstream removes the checkpoint to go on from, if it is not the best
         with self._all_kept() if self._interruption.stopped else contextlib.nullcontext():

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megacompile.errors import MegacompileError
 from megacompile.integrations.outside import MicroBatch, OutsideModel, cancel
 from megacompile.integrations.progress import Progress
 from megacompile.integrations.saving import Writing
@@ -37,21 +38,38 @@ class Updates(_Upstream):
         self._waiting: list[MicroBatch] = []  # of the next update
         self._outputs: list[tuple[StepOutput, list[float], int]] = []  # of updates not logged, by step
         self._last: StepOutput | None = None
+        self._gathers = False  # gradients wait in the program
+
+    def _drop_update(self) -> None:
+        """Forget what waits for an update that never comes."""
+        cancel(self._waiting)
+        if self._gathers and self.program is not None:
+            self.program.drop_gradients()
+        self._waiting, self._gathers = [], False
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged."""
+        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged.
+
+        Called by a ``training_step`` of a subclass, which sees the loss, or outside of training, it gathers
+        the gradients at once, and returns the loss.
+        """
         model.train()
         inputs = self._prepare_inputs(inputs)
         micro = self._micro_batch(inputs, num_items_in_batch)
-        if not self.is_in_train:
-            program, loss = self._laid_out([micro.batch]), self._loss_outside([micro])
-            found: Tensor = program.forward_backward(micro.batch, weight=micro.weight, **loss).loss
-            return found
-        self._waiting.append(micro)
-        self._progress.count(inputs)
-        return torch.zeros((), device=self.args.device)
+        if self.is_in_train:
+            self._progress.count(inputs)
+            if getattr(self.training_step, "__func__", None) is Updates.training_step:
+                self._waiting.append(micro)
+                return torch.zeros((), device=self.args.device)
+        try:
+            program, outside = self._laid_out([micro.batch]), self._loss_outside([micro])
+            loss: Tensor = program.forward_backward(micro.batch, weight=micro.weight, **outside).loss
+        finally:
+            cancel([micro])
+        self._gathers = self.is_in_train
+        return loss
 
     def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
@@ -91,11 +109,22 @@ class Updates(_Upstream):
         return counted or self.compute_loss_func is not None
 
     def _update(self) -> None:
-        """One optimizer step on the micro-batches that wait."""
-        waiting, self._waiting = self._waiting, []
-        batches, weights = self._alike([micro.batch for micro in waiting]), [m.weight for m in waiting]
+        """One optimizer step on the micro-batches that wait, or by gradients that were gathered of them."""
+        if not self._waiting and not self._gathers:
+            raise MegacompileError(
+                f"{type(self).__name__}.training_step does not call super().training_step, so no program has "
+                "trained on the batch: call it, and put a loss of your own into compute_loss."
+            )
         if self._writing is not None:
             self._writing.tell()
+        if self._gathers:
+            assert self.program is not None
+            with self._progress.update():
+                self._last = self.program.optimizer_step()
+            self._gathers = False
+            return
+        waiting, self._waiting = self._waiting, []
+        batches, weights = self._alike([micro.batch for micro in waiting]), [m.weight for m in waiting]
         try:
             with self._progress.update():
                 program, loss = self._laid_out(batches), self._loss_outside(waiting)

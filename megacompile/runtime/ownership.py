@@ -136,7 +136,7 @@ class _Refuser:
 @dataclass  # which torch marks
 class _Filler:
     """A hook that puts the program's values into a module's part of a state dict, those of a tied parameter
-    once; what stands for them instead, where ``alone`` is false: several ranks would have to read together."""
+    once; where ``alone`` is false, what stands for them: several ranks would have to read together."""
 
     alone: bool
 

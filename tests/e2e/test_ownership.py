@@ -141,7 +141,7 @@ class Tied(nn.Module):
 
 
 def test_a_state_dict_of_an_owned_model_holds_what_was_trained() -> None:
-    """In the model's dtypes, tied values as one tensor; of a part, too, and of what has the model as a part."""
+    """In the model's dtypes, tied values as one tensor; of a part, too, and of what has it as a part."""
     torch.manual_seed(0)
     model, x = Tied().to(torch.bfloat16), torch.arange(8)
     before = copy.deepcopy(model.state_dict())

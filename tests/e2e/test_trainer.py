@@ -470,6 +470,71 @@ def test_a_loss_of_a_subclass_runs_outside_of_the_program(tmp_path: Path) -> Non
     assert_same_logs(*found)
 
 
+class OwnOptimizer:
+    """A subclass's own optimizer, as plain transformers documents it: without upstream's."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is None:
+            groups = [
+                {"params": [p for p in self.model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in self.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ]
+            self.optimizer: Any = torch.optim.AdamW(groups, lr=3e-3)
+        return self.optimizer
+
+
+class OwnScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer,  # type: ignore[attr-defined]
+            lambda step: 1.0 - step / 10,
+        )
+        return self.lr_scheduler
+
+
+class OwnSteps:
+    """Own steps around upstream's, which read the losses, and an own evaluation that calls the model."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        vars(self).setdefault("seen", []).append(float(loss))
+        return 2 * loss
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            outputs = model(**inputs)
+        return outputs.loss + 1.0, outputs.logits, inputs["labels"]
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [(OwnOptimizer,), (OwnScheduler,), (OwnSteps,), (OwnSteps, Penalized)],
+    ids=lambda hooks: "+".join(hook.__name__ for hook in hooks),
+)
+def test_hooks_of_a_subclass_do_what_they_do_upstream(hooks: tuple[type, ...], tmp_path: Path) -> None:
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        given = {"hbm_budget": "20MB"} if kind is Trainer else {}
+        own = type("Own", (*hooks, kind), {})
+        settings = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely}
+        found.append(trainer(own, tmp_path, max_steps=3, of_trainer=given, **settings))
+        found[-1].train()
+    assert_same_logs(*found)
+    mine, theirs = (vars(one).get("seen", []) for one in found)
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_training_step_without_upstreams_is_refused_by_name(tmp_path: Path) -> None:
+    class Alone(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = model(**inputs).loss
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(megacompile.MegacompileError, match=r"Alone\.training_step .* compute_loss"):
+        trainer(Alone, tmp_path, eval_strategy="no").train()
+
+
 def test_a_loss_that_no_program_can_train_on_is_named(tmp_path: Path) -> None:
     class Twice(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
