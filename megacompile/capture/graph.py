@@ -47,6 +47,7 @@ from megacompile.capture.patching import REFUSED, Patch, graphs_alone, our_opera
 from megacompile.capture.refusals import (
     refuse_mixed_products,
     refuse_mutations,
+    refuse_sparse,
     refuse_writes,
 )
 from megacompile.capture.right_padding import reads_no_padding
@@ -134,6 +135,7 @@ def capture(
     if evaluate:
         copied.eval().requires_grad_(False)
     _no_cache(copied)
+    _no_draws(copied)
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
@@ -171,6 +173,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
                 exported = torch.export.export(forward, inputs, strict=False)
             refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
+            refuse_sparse(exported)
             graph, signature = functionalise(exported)
     except CaptureError:
         raise
@@ -215,6 +218,14 @@ def _no_cache(model: nn.Module) -> None:
         for part in (config, getattr(config, "text_config", None)):
             if part is not None and getattr(part, "use_cache", False):
                 part.use_cache = False
+
+
+def _no_draws(model: nn.Module) -> None:
+    """Let PEFT's LoHa and LoKr, which draw whether to drop an adapter, know that they never do."""
+    for module in model.modules():
+        dropouts = [getattr(module, name, None) for name in ("module_dropout", "rank_dropout")]
+        if all(isinstance(values, dict) and not any(values.values()) for values in dropouts):
+            module.training = False  # its parts stay as they are
 
 
 def _flatten(
@@ -292,6 +303,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         if "layerdrop" in where:
             hint = "layers that are dropped at random are not supported: set layerdrop to 0"
+        elif "module_dropout" in where:
+            hint = "adapters that are dropped at random are not supported: set both their dropouts to 0"
         return f"The forward of {type(model).__name__} cannot be captured{where}: {hint}."
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us

@@ -89,6 +89,17 @@ def refuse_writes(exported: torch.export.ExportedProgram) -> None:
                 )
 
 
+def refuse_sparse(exported: torch.export.ExportedProgram) -> None:
+    """Refuse a forward that makes a sparse tensor: kernels, and the schedule's bytes, are of dense ones."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                f"{module_path(node) or 'The forward'} makes a sparse tensor ({node.target}), which is not "
+                "supported: compute with dense ones; of PEFT's adapters take LoRA in place of SHiRA."
+            )
+
+
 def refuse_mixed_products(graph: fx.Graph) -> None:
     """Refuse a product of two dtypes, which tracing lets pass and running does not.
 

@@ -96,7 +96,7 @@ class Evaluation(_Upstream):
             # to its end, as accelerate takes a loader that was left for the one that is trained on; not
             # get_eval_dataloader, which may keep what it returns
             for batch in list(self.get_test_dataloader(rows)):
-                self.prediction_step(self.model, batch, loss_only)
+                Evaluation.prediction_step(self, self.model, batch, loss_only)  # and no code of a subclass
 
     def _shares(self, batch: dict[str, Any]) -> int:
         """What a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of them

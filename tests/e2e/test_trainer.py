@@ -118,6 +118,15 @@ def lora(**given: Any) -> nn.Module:
     return model
 
 
+def adapted(kind: str, **given: Any) -> nn.Module:
+    """By another adapter of PEFT; LoKr draws whether it is dropped, also where it never is."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    config = getattr(peft, f"{kind}Config")(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
+    model: nn.Module = peft.get_peft_model(build("llama", layers=2), config)
+    return model
+
+
 def prompts(kind: str, **given: Any) -> nn.Module:
     """A model that learns a prompt alone."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
@@ -153,6 +162,7 @@ def lora_on_experts() -> nn.Module:
             {"max_grad_norm": 0, "gradient_accumulation_steps": 2, "max_steps": 3}, id="no clipping"
         ),
         pytest.param({"make": lora, "max_steps": 3}, id="LoRA"),
+        pytest.param({"make": lambda: adapted("LoKr"), "max_steps": 3}, id="LoKr"),
         pytest.param({"make": lora_on_experts, "max_steps": 3}, id="experts' LoRA"),
     ],
 )
@@ -522,6 +532,22 @@ def test_hooks_of_a_subclass_do_what_they_do_upstream(hooks: tuple[type, ...], t
     assert_same_logs(*found)
     mine, theirs = (vars(one).get("seen", []) for one in found)
     assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("Shira", {}, r"q_proj makes a sparse tensor .* LoRA"),
+        ("LoKr", {"module_dropout": 0.1}, "both their dropouts to 0"),
+    ],
+)
+def test_adapters_that_no_graph_can_hold_are_refused_by_name(
+    kind: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(megacompile.CaptureError, match=words):
+        trainer(
+            Trainer, tmp_path, make=lambda: adapted(kind, **given), max_steps=1, eval_strategy="no"
+        ).train()
 
 
 def test_a_training_step_without_upstreams_is_refused_by_name(tmp_path: Path) -> None:

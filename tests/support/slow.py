@@ -70,7 +70,7 @@ SLOW = (
     r"test_nonfinite\.py::test_a_policy_looks_at_losses_and_gradients\[bad[12]-\w+-(None|1\.0)-(two|by hand)",
     r"test_nonfinite\.py::test_a_trainer_logs\w+\[(?!True-1-)",
     # Trainers: the first of each kind stays.
-    r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|experts)",
+    r"test_trainer\.py::test_logs_what_plain_transformers_does\[(label|compute|no|LoRA|LoKr|experts)",
     r"test_trainer\.py::test_adapters_are_saved_as_peft_saves_them\[\{'(trainable|bias)",
     r"test_trainer\.py::test_predictions_of_many_lengths",
     r"test_trainer\.py::test_planning_an_evaluation_changes_no_step",

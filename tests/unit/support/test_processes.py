@@ -48,7 +48,12 @@ def test_an_interrupted_suite_leaves_nothing_behind(number: int, workers: int, t
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.processes", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(tmp_path), "--numprocesses", str(workers), str(tmp_path)]
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    suite = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    # what runs in the background ignores Ctrl-C, and its children inherit that
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        suite = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         for _ in range(max(workers, 1)):
             assert read(pipe) == b"1"
