@@ -117,18 +117,18 @@ class Evaluation(_Upstream):
         """
         own = self.prediction_step
         if getattr(own, "__func__", None) is not Evaluation.prediction_step:
-            self.prediction_step = lambda _, *rest, **named: own(self._stand_in(), *rest, **named)
+            self.__dict__["prediction_step"] = lambda _, *rest, **named: own(self._stand_in(), *rest, **named)
             try:
                 return super().evaluation_loop(*args, **kwargs)
             finally:
-                del self.prediction_step
+                del self.__dict__["prediction_step"]
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics, self._preprocess = self._preprocess, None
 
-    def _stand_in(self) -> OutsideModel:
+    def _stand_in(self) -> Any:
         """What stands where a trainer's own code calls the model in eval mode."""
         return (self._outside or OutsideModel)(self, None)
 
