@@ -113,7 +113,14 @@ class Bench:
     roof: Roofline | None
 
     def rows(self, operation: Operation, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
-        """Every provider of one operation on one shape."""
+        """Every provider of one operation on one shape; one row that says why where the operation fails."""
+        try:
+            yield from self._rows(operation, shape, dtype)
+        except Exception as error:  # the operations after it are worth having
+            head = operation.name, str(dtype).removeprefix("torch."), shape_text(shape)
+            yield Row(*head, "megacompile", "full", note=f"fails: {_first_line(error)}")
+
+    def _rows(self, operation: Operation, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
         functions = {n: f for n, p in self.providers.items() if (f := p(operation.name)) is not None}
         head = operation.name, str(dtype).removeprefix("torch."), shape_text(shape)
         for name, (error, note) in check(operation, shape, dtype, functions, self.device).items():

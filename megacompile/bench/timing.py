@@ -1,19 +1,23 @@
 """Bench: times on a GPU, and what this GPU can do at most.
 
-A call is captured into a CUDA graph and replayed, so that Python's launch gaps are not measured; what
-cannot be captured is timed as it is called. Before each replay the second-level cache is overwritten.
+A call is captured into a CUDA graph and replayed, so that Python's launch gaps are not measured. Where one
+cannot be captured, it and all that come after it are timed as they are called. Before each replay the
+second-level cache is overwritten.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any, Protocol
 
 import torch
+
+from megacompile.runtime.failures import first_line
 
 Call = Callable[[], object]
 WARMUP, MIN_REPEATS, MAX_REPEATS, SPEND_MS = 3, 10, 200, 300.0
@@ -56,6 +60,8 @@ class CudaTimer:
     """CUDA events around replayed graphs, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        self.captures = True  # until one fails
+        self._device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
@@ -80,14 +86,32 @@ class CudaTimer:
 
     def _captured(self, call: Call) -> tuple[Call, bool]:
         self.stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        if not self.captures:
+            return call, False
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 call()
-        except RuntimeError:  # it synchronises, or allocates what a capture forbids
+        except RuntimeError as error:  # it synchronises, or allocates what a capture forbids
             torch.cuda.synchronize()
+            self.captures = False
+            warnings.warn(
+                f"A CUDA graph cannot be captured ({first_line(error)}): calls are now timed without.",
+                stacklevel=3,
+            )
+            self._end_capture(pool)
             return call, False
         return graph.replay, True
+
+    def _end_capture(self, pool: Any) -> None:
+        """Undo what torch leaves behind of a capture that failed: its allocator keeps all pages, for the pool
+        of the graph, and every random number is an error."""
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):  # it ended there
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        fresh = torch.Generator(self._device).graphsafe_get_state()
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh)
 
     def _repeats(self, replay: Call) -> int:
         once = self._once(replay)

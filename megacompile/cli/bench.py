@@ -60,7 +60,10 @@ def run_kernels(options: argparse.Namespace) -> int:
         print(_NO_GPU, file=sys.stderr)
         return 1
     bench, hardware = _bench(options, device)
-    rows = [row for operation, shape, dtype in work for row in _told(bench.rows(operation, shape, dtype))]
+    rows: list[Any] = []
+    for operation, shape, dtype in work:
+        rows += _told(bench.rows(operation, shape, dtype))
+        written = write(Path(options.out), rows, hardware)  # so far, as a run may be cut short
     print(markdown(rows, hardware))
     if options.plan and bench.timer is not None:
         from megacompile.bench.plan import worth
@@ -68,7 +71,7 @@ def run_kernels(options: argparse.Namespace) -> int:
         print(worth(_targets(options.plan), rows))
     if old is not None:
         print(compare(old, rows))
-    for path in write(Path(options.out), rows, hardware):
+    for path in written:
         print(path)
     ours = [r for r in rows if r.provider == "megacompile" and (r.note.startswith(("wrong", "fails")))]
     return 1 if ours else 0

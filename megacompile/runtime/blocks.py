@@ -7,6 +7,7 @@ operations name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -83,6 +84,23 @@ class Blocks:
                 self.values[token], rest = rest, []
             else:
                 self.values[token] = rest.pop(0)
+
+    def origin(self) -> str:
+        """A sentence on the first block whose output is here and not finite; empty where all are."""
+        assert self._bound is not None
+        here: dict[int, list[Tensor]] = {}
+        for token, tensor in self.values.items():
+            if isinstance(token, Value) and tensor.is_floating_point() and tensor.numel():
+                here.setdefault(token.value, []).append(tensor)
+        for block in self._bound.part.blocks:
+            for value in block.outputs:
+                norms = (torch.linalg.vector_norm(x, math.inf) for x in here.get(value, ()))  # without copies
+                if not all(map(math.isfinite, norms)):
+                    return (
+                        " Of what blocks handed on and is still on the device, the output of "
+                        f"{block.name} is the first that is not finite."
+                    )
+        return ""
 
     def call(
         self, part: Literal["forward", "recompute", "backward"], block: int, micro: int, checkpoint: str

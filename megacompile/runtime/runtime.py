@@ -161,6 +161,7 @@ class Runtime:
         raise world.agreed(
             NonFiniteError(
                 f"The {which} {losses}, and not all gradients are finite: no parameter was changed{where}."
+                f"{results.origin}"
             )
         )
 

@@ -35,7 +35,8 @@ class StepResults:
     """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
     forward alone ``outputs``, its results by (value, micro-batch). Of several ranks the losses are those of
     all once ``agree`` has run. ``stopped_by`` is a loss that was not finite, for which nothing is updated;
-    then ``finite`` says of the gradients that were looked at instead whether all were finite."""
+    then ``finite`` says of the gradients that were looked at instead whether all were finite. ``origin`` is a
+    sentence on where what is not finite began, as far as that was still to be seen."""
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class StepResults:
     skipped: bool = False
     stopped_by: float | None = None
     finite: bool = True
+    origin: str = ""
 
     def judge(self, losses: Iterable[Tensor]) -> None:
         """Stop the step's updates for the first of the losses that is not finite."""
@@ -64,7 +66,7 @@ def raise_skipped(known: Sequence[StepResults]) -> None:
                 what = f"The loss was {results.stopped_by}"
             raise NonFiniteError(
                 f"{what}: that step's update was not applied; steps begun before this was known went on from "
-                "the parameters before it."
+                f"the parameters before it.{results.origin}"
             )
 
 

@@ -190,6 +190,10 @@ class StepUpdates:
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
             results.skipped = not bool(torch.isfinite(total))
+            bad = [n for n in order if n in norms and not torch.isfinite(norms[n])]
+            if bad and not results.origin:  # the backward came to the last ones first
+                which = f"{len(bad)} of {len(norms)} gradients are not finite"
+                results.origin = f" {which}, the last of them in the model that of {bad[-1]}."
             results.judge(loss for run in runs for loss in run.losses)  # of several ranks, all ranks'
             self._scale = 1.0
             if inputs.max_grad_norm is not None:
@@ -298,6 +302,8 @@ class StepUpdates:
         self._device.await_reads()
         self._loss_checked = True
         self.results.judge(self.results.losses)
+        if self.results.stopped_by is not None:
+            self.results.origin = self._blocks.origin()
 
 
 def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Tensor]:

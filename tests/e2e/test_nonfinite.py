@@ -214,3 +214,33 @@ def test_a_trainer_logs_what_plain_transformers_does(
         assert [x is None for x in mine] == [x is None for x in plain]
         shown = [[math.inf if x is None else x for x in entry] for entry in (mine, plain)]
         assert shown[0] == pytest.approx(shown[1], rel=2e-5, nan_ok=True)
+
+
+class Chain(nn.Module):
+    """The gradient of a square root is infinite at zero, and NaN from there on down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x)) * shift
+        return (self.layers[2](x.abs().sqrt()) * x).mean()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_error_says_where_it_began(clipped: bool) -> None:
+    model = Chain()
+    options: Any = {"max_grad_norm": 1.0} if clipped else {}
+    program = megacompile.compile(model, "1GB", device="cpu", compute_dtype=torch.float32, **options)
+    x = torch.randn(2, 4)
+    said = "6 of 6 gradients" if clipped else r"the output of .* is the first that is not finite"
+    with pytest.raises(megacompile.NonFiniteError, match=said):
+        program.train_step({"x": x, "shift": torch.tensor(float("inf"))})
+        program.synchronize()
+    if clipped:
+        with pytest.raises(megacompile.NonFiniteError, match=r"4 of 6 .* that of layers\.1"):
+            program.train_step({"x": x, "shift": torch.tensor(0.0)})  # a finite loss
+            program.synchronize()
+    program.close()

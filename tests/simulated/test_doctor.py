@@ -22,12 +22,13 @@ def test_a_tiny_model_trains_as_by_plain_torch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_run, "OURS", {})  # their inputs are drawn on the device, which has no numbers
+    monkeypatch.setattr(first_run, "_update", lambda device: first_run.Finding("AdamW", True, "no numbers"))
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert re.search(
         r"^link +to the device \S+ GB/s, from it \S+ GB/s, both at once \S+ GB/s each$", said, re.M
     )
-    assert said.count("OK: ") == said.count("; 0 allocator retries") == 3
+    assert said.count("OK: ") - 1 == said.count("; 0 allocator retries") == 3
 
 
 def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

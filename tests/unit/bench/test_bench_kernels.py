@@ -82,6 +82,15 @@ def test_three_passes_are_timed_and_rated() -> None:
     assert product.teraflops == pytest.approx(2 * 33 * 32 * 300 / 2e-3 / 1e12)
 
 
+def test_an_operation_that_fails_is_a_row() -> None:
+    class Broken(FakeTimer):
+        def time(self, call: Callable[[], object]) -> Times:
+            raise RuntimeError("CUDA error: a capture failed\nmore")
+
+    (row,) = rows("glu", timer=Broken())
+    assert row.note == "fails: CUDA error: a capture failed"
+
+
 def provider(folder: Path, name: str, body: str) -> Path:
     path = folder / f"{name}.py"
     path.write_text(f"import torch\n{body}\n")

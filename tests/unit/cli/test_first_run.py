@@ -20,12 +20,17 @@ def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
         first_run, "_SIZES", {what: min(most, 256) for what, most in first_run._SIZES.items()}
     )
     found = list(first_run.findings("cpu", "50MB"))
-    assert len(found) == 3 + len(OURS) and all(f.good for f in found), found
+    assert len(found) == 4 + len(OURS) and all(f.good for f in found), found
     assert "peak" in found[-1].text and "predicted" in found[-1].text
 
 
 def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def train(device: str, budget: str, dtype: torch.dtype, planner: str) -> tuple[list[float], str]:
+    switched: list[dict[str, bool]] = []
+
+    def train(
+        device: str, budget: str, dtype: torch.dtype, planner: str, off: dict[str, bool]
+    ) -> tuple[list[float], str]:
+        switched.append(dict(off))
         if planner == "search":
             raise RuntimeError("no kernel image is available")
         return [1.0, float("nan")] if dtype == torch.float32 else [1.0, 2.1], ""
@@ -34,15 +39,19 @@ def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return 2 * megacompile.kernels.rms_norm(x, weight, 1e-6)
 
     def findings(device: str) -> Any:
-        return [first_run._compared("float32", train(device, "", torch.float32, "")[0], [1.0, 2.0], 0.1)]
+        return [first_run._compared("float32", train(device, "", torch.float32, "", {})[0], [1.0, 2.0], 0.1)]
 
     monkeypatch.setattr(first_run, "_LENGTH", 8)
     monkeypatch.setattr(first_run, "_STEPS", 2)
     monkeypatch.setattr(first_run, "_train", train)
-    monkeypatch.setattr(first_run, "OURS", {"rms_norm": twice})
+    monkeypatch.setattr(first_run, "OURS", {"rms_norm": twice, "attention": lambda q, k, v: 2 * q})
+    monkeypatch.setattr(first_run, "adamw_", lambda weight, *_: weight.zero_())
     found = list(first_run.findings("cpu"))
     assert not any(f.good for f in found)
     assert found[0].text.startswith("wrong: result 0 is off")
+    assert 'kernels={"rms_norm": False}' in found[0].text and "nothing switches it off" in found[1].text
+    assert "of the host's" in found[2].text
+    assert switched == 3 * [{"rms_norm": False}] and found[3].what.endswith("without rms_norm")
     assert found[-1].text == "RuntimeError: no kernel image is available"
     monkeypatch.setattr(first_run, "findings", findings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
