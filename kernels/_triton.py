@@ -145,12 +145,14 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    fuses: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton compiles by beside the constants. Products and sums are fused, as the gate has them:
-        Triton's own default comes from the environment, and 3.10 turns it off."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        """What Triton compiles by beside the constants. Products and sums are fused, as the gate has, but
+        in kernels that have to give another code's bits: Triton's own default comes from the environment, and
+        3.10 turns it off."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
 
 
 @dataclass(frozen=True)
@@ -204,10 +206,12 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 3,
+    fuses: bool = True,
     **constants: Any,
 ) -> None:
-    """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing."""
-    one = Launch(kernel, grid, args, constants, num_warps, num_stages)
+    """Launch ``kernel`` on the device of its first tensor argument; an empty grid does nothing. ``fuses``:
+    the compiler may make one operation of a product and a sum."""
+    one = Launch(kernel, grid, args, constants, num_warps, num_stages, fuses)
     if _recording is not None:
         if _recording.processors is None:  # else the tensors' lives are what is looked at
             _recording.launches.append(one)

@@ -4,7 +4,9 @@
     w *= 1 - lr * weight_decay;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
     w -= lr / (1 - beta1**step) * m / (sqrt(v / (1 - beta2**step)) + eps)
 
-in float32 and in the order of torch's fused kernel, with g = grad * scale. weight: flat float32, or
+in float32, with g = grad * scale: the operations of torch's fused kernel, in its order and with its fused
+multiply-adds and no others, as ``megacompile/host/adam.h`` has them. So a group's bits do not depend on where
+it is updated. weight: flat float32, or
 bfloat16 with ``low`` (int16), its halves: ``high = bits + 0x8000 >> 16`` (the value to nearest, ties up)
 and ``low = bits - (high << 16)``, which give back all 2**32 patterns. exp_avg, exp_avg_sq: flat float32.
 grad: flat, any float type. scale: float32 with one element on the device (1 / accumulation, the
@@ -12,6 +14,7 @@ clipping factor), or None. All in place and contiguous. One program updates 1024
 parameter: 24 bytes and the gradient (both moments and four bytes of weight, each read and written).
 """
 
+import ctypes
 import math
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -31,12 +34,17 @@ class Constants:
     """What an update multiplies by; computed in float64 on the host, once per step."""
 
     decay: float
-    lerp: float
+    lerp: float  # from the mean to the gradient; from there to the mean where that is nearer
     beta2: float
     one_minus_beta2: float
     correction2: float
     eps: float
     step_size: float
+
+    @property
+    def from_grad(self) -> bool:
+        """Whether the mean is nearer to the gradient."""
+        return self.lerp < 0
 
     @classmethod
     def of(
@@ -45,7 +53,9 @@ class Constants:
         """For update number ``step``, counted from 1."""
         correction2 = math.sqrt(1.0 - beta2**step)
         step_size = lr / (1.0 - beta1**step)
-        return cls(1.0 - lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, correction2, eps, step_size)
+        lerp = ctypes.c_float(1.0 - beta1).value
+        lerp = lerp if lerp < 0.5 else lerp - 1.0
+        return cls(1.0 - lr * weight_decay, lerp, beta2, 1.0 - beta2, correction2, eps, step_size)
 
 
 @triton.jit
@@ -67,7 +77,7 @@ def halves(x):
 def adamw_kernel(
     weight_ptr, low_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, scale_ptr, count,
     decay, lerp, beta2, one_minus_beta2, correction2, eps, step_size,
-    SPLIT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, SCALED: tl.constexpr, FROM_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The module's formula; divisions and the root are rounded as IEEE says, as on the host."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -80,8 +90,8 @@ def adamw_kernel(
         grad = grad * tl.load(scale_ptr)
     mean = tl.load(exp_avg_ptr + at, mask=inside)
     square = tl.load(exp_avg_sq_ptr + at, mask=inside)
-    mean = mean + lerp * (grad - mean)
-    square = square * beta2 + one_minus_beta2 * grad * grad
+    mean = tl.fma(grad - mean, tl.zeros_like(mean) + lerp, grad if FROM_GRAD else mean)
+    square = tl.fma(one_minus_beta2 * grad, grad, square * beta2)
     tl.store(exp_avg_ptr + at, mean, mask=inside)
     tl.store(exp_avg_sq_ptr + at, square, mask=inside)
     below = tl.div_rn(tl.sqrt_rn(square), tl.zeros_like(square) + correction2) + eps
@@ -105,7 +115,9 @@ def adamw_triton(state: State, grad: Tensor, constants: Constants, scale: Tensor
         *astuple(constants),
         SPLIT=low is not None,
         SCALED=scale is not None,
+        FROM_GRAD=constants.from_grad,
         BLOCK=BLOCK,
+        fuses=False,
     )
 
 
@@ -114,7 +126,8 @@ def adamw_reference(state: State, grad: Tensor, constants: Constants, scale: Ten
     weight, low, exp_avg, exp_avg_sq = state
     value = weight if low is None else join_reference(weight, low)
     grad = grad.float() if scale is None else grad.float() * scale
-    exp_avg.add_(constants.lerp * (grad - exp_avg))
+    step = constants.lerp * (grad - exp_avg)
+    exp_avg.copy_(grad + step if constants.from_grad else exp_avg + step)
     exp_avg_sq.mul_(constants.beta2).add_(constants.one_minus_beta2 * grad * grad)
     below = exp_avg_sq.sqrt() / constants.correction2 + constants.eps
     value = value * constants.decay - constants.step_size * exp_avg / below

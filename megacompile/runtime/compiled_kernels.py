@@ -139,7 +139,7 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
     for launch in launches:
         args = tuple(map(_argument, launch.args))
         kind = (launch.kernel, tuple(map(_kind, args)), repr(sorted(launch.constants.items())),
-                launch.num_warps, launch.num_stages)  # fmt: skip
+                launch.num_warps, launch.num_stages, launch.fuses)  # fmt: skip
         found.setdefault(kind, Launch(launch.kernel, launch.grid, args, launch.constants, *kind[3:]))
     return list(found.values())
 

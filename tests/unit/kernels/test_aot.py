@@ -4,8 +4,10 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +30,9 @@ from megacompile.kernels.tables import (
     write_table,
 )
 
-attention, layer_norm, rms_norm, rope = (
+adamw, attention, layer_norm, rms_norm, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("attention", "layer_norm", "rms_norm", "rope")
+    for name in ("adamw", "attention", "layer_norm", "rms_norm", "rope")
 )
 
 pytestmark = pytest.mark.skipif(
@@ -185,6 +187,21 @@ def test_what_runs_is_compiled_as_in_the_gate(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StopIteration):
         aot.compile_launch(launches[0], 90, ("m", "c", "k", 0))
     assert ran == compiled and ran[0]["enable_fp_fusion"] is True
+
+
+def test_adamw_has_the_hosts_operations() -> None:
+    """No product and sum are fused but the two that the host fuses; all is rounded to nearest."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    with recording(90) as launches:
+        for _, case in adamw._aot():
+            case()
+    source = ASTSource(launches[0].kernel, *aot._specialise(launches[0]))
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launches[0].options)
+    found = Counter(re.findall(r"\b(?:fma|mul|add|sub|div|sqrt)\.\S*f32\b", built.asm["ptx"]))
+    assert all(name.endswith(".rn.f32") for name in found), found
+    assert found["fma.rn.f32"] == 2 * found["sqrt.rn.f32"] == found["div.rn.f32"]
 
 
 def test_faults_are_found() -> None:
