@@ -60,7 +60,7 @@ def copy_elements(target: Tensor, source: Tensor, slot: Slot, start: int) -> Non
 def _copy_rows(target: Tensor, source: Tensor, start: int) -> None:
     """Elements of a tensor, row by row, from the ``start``-th on: the rest of a row, rows, a part of one."""
     count = target.numel()
-    if source.dim() < 2:
+    if source.dim() < 2 or not count:
         target.copy_(source.reshape(-1)[start : start + count])
         return
     inner = source[0].numel()

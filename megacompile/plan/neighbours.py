@@ -73,7 +73,8 @@ def _prefetch_depths_of_small(work: Workload, plan: Plan) -> Iterator[Plan]:
     Fetches and gradients each hide the other's wait, so gradients are also given longer to leave.
     """
     sizes = [g.nbytes for g in work.groups]
-    usual = sorted(sizes[g] for g in work.used)[len(work.used) // 2]
+    used = sorted(sizes[g] for g in work.used)
+    usual = used[len(used) // 2] if used else 0
     uses = [{g for c in b.policies for g in c.forward.groups} for b in work.blocks]
     large = [b for b, groups in enumerate(uses) if any(sizes[g] > _LARGE * usual for g in groups)]
     for prefetch_depth in (1, 2, 3) if large else ():
