@@ -24,7 +24,7 @@ def tiling_of(name: str, need: int, seconds: float, state: str, readers: tuple[i
     plan = SimpleNamespace(groups=(SimpleNamespace(state=state),))
     planned = SimpleNamespace(plan=plan, timeline=SimpleNamespace(step_seconds=seconds))
     groups = (SimpleNamespace(nbytes=80, state_bytes=80),)
-    work = SimpleNamespace(contributions={0: readers}, groups=groups)
+    work = SimpleNamespace(contributions={0: readers}, groups=groups, used=frozenset({0}))
     return SimpleNamespace(name=name, need=need, planned=planned, assembly=SimpleNamespace(work=work))
 
 
