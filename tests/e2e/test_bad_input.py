@@ -382,22 +382,6 @@ def test_frozen_batch_norm_is_fine(dtype: torch.dtype) -> None:
     program.close()
 
 
-def test_a_parameter_that_only_a_later_batch_uses_is_named() -> None:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, first: bool) -> Tensor:
-            return (self.a if first else self.b)(x).square().mean()  # type: ignore[no-any-return]
-
-    program = compile_plain(Either())
-    program.train_step({"x": torch.ones(2, 4), "first": True})
-    with pytest.raises(megacompile.MegacompileError, match=r"uses the parameter b\.bias"), pytest.warns():
-        program.train_step({"x": torch.ones(2, 4), "first": False})
-    program.close()
-
-
 def test_gradient_hooks_are_refused() -> None:
     model = Plain()
     model.first.weight.register_hook(lambda g: g)
