@@ -240,7 +240,7 @@ class RowTile:
     num_warps: int
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Keywords of ``launch``."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "num_warps": self.num_warps}
 

@@ -48,7 +48,7 @@ from megacompile.kernels.qk_norm_rope_kernels import (
 MAX_WIDTH = 1024  # of a head; torch takes over beyond
 
 
-def _tile(x: Tensor, rotary: int, elements: int) -> tuple[RowTile, dict[str, int]]:
+def _tile(x: Tensor, rotary: int, elements: int) -> tuple[RowTile, dict[str, Any]]:
     """A tile of about so many elements of x, at most 32 per thread, and the keywords that launch it."""
     half = next_power_of_2(rotary // 2)
     rest = next_power_of_2(x.shape[3] - rotary) if rotary < x.shape[3] else 0

@@ -132,10 +132,10 @@ def _update(device: torch.device) -> Finding:
     try:
         generator = torch.Generator().manual_seed(0)
         weight, grad, mean = (torch.randn(1 << 20, generator=generator) for _ in range(3))
-        host = [weight, mean * 1e-3, mean.square() * 1e-6]
+        host = (weight, mean * 1e-3, mean.square() * 1e-6)
         moved = [x.to(device, copy=True) for x in host]
-        adamw_(moved[0], None, *moved[1:], grad.to(device), 1e-3, 0.9, 0.999, 1e-8, 0.1, 7, None)
-        adamw_step(host[0], *host[1:], grad, AdamHyper(1e-3, weight_decay=0.1, step=7))
+        adamw_(moved[0], None, moved[1], moved[2], grad.to(device), 1e-3, 0.9, 0.999, 1e-8, 0.1, 7, None)
+        adamw_step(*host, grad, AdamHyper(1e-3, weight_decay=0.1, step=7))
         pairs = [(x.cpu(), y) for x, y in zip(moved, host, strict=True)]
         error = max(float((x - y).norm() / y.norm()) for x, y in pairs)
         same = all(torch.equal(x, y) for x, y in pairs)
