@@ -7,11 +7,14 @@ In: the launches that the registered cases make on meta tensors. Out: one row pe
 chip) with registers, bytes of local memory (spills), bytes of shared memory and the widths of its
 global loads and stores, and one with its ceiling (``ceilings.py``). Needs triton (whose wheel carries ptxas,
 cuobjdump and nvdisasm) and a process without TRITON_INTERPRET. Compiled kernels are kept in triton's own
-cache, keyed by their source. A table's first line says which sources and which triton it was made of: while
+cache, keyed by their source. A table's first line has a hash of the kernels and launches, and the triton, that it was made of: while
 both are the same, so is the rest.
 """
 
 import argparse
+import functools
+import hashlib
+import inspect
 import re
 import subprocess
 import sys
@@ -24,8 +27,9 @@ from typing import Any
 
 import torch
 
-from megacompile.kernels import ceilings, sass
-from megacompile.kernels._triton import AOT_CASES, Launch, recording, triton
+from megacompile import kernels
+from megacompile.kernels import ceilings, chips, sass
+from megacompile.kernels._triton import AOT_CASES, Launch, recording, tl, triton
 from megacompile.kernels.chips import CHIPS, Ceiling
 from megacompile.kernels.tables import (
     CEILINGS,
@@ -111,6 +115,26 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
     return signature, constants, attributes
 
 
+@functools.cache
+def sources() -> str:
+    """Return a hash of what the tables' rows depend on: kernels, launches, and how they are measured."""
+    found = hashlib.sha256()
+    for module in sorted(name for name in sys.modules if name.startswith(f"{kernels.__name__}.")):
+        for name, value in sorted(vars(sys.modules[module]).items()):
+            if hasattr(value, "arg_names"):  # a kernel or a function of kernels
+                found.update(f"{name}\0{inspect.getsource(value.fn)}\0".encode())
+            elif isinstance(value, tl.constexpr):
+                found.update(f"{name}\0{value}\0".encode())
+    for measure in (ceilings, chips, sass, _specialise, _widths, _usage, compile_launch):
+        found.update(inspect.getsource(measure).encode())
+    for arch in SHARED_LIMIT:
+        for registry, make in enumerate(AOT_CASES):
+            for case, (name, _) in enumerate(make()):
+                for one in _record(registry, case, arch):
+                    found.update(f"{name}\0{_specialise(one)}\0{one.grid}\0{one.options}\0".encode())
+    return found.hexdigest()[:16]
+
+
 def _widths(ptx: str, prefix: str) -> list[int]:
     """Bytes per instruction of the global loads (``ld``) or stores (``st``) in ``ptx``."""
     lines = (line for line in ptx.splitlines() if f"{prefix}.global" in line)
@@ -183,8 +207,8 @@ def main() -> int:
     moved += worse(read_ceilings(), limits) if comparable() else []
     broken = faults(rows) + slow(limits)
     if update:
-        write_table(rows, TABLE)
-        write_table(limits, CEILINGS)
+        write_table(rows, TABLE, sources())
+        write_table(limits, CEILINGS, sources())
     print(*moved, *broken, sep="\n")
     compared = f"{len(moved)} changed" if comparable() else "table made with another triton"
     print(f"{len(rows)} rows, {compared}, {len(broken)} faults")

@@ -5,7 +5,6 @@ line says which sources and which triton they were made of.
 """
 
 import csv
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -103,14 +102,6 @@ def faults(rows: Sequence[Resources]) -> list[str]:
     return found
 
 
-def sources() -> str:
-    """A hash of the modules beside this one: kernels, launchers, and how they are measured."""
-    found = hashlib.sha256()
-    for file in sorted({*TABLE.parent.glob("*.py")} - {Path(__file__)}):
-        found.update(file.name.encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:16]
-
-
 def made_of(path: Path = TABLE) -> tuple[str, str]:
     """The sources and the version of triton that a table was made of."""
     with path.open() as file:
@@ -136,11 +127,11 @@ def _read(kind: type[Row], path: Path) -> list[Row]:
     return sorted(kind(**{f.name: types[f.name](row[f.name]) for f in fields(kind)}) for row in rows)
 
 
-def write_table(rows: Sequence[Resources] | Sequence[Ceiling], path: Path) -> None:
+def write_table(rows: Sequence[Resources] | Sequence[Ceiling], path: Path, sources: str) -> None:
     """Write what the rows were made of, then them in their order, one line each."""
     names = [f.name for f in fields(rows[0])]
     with path.open("w", newline="") as file:
-        file.write(f"# sources {sources()} triton {triton.__version__}\n")
+        file.write(f"# sources {sources} triton {triton.__version__}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in rows)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.support.scripts import run_script
 
 SCRIPT = """
+import atexit
 import sys
+import threading
 import time
 
 import torch
@@ -16,9 +18,12 @@ from megacompile.host.state import HostState
 
 LAYERS = 12
 update = HostState.update
+ending = threading.Event()
 
 
 def slow(*arguments, **keywords):
+    if sys.argv[1] != "dropped":
+        ending.wait()
     until = time.monotonic() + 0.2
     while time.monotonic() < until:  # a thread that the interpreter ends in here aborts the process
         torch.zeros(1 << 20).add_(1)
@@ -37,6 +42,7 @@ def train():
     )
     HostState.update = slow
     program.train_step(torch.randn(2, 64, dtype=torch.bfloat16))
+    atexit.register(ending.set)  # called before what megacompile registered
     return program
 
 
