@@ -7,8 +7,8 @@ In: the launches that the registered cases make on meta tensors. Out: one row pe
 chip) with registers, bytes of local memory (spills), bytes of shared memory and the widths of its
 global loads and stores, and one with its ceiling (``ceilings.py``). Needs triton (whose wheel carries ptxas,
 cuobjdump and nvdisasm) and a process without TRITON_INTERPRET. Compiled kernels are kept in triton's own
-cache, keyed by their source. A table's first line has a hash of the kernels and launches, and the triton, that it was made of: while
-both are the same, so is the rest.
+cache, keyed by their source. A table's first line has the hash of the kernels and launches, and the triton,
+that it was made of: while both are the same, so is the rest.
 """
 
 import argparse
