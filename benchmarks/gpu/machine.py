@@ -138,7 +138,7 @@ def _page_lock_in_place(nbytes: int) -> dict[str, Any]:
     issued = time.perf_counter() - start
     torch.cuda.synchronize()
     whole = time.perf_counter() - start
-    for first in pieces:
+    for first, _ in pieces:
         page_unlock(first)
     return {
         "pieces": len(pieces), "s per GB": seconds / (4 * nbytes / 1e9), "GB/s": nbytes / whole / 1e9,

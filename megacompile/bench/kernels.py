@@ -131,6 +131,8 @@ class Bench:
                 yield from self._timed(operation, shape, dtype, functions[name], (*head, name), error)
             except torch.OutOfMemoryError:
                 yield Row(*head, name, "full", error=error, note="out of memory")
+            except Exception as raised:  # the other providers' times are worth having
+                yield Row(*head, name, "full", error=error, note=f"fails: {_first_line(raised)}")
 
     def _timed(
         self,

@@ -63,6 +63,7 @@ OURS: dict[str, Function] = {
 
 def _compiled(name: str) -> Function:
     torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # one graph's backward is timed again and again
     function: Function = torch.compile(OPERATIONS[name].eager, dynamic=False)
     return function
 

@@ -83,8 +83,8 @@ def _stage(name: str, folder: Path, until: float) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(correct, "fault", fault, raising=False)
     for module, function in (
-        (correct, "_plain"), (correct, "attention"), (correct, "check"), (machine, "_sum_of_ones"),
-        (machine, "_two_streams"), (machine, "_triton_kernel"),
+        (correct, "_plain"), (correct, "attention"), (correct, "check"), (kernels, "check"),
+        (machine, "_sum_of_ones"), (machine, "_two_streams"), (machine, "_triton_kernel"),
     ):  # fmt: skip
         patch.setattr(module, function, _with_numbers(getattr(module, function)))
     torch.backends.cuda.enable_cudnn_sdp(False)  # it has no numbers here
