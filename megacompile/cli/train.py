@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megacompile.cli.chats import as_messages
-from megacompile.cli.main import main
+from megacompile.cli.main import folder_of, main
 from megacompile.errors import MegacompileError
 from megacompile.world.ranks import find_ranks
 
@@ -52,14 +52,17 @@ class TrainConfig:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one."""
+    """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one.
+
+    Stopped by a signal it writes no model, and the exit code is 128 and the signal's number, as a shell's.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # before transformers makes the group of the ranks, which torchrun could not make again at a restart
     first = find_ranks().rank == 0  # which writes, and tells
     try:
         import trl
 
-        from megacompile.integrations.checkpoints import last_checkpoint
+        from megacompile.cli.resume import Resume
         from megacompile.integrations.report import Logbook, write_report
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
@@ -67,33 +70,38 @@ def run_train(options: argparse.Namespace) -> int:
     ours, _, arguments, model_config, _ = keys
     if ours.dry_run:
         return _dry_run(ours, arguments, model_config) if first else 0
-    folder = Path(arguments.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    resume, folder = Resume(keys), folder_of(arguments.output_dir, "output_dir")
+    checkpoint = resume.checkpoint()
+    where = f"the model is in {folder / 'model'}, what happened in {folder / 'report.md'}"
+    if resume.is_finished(checkpoint):
+        if first:
+            print(f"megacompile: already finished: {where}; another output_dir starts anew")
+        return 0
     if first:
         _keep_keys(Path(options.config), options.overrides, folder / "config.yaml")
+        (folder / "report.md").unlink(missing_ok=True)  # which says that a training has ended
     try:
         trainer = _trainer(*keys)
-        trainer.add_callback(logbook := Logbook(folder / "log.csv"))
     except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
         raise MegacompileError(f"{options.config}: {error}") from error
-    resumed = last_checkpoint(arguments.output_dir)
-    if resumed is not None and first:
-        print(f"megacompile: going on from {resumed}; another output_dir starts anew")
+    trainer.add_callback(logbook := Logbook(folder / "log.csv"))
+    trainer.add_callback(resume)
+    if checkpoint is not None and first:
+        print(f"megacompile: going on from {checkpoint}; another output_dir starts anew")
     try:
-        trainer.train(resume_from_checkpoint=resumed)
+        trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         trainer._progress.end()
+    stopped: int | None = trainer._interruption.stopped_by
+    if stopped is not None:
+        if first:
+            print("megacompile: the same command goes on with the training; no model was written")
+        return 128 + stopped
     trainer.save_model(str(folder / "model"))
     if first:
         write_report(trainer, logbook, folder)
-        _tell(trainer, folder)
+        print(f"megacompile: {where}")
     return 0
-
-
-def _tell(trainer: Any, folder: Path) -> None:
-    if trainer._interruption.stopped:
-        print("megacompile: the same command goes on with the training")
-    print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
 
 
 def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
