@@ -330,7 +330,33 @@ def test_an_instruction_with_an_input() -> None:
         (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),
         (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
         (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
-        (["train", "config.yaml", "--data", "broken.jsonl"], "in row 3"),
+        (
+            ["train", "config.yaml", "--data", "broken.jsonl"],
+            "cannot be read: line 4 of broken.jsonl is no JSON: Expecting value: ",
+        ),
+        (["train", "config.yaml", "--data", "silent.jsonl"], "data: row 4 is a chat without a turn"),
+        (["train", "config.yaml", "--output_dir", "/proc/x"], "output_dir /proc/x: "),
+        (
+            ["train", "config.yaml", "--max_length", "1000000000"],
+            "max_length 1000000000: give 1 to 16,777,216",
+        ),
+        (
+            ["train", "config.yaml", "--report_to", "nowhere"],
+            "report_to: nowhere is not supported",
+        ),
+        (
+            ["train", "config.yaml", "--report_to", "clearml"],
+            "report_to: ClearMLCallback requires",
+        ),
+        (["train", "config.yaml", "--chat_template_path", "no.jinja"], "path: no.jinja is no file."),
+        (
+            ["train", "config.yaml", "--chat_template_path", "open.jinja"],
+            "open.jinja is no template: line 1: un",
+        ),
+        (
+            ["train", "config.yaml", "--chat_template_path", "plain.jinja"],
+            "chat_template_path: plain.jinja does not mark what the assistant says",
+        ),
         (
             ["train", "config.yaml", "--model_name_or_path", "base"],
             "of base has no chat template: give chat_t",
@@ -347,13 +373,16 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     rows = (folder / "chats.jsonl").read_text().splitlines()[:3]
     (folder / "broken.jsonl").write_text("\n".join([*rows, '{"messages": [']))
+    (folder / "silent.jsonl").write_text("\n".join([*rows, '{"messages": []}', *rows]))
+    (folder / "open.jinja").write_text("{% for m in messages %}{{ m['role']")
+    (folder / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     shutil.copytree(folder / "model", folder / "base")
     (folder / "base" / "chat_template.jinja").unlink()
     (folder / "silent").mkdir()
     shutil.copy(folder / "model" / "config.json", folder / "silent")
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert words in said and said.count(words) == 1
     assert "Traceback" not in said
 
 
