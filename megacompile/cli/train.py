@@ -70,10 +70,12 @@ def run_train(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
-    ours, _, arguments, model_config, _ = keys
-    if ours.dry_run:
-        return _dry_run(ours, arguments, model_config) if first else 0
+    ours, script, arguments, model_config, mixture = keys
     _check_reports(arguments.report_to)
+    if ours.dry_run:
+        _data(ours, script, mixture, arguments)
+        _tokenizer(model_config, arguments)
+        return _dry_run(ours, arguments, model_config) if first else 0
     resume, folder = Resume(keys), folder_of(arguments.output_dir, "output_dir")
     checkpoint = resume.checkpoint()
     where = f"the model is in {folder / 'model'}, what happened in {folder / 'report.md'}"
@@ -259,14 +261,9 @@ def _broken_line(pattern: str) -> str | None:
     return None
 
 
-def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
-    """The trainer's arguments that say what is trained.
-
-    A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
-    """
+def _tokenizer(model_config: Any, arguments: Any) -> Any:
+    """Load the model's tokenizer; refuse a model or a template that is not there."""
     import transformers
-
-    from megacompile.pretrained import Shards, build_empty
 
     name = model_config.model_name_or_path
     if name is None:
@@ -280,6 +277,20 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
     _check_template(tokenizer, name, template, getattr(arguments, "assistant_only_loss", False))
+    return tokenizer
+
+
+def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
+    """The trainer's arguments that say what is trained.
+
+    A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
+    """
+    import transformers
+
+    from megacompile.pretrained import Shards, build_empty
+
+    tokenizer, name = _tokenizer(model_config, arguments), model_config.model_name_or_path
+    folder, template = Path(name), getattr(arguments, "chat_template_path", None)
     if ours.from_scratch:
         transformers.set_seed(arguments.seed)
         made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
@@ -336,7 +347,7 @@ def _check_template(tokenizer: Any, name: str, path: str | None, assistant_only:
 
 
 def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:
-    """What ``megacompile plan`` says of the same model, batch and budgets."""
+    """What ``megacompile plan`` says of the same model, batch and budgets; data and tokenizer were read."""
     import torch
 
     config = Path(str(model_config.model_name_or_path)) / "config.json"

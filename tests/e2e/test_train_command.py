@@ -284,6 +284,17 @@ def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    "flag", ["--data=nosuch.jsonl", "--model_name_or_path=./nosuch", "--report_to=nosuch"]
+)
+def test_a_dry_run_finds_what_would_end_the_training(
+    flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "config.yaml", "--dry_run", "true", *SMALL, flag]) == 2
+    said = capsys.readouterr()
+    assert "nosuch" in said.err and "FITS" not in said.out
+
+
+@pytest.mark.parametrize(
     "rows",
     [
         {"instruction": "what is it?", "input": "", "output": "a fox."},
