@@ -222,7 +222,7 @@ class Frontend:
             raise
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from error
+            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from None
 
     def _build(self, front: Front, tiled: Tiled, part: Partition, chunk: int) -> Compiled:
         with self._running():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from megacompile.capture.outputs import OutputsFn
 from megacompile.capture.right_padding import is_padded_right
 from megacompile.capture.snapshot import ModelSettings, model_settings
 from megacompile.errors import MegacompileError
+
+_MISSPELT = 0.8  # how alike a key is to the name that was meant
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,10 @@ def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:
     signature, name = inspect.signature(model.forward), f"{type(model).__name__}.forward"
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     unknown = sorted(kwargs.keys() - signature.parameters.keys())
+    missing = signature.parameters.keys() - kwargs.keys()
+    for key in unknown:  # also where the forward would take it, and leave it unread
+        if near := difflib.get_close_matches(key, missing, n=1, cutoff=_MISSPELT):
+            raise MegacompileError(f"{name} has no {key!r}: did you mean {near[0]!r}?")
     if unknown and not takes_all:
         raise MegacompileError(
             f"{name} takes no {', '.join(unknown)}: remove it from the batch, or give compile a loss_fn, "
@@ -232,4 +239,4 @@ def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:
         raise MegacompileError(
             f"{name} cannot be called with this batch ({error}): add what is missing, remove what is too "
             "much, or give compile a loss_fn, which is given the batch."
-        ) from error
+        ) from None

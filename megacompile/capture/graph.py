@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import traceback
 import warnings
 from collections import defaultdict
@@ -54,6 +55,7 @@ from megacompile.capture.right_padding import reads_no_padding
 from megacompile.errors import BudgetError, CaptureError
 
 aten = torch.ops.aten
+_LOGS = GuardOnDataDependentSymNode.__module__, FakeTensorMode.__module__
 
 
 class _Forward(nn.Module):
@@ -83,7 +85,7 @@ class _Forward(nn.Module):
         try:
             tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
-            raise CaptureError(_explain(error, self.model)) from error
+            raise CaptureError(_explain(error, self.model)) from None
         return tensors
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +168,7 @@ def _without_gradient(what: str, model: nn.Module) -> CaptureError:
 
 def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
     try:
-        with warnings.catch_warnings(), _quiet(GuardOnDataDependentSymNode.__module__), replaced(_FLAGS):
+        with warnings.catch_warnings(), _quiet(*_LOGS), replaced(_FLAGS):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             with graphs_alone():
@@ -175,14 +177,14 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
             refuse_writes(exported)
             refuse_sparse(exported)
             graph, signature = functionalise(exported)
-    except CaptureError:
-        raise
+    except CaptureError as error:
+        raise error.with_traceback(None) from None  # torch's frames tell nothing
     except MemoryError as error:
         raise BudgetError(
             f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
         ) from error
     except Exception as error:
-        raise CaptureError(_explain(error, model)) from error
+        raise CaptureError(_explain(error, model)) from None
     return _flatten(graph, signature, exported.constants, forward)
 
 
@@ -192,14 +194,17 @@ def _fake_leaf(leaf: Tensor) -> Tensor:
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
+def _quiet(*names: str) -> Iterator[None]:
     """What torch logs of a failure says less than the error that is raised for it."""
-    log = logging.getLogger(logger)
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(name) for name in names]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
     try:
         yield
     finally:
-        log.disabled = before
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 def _as_they_are(_theirs: Callable[..., Any], *flags: Any) -> tuple[Any, ...]:
@@ -309,6 +314,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
         return f"The forward of {type(model).__name__} fails{where}: {type(error).__name__}: {first_line}."
-    if "should be the same" in first_line or "dtype" in first_line:
+    if re.search(r"dtype int|types: Long", first_line):
+        hint = "token ids and labels of classes are whole numbers: give them as .long()"
+    elif "should be the same" in first_line or "dtype" in first_line:
         hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
     return f"The forward of {type(model).__name__} cannot be captured{where}: {first_line}; {hint}."

@@ -167,7 +167,7 @@ def _answer_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 2 for a user's mistake."""
+    """Run one command; the exit code is 2 for a user's mistake, 130 where Ctrl-C stops it."""
     warnings.simplefilter("ignore")
     parser, commands = _build()
     try:
@@ -183,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 1
+    except KeyboardInterrupt:
+        print("\nmegacompile: stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def _run_models(_: argparse.Namespace) -> int:

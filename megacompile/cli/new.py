@@ -27,6 +27,7 @@ hbm_budget: auto                   # of the device: 22GB, 90%, or auto
 max_length: 2048                   # tokens of a row, at most
 # chat_template_path: chat.jinja   # where the tokenizer has none, or none that TRL knows
 per_device_train_batch_size: 1
+per_device_eval_batch_size: 1      # default: as in training
 gradient_accumulation_steps: 16
 num_train_epochs: 1
 learning_rate: {rate}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megacompile.cli.chats import as_messages
-from megacompile.cli.main import main
+from megacompile.cli.main import folder_of, main
 from megacompile.errors import MegacompileError
 from megacompile.world.ranks import find_ranks
 
@@ -29,6 +30,8 @@ _FILES = {
     ".txt": "text",
     ".md": "text",
 }
+_LONGEST = 1 << 24  # tokens of a row
+_SHOWN = 40  # characters before and behind a mistake
 _TOKENIZERS = ("*token*", "*vocab*", "*.model")  # of any kind; without, transformers makes one up
 
 
@@ -52,48 +55,59 @@ class TrainConfig:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one."""
+    """Train as the file says; from the newest whole checkpoint of its output_dir, if there is one.
+
+    Stopped by a signal it writes no model, and the exit code is 128 and the signal's number, as a shell's.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # before transformers makes the group of the ranks, which torchrun could not make again at a restart
     first = find_ranks().rank == 0  # which writes, and tells
     try:
         import trl
 
-        from megacompile.integrations.checkpoints import last_checkpoint
+        from megacompile.cli.resume import Resume
         from megacompile.integrations.report import Logbook, write_report
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
-    ours, _, arguments, model_config, _ = keys
+    ours, script, arguments, model_config, mixture = keys
+    _check_reports(arguments.report_to)
     if ours.dry_run:
+        _data(ours, script, mixture, arguments)
+        _tokenizer(model_config, arguments)
         return _dry_run(ours, arguments, model_config) if first else 0
-    folder = Path(arguments.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    resume, folder = Resume(keys), folder_of(arguments.output_dir, "output_dir")
+    checkpoint = resume.checkpoint()
+    where = f"the model is in {folder / 'model'}, what happened in {folder / 'report.md'}"
+    if resume.is_finished(checkpoint):
+        if first:
+            print(f"megacompile: already finished: {where}; another output_dir starts anew")
+        return 0
     if first:
         _keep_keys(Path(options.config), options.overrides, folder / "config.yaml")
+        (folder / "report.md").unlink(missing_ok=True)  # which says that a training has ended
     try:
         trainer = _trainer(*keys)
-        trainer.add_callback(logbook := Logbook(folder / "log.csv"))
     except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
         raise MegacompileError(f"{options.config}: {error}") from error
-    resumed = last_checkpoint(arguments.output_dir)
-    if resumed is not None and first:
-        print(f"megacompile: going on from {resumed}; another output_dir starts anew")
+    trainer.add_callback(logbook := Logbook(folder / "log.csv"))
+    trainer.add_callback(resume)
+    if checkpoint is not None and first:
+        print(f"megacompile: going on from {checkpoint}; another output_dir starts anew")
     try:
-        trainer.train(resume_from_checkpoint=resumed)
+        trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         trainer._progress.end()
+    stopped: int | None = trainer._interruption.stopped_by
+    if stopped is not None:
+        if first:
+            print("megacompile: the same command goes on with the training; no model was written")
+        return 128 + stopped
     trainer.save_model(str(folder / "model"))
     if first:
         write_report(trainer, logbook, folder)
-        _tell(trainer, folder)
+        print(f"megacompile: {where}")
     return 0
-
-
-def _tell(trainer: Any, folder: Path) -> None:
-    if trainer._interruption.stopped:
-        print("megacompile: the same command goes on with the training")
-    print(f"megacompile: the model is in {folder / 'model'}, what happened in {folder / 'report.md'}")
 
 
 def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
@@ -167,11 +181,26 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
         parsed = parser.parse_args_and_config(["--config", str(path), *given])
     except (ValueError, TypeError) as error:
         raise MegacompileError(f"{path}: {error}") from error
+    if parsed[2].max_length is not None and not 0 < parsed[2].max_length <= _LONGEST:
+        raise MegacompileError(f"{path}: max_length {parsed[2].max_length}: give 1 to {_LONGEST:,} tokens.")
+    if "per_device_eval_batch_size" not in names:
+        parsed[2].per_device_eval_batch_size = parsed[2].per_device_train_batch_size
     if "report_to" not in names and integrations.is_tensorboard_available():
         parsed[2].report_to = ["tensorboard"]
     if parsed[2].include_num_input_tokens_seen == "all":  # which is what the parser makes of true
         parsed[2].include_num_input_tokens_seen = "non_padding"
     return parsed
+
+
+def _check_reports(names: Sequence[str]) -> None:
+    """Refuse a report_to that is not installed, before the data is read."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for kind in get_reporting_integration_callbacks(names):
+            kind()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise MegacompileError(f"report_to: {error}") from error
 
 
 def _refuse(message: str) -> NoReturn:
@@ -181,15 +210,19 @@ def _refuse(message: str) -> NoReturn:
 def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple[Any, Any]:
     """(training, evaluation): from ``data``, or as TRL's own keys say; None where nothing is kept for it."""
     from datasets import Dataset, load_dataset
+    from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
     from trl import get_dataset
 
     if ours.data is not None:
-        kind = _FILES.get(Path(ours.data).suffix)
+        kind, told = _FILES.get(Path(ours.data).suffix), get_verbosity()
+        set_verbosity(CRITICAL)  # what is logged of a failure is told below
         try:
             found = load_dataset(kind, data_files=ours.data) if kind else load_dataset(ours.data)
         except Exception as error:  # of many kinds, of the reader of each format
-            reason = error.__cause__ or error  # which tells the line
+            reason = _broken_line(ours.data) or error.__cause__ or error  # which tells the line
             raise MegacompileError(f"data: {ours.data} cannot be read: {reason}") from error
+        finally:
+            set_verbosity(told)
     elif mixture.datasets:
         found = get_dataset(mixture)
     elif script.dataset_name:
@@ -198,7 +231,11 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         )
     else:
         raise MegacompileError("There is nothing to train on: give data, dataset_name or datasets.")
-    train, test = found[script.dataset_train_split], found.get(script.dataset_test_split)
+    text = getattr(arguments, "dataset_text_field", "text")
+    train, test = (
+        part if part is None else as_messages(part, text)  # before a split, so that rows keep their numbers
+        for part in (found[script.dataset_train_split], found.get(script.dataset_test_split))
+    )
     if isinstance(train, Dataset) and test is None and mixture.test_split_size:
         parts = train.train_test_split(test_size=mixture.test_split_size, seed=arguments.seed)
         train, test = parts["train"], parts["test"]
@@ -206,18 +243,27 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         test = None
     elif test is None:
         raise MegacompileError("eval_strategy needs data for evaluation: give test_split_size, or 'no'.")
-    text = getattr(arguments, "dataset_text_field", "text")
-    return tuple(part if part is None else as_messages(part, text) for part in (train, test))  # type: ignore
+    return train, test
 
 
-def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
-    """The trainer's arguments that say what is trained.
+def _broken_line(pattern: str) -> str | None:
+    """The first line of the files that is no JSON, where each line should be."""
+    path = Path(pattern)
+    for file in sorted(path.parent.glob(path.name)) if path.suffix == ".jsonl" else ():
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    json.loads(line if line.strip() else "{}")
+                except ValueError as error:
+                    start = max(0, getattr(error, "pos", 0) - _SHOWN)
+                    shown = "…" * (start > 0) + line[start : start + 2 * _SHOWN].strip()
+                    return f"line {number} of {file.name} is no JSON: {error}, in {shown!r}"
+    return None
 
-    A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
-    """
+
+def _tokenizer(model_config: Any, arguments: Any) -> Any:
+    """Load the model's tokenizer; refuse a model or a template that is not there."""
     import transformers
-
-    from megacompile.pretrained import Shards, build_empty
 
     name = model_config.model_name_or_path
     if name is None:
@@ -230,11 +276,21 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
             f"model_name_or_path: {name} has no tokenizer: tokenizer.save_pretrained({name!r}) puts it there."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
-    if getattr(arguments, "assistant_only_loss", False) and not (tokenizer.chat_template or template):
-        raise MegacompileError(
-            f"The tokenizer of {name} has no chat template: give chat_template_path, a .jinja file, or set "
-            "assistant_only_loss to false for data that are no chats."
-        )
+    _check_template(tokenizer, name, template, getattr(arguments, "assistant_only_loss", False))
+    return tokenizer
+
+
+def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
+    """The trainer's arguments that say what is trained.
+
+    A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
+    """
+    import transformers
+
+    from megacompile.pretrained import Shards, build_empty
+
+    tokenizer, name = _tokenizer(model_config, arguments), model_config.model_name_or_path
+    folder, template = Path(name), getattr(arguments, "chat_template_path", None)
     if ours.from_scratch:
         transformers.set_seed(arguments.seed)
         made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
@@ -253,8 +309,45 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     return {"model": name, "processing_class": tokenizer}
 
 
+def _check_template(tokenizer: Any, name: str, path: str | None, assistant_only: bool) -> None:
+    """Refuse a chat template that cannot be read, or does not say what is learned."""
+    import jinja2
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    template, where = tokenizer.chat_template, f"The chat template of {name}"
+    if path is not None and path.endswith((".jinja", ".j2")):
+        where = f"chat_template_path: {path}"
+        if not Path(path).is_file():
+            raise MegacompileError(f"{where} is no file.")
+        template = Path(path).read_text(encoding="utf-8")
+    elif path is not None:  # of another tokenizer, which TRL reads
+        return
+    if template is None and assistant_only:
+        raise MegacompileError(
+            f"The tokenizer of {name} has no chat template: give chat_template_path, a .jinja file, or set "
+            "assistant_only_loss to false for data that are no chats."
+        )
+    tokenizer.chat_template = template
+    try:
+        if template is not None:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise MegacompileError(f"{where} is no template: line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateError:
+        pass  # of this chat alone, as far as is known
+    if not assistant_only or has_generation_markers(template):
+        return
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise MegacompileError(
+            f"{where} does not mark what the assistant says: put it between {{% generation %}} and "
+            "{% endgeneration %}, in a .jinja file for chat_template_path, or set assistant_only_loss false."
+        ) from error
+
+
 def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:
-    """What ``megacompile plan`` says of the same model, batch and budgets."""
+    """What ``megacompile plan`` says of the same model, batch and budgets; data and tokenizer were read."""
     import torch
 
     config = Path(str(model_config.model_name_or_path)) / "config.json"

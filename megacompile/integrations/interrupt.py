@@ -22,7 +22,8 @@ _DEFAULTS: dict[signal.Signals, Any] = {
 
 
 class Interruption(TrainerCallback):
-    """Stops a training behind the update in which a signal came; ``stopped`` says that it did.
+    """Stops a training behind the update in which a signal came; ``stopped`` says that it did, and
+    ``stopped_by`` which.
 
     At the end of an epoch it stops behind what is due there, so that a resumed run misses none of it.
     """
@@ -32,6 +33,11 @@ class Interruption(TrainerCallback):
         self.stopped = False
         self._signal: signal.Signals | None = None
 
+    @property
+    def stopped_by(self) -> signal.Signals | None:
+        """The signal that stopped the training, if any did."""
+        return self._signal if self.stopped else None
+
     @contextlib.contextmanager
     def handled(self, trainer: Any) -> Iterator[None]:
         """Take the signals for which the script has no handler of its own; only the main thread can."""
@@ -39,6 +45,8 @@ class Interruption(TrainerCallback):
         main = threading.current_thread() is threading.main_thread()
         taken = [n for n, default in _DEFAULTS.items() if main and signal.getsignal(n) == default]
         process = os.getpid()
+        saving = "" if trainer.args.save_strategy == SaveStrategy.NO else ", then saving a checkpoint"
+        text = f"\nFinishing the update{saving}; Ctrl-C again stops now.\n".encode()
 
         def note(number: int, frame: object) -> None:
             if os.getpid() != process:
@@ -46,7 +54,7 @@ class Interruption(TrainerCallback):
             if self._signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self._signal = signal.Signals(number)
-            os.write(2, b"\nStopping after this update; Ctrl-C stops at once.\n")  # print may be under way
+            os.write(2, text)  # print may be under way
 
         for number in taken:
             signal.signal(number, note)

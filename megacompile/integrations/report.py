@@ -37,12 +37,9 @@ class Logbook(TrainerCallback):
 
 
 def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
-    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it; the one that is there stays where no
-    step was left to make."""
+    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it."""
     from megacompile.schedule.plots import loss_curve
 
-    if _reached(trainer.state)[0] == logbook.began[0] and (folder / "report.md").exists():
-        return
     history, program = trainer.state.log_history, trainer.program
     train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     held_out = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]

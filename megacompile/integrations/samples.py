@@ -15,11 +15,16 @@ class Samples(TrainerCallback):
     """Answers ``prompts`` by the most likely tokens, ``length`` at most, so no random number is drawn.
 
     Where the tokenizer has a chat template, a prompt is what the user says. ``path`` gets one line for each
-    answer: step, prompt, answer.
+    answer: step, prompt, answer; of a training that goes on from a checkpoint those up to there stay in it.
     """
 
     def __init__(self, trainer: Any, prompts: Sequence[str], length: int, path: Path) -> None:
         self._trainer, self._prompts, self._length, self._path = trainer, list(prompts), length, path
+        self._lines: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kept = self._path.read_text().splitlines() if state.global_step and self._path.exists() else []
+        self._lines = [line for line in map(json.loads, kept) if line["step"] <= state.global_step]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         answers = self._answers()  # of all ranks, which compute each token together
@@ -29,8 +34,10 @@ class Samples(TrainerCallback):
             {"step": state.global_step, "prompt": prompt, "answer": answer}
             for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
-        with self._path.open("a") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        self._lines = [line for line in self._lines if line["step"] != state.global_step] + lines
+        written = self._path.with_name(f"{self._path.name}.new")  # so that a kill leaves either file
+        written.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines))
+        written.replace(self._path)
         for line in lines:
             self._trainer._progress.write(f"{line['prompt']} → {line['answer']}")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -457,3 +459,29 @@ def test_taking_a_gpu_says_once_that_none_was_tried(monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("error")
         backends.open_backend("cuda", torch.float32)
         backends.open_backend("cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ids: {"labels": ids.float()}, r"dtype int32/int64 for index.*: give them as .long\(\)"),
+        (lambda ids: {"input_ids": ids.float()}, r"argument #1 'indices'.*: give them as .long\(\)"),
+        (lambda ids: {"labels": None}, "The forward returned no scalar loss"),
+        (lambda ids: {"atention_mask": ids > 0}, "has no 'atention_mask': did you mean 'attention_mask'"),
+        (lambda ids: {"labels": None, "lables": ids}, "has no 'lables': did you mean 'labels'"),
+    ],
+    ids=["labels", "ids", "no labels", "mask", "misspelt labels"],
+)
+def test_a_mistake_in_a_batch_is_named_without_the_noise_of_torch(
+    change: Callable[[Tensor], dict[str, Any]], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the forward takes anything, and would train on without the key."""
+    program = compile_plain(build("llama", layers=1), device="cpu")
+    ids = torch.randint(3, 60, (2, 8))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": None} | change(ids)
+    with pytest.raises(megacompile.MegacompileError, match=words) as raised:
+        program.train_step({name: value for name, value in batch.items() if value is not None})
+    error = raised.value
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    assert not any("site-packages/torch/_" in frame.filename for frame in traceback.extract_tb(raised.tb))
+    assert "Traceback" not in capfd.readouterr().err

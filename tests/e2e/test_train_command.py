@@ -45,24 +45,55 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a command is run: a model with its tokenizer, and chats."""
-    build("llama", layers=2).save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    tokenizer().save_pretrained(tmp_path / "model")
+def filled(folder: Path) -> Path:
+    """Put a model with its tokenizer, chats and the example file into a folder."""
+    build("llama", layers=2).save_pretrained(folder / "model")  # type: ignore[operator]
+    tokenizer().save_pretrained(folder / "model")
     lines = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
         for asked, said in PAIRS * 14
     ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", "config.yaml"]) == 0
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["new", str(folder / "config.yaml")]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a command is run."""
+    monkeypatch.chdir(filled(tmp_path))
     return tmp_path
 
 
-def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example file as it is written; run again, it finds nothing left to do and writes the same model."""
-    assert main(["train", "config.yaml", *SMALL]) == 0
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the example file was trained to its end, and what was printed."""
+    folder, before = filled(tmp_path_factory.mktemp("run")), Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert main(["train", "config.yaml", *SMALL]) == 0
+    finally:
+        os.chdir(before)
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def finished(run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a training has ended, which no test changes."""
+    monkeypatch.chdir(run[0])
+    return run[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_file_of_chats_becomes_a_model(
+    run: tuple[Path, str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example file as it is written."""
+    folder, printed = run
     first = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
     before = build("llama", layers=2).state_dict()
     assert not torch.equal(first["lm_head.weight"], before["lm_head.weight"])
@@ -71,7 +102,7 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
     assert [row["step"] for row in logged if row["loss"]] == ["2", "4"]
     samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(4, "What can you do?")]
-    assert f"What can you do? → {samples[0]['answer']}" in capsys.readouterr().out
+    assert f"What can you do? → {samples[0]['answer']}" in printed
     report = (folder / "out" / "report.md").read_text()
     assert "Answers after step 4" in report and samples[0]["answer"] in report
     assert "4 steps" in report and "of 5 MB" in report
@@ -80,12 +111,88 @@ def test_a_file_of_chats_becomes_a_model(folder: Path, capsys: pytest.CaptureFix
         assert (folder / "out" / name).stat().st_size
     assert re.search(r"s for 4 steps, .*\n\| tokens per second \| [\d,]+, over", report)
     assert not (folder / "out" / "README.md").exists()
-    capsys.readouterr()
-    assert main(["train", "config.yaml", *SMALL]) == 0
-    assert (folder / "out" / "report.md").read_text() == report
+
+
+def test_a_training_that_has_ended_is_not_begun_again(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where only what is told and kept differs, or where it runs; nothing is read or written."""
+    monkeypatch.delattr("megacompile.cli.train._trainer")
+    before = contents(finished)
+    for other in ([], ["--hbm_budget=9MB", "--logging_steps=1", "--save_total_limit=7"]):
+        assert main(["train", "config.yaml", *SMALL, *other]) == 0
+        assert "already finished: the model is in out/model" in capsys.readouterr().out
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--learning_rate=0.02"], "learning_rate was 0.01, and is 0.02"),
+        (["--seed=1", "--max_steps=6"], "max_steps was 4, and is 6; seed was 0, and is 1"),
+        (["--use_peft=true"], "use_peft was false, and is true"),
+        (["--optimizer_state=int8"], 'optimizer_state was null, and is "int8"'),
+        (["--data=other.jsonl"], 'data was "./chats.jsonl", and is "other.jsonl"'),
+    ],
+    ids=lambda value: value[0].strip("-=") if isinstance(value, list) else "",
+)
+def test_another_training_in_the_same_folder_is_refused(
+    flags: list[str], words: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished)
+    assert main(["train", "config.yaml", *SMALL, *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"megacompile: out/checkpoint-4 is of another training: {words}. Another output_dir starts" in said
+    assert "--resume_from_checkpoint out/checkpoint-4 goes on from there" in said
+    assert contents(finished) == before
+
+
+def test_other_rows_or_another_model_of_the_same_name_are_refused(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name, key in (
+        ("chats.jsonl", "data, ./chats.jsonl"),
+        ("model/config.json", "model_name_or_path, ./model"),
+    ):
+        text = Path(name).read_text()
+        Path(name).write_text(text[:-2] + " " + text[-2:])
+        assert main(["train", "config.yaml", *SMALL]) == 2
+        assert f"of another training: what is in {key}, has changed." in capsys.readouterr().err
+        Path(name).write_text(text)
+
+
+def test_a_checkpoint_that_is_asked_for_by_name_is_gone_on_from(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is given now. Shares of the updates are no other arguments than their numbers, and samples
+    are kept once for each step, those of steps behind the checkpoint not at all."""
+    warned: list[str] = []
+    monkeypatch.setattr(transformers.trainer_utils.logger, "warning_once", warned.append)
+    shutil.copytree(finished / "out", tmp_path / "out")
+    for name in ("model", "chats.jsonl", "config.yaml"):
+        (tmp_path / name).symlink_to(finished / name)
+    monkeypatch.chdir(tmp_path)
+    samples = Path("out/samples.jsonl").read_text()
+    with Path("out/samples.jsonl").open("a") as file:
+        file.write(samples.replace('"step": 4', '"step": 5'))
+    asked = [*SMALL, "--learning_rate=0.02", "--resume_from_checkpoint=out/checkpoint-4"]
+    assert main(["train", "config.yaml", *asked]) == 2
+    assert "out/checkpoint-4 has made 4 updates, and 4 are asked for: give more" in capsys.readouterr().err
+    asked += [
+        "--max_steps=5",
+        "--logging_steps=0.4",
+        "--save_steps=0.4",
+        "--eval_steps=0.8",
+        "--eval_on_start=true",
+    ]
+    assert main(["train", "config.yaml", *asked]) == 0
     assert "going on from out/checkpoint-4" in capsys.readouterr().out
-    again = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
-    assert all(torch.equal(value, first[name]) for name, value in again.items())
+    assert [json.loads(line)["step"] for line in Path("out/samples.jsonl").read_text().splitlines()] == [4, 5]
+    assert not warned
+    assert main(["train", "config.yaml", *asked]) == 0
+    assert "already finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -132,17 +239,36 @@ def test_tensorboard_is_written_where_it_is_installed(folder: Path, monkeypatch:
         assert _parse(trl, folder / "config.yaml", given)[2].report_to == expected
 
 
-def test_a_stopped_training_says_how_it_goes_on(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 2], ids=str)
+def test_a_stopped_training_writes_no_model(
+    signals: list[signal.Signals],
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """It says at once what it will do, and when it has ended how it goes on; the exit code is a shell's."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}[signals[0]]
+    before = signal.signal(signals[0], usual)  # which a suite's runner may have replaced
+    request.addfinalizer(lambda: signal.signal(signals[0], before))
+    said_at_once: list[str] = []
+
     def stop(*args: Any, **kwargs: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            said_at_once.append(capfd.readouterr().err)
 
     monkeypatch.setattr("megacompile.integrations.report.Logbook.on_step_begin", stop)
-    assert main(["train", "config.yaml", *SMALL]) == 0
-    said = capsys.readouterr()
-    assert "SIGINT stopped the training after update 1: " in said.err
-    assert "the same command goes on with the training" in said.out
+    assert main(["train", "config.yaml", *SMALL]) == 128 + signals[0]
+    assert "Finishing the update, then saving a checkpoint; Ctrl-C again stops now." in said_at_once[0]
+    said = capfd.readouterr()
+    if len(signals) == 1:
+        assert f"{signals[0].name} stopped the training after update 1: " in said.err
+        assert "the same command goes on with the training; no model was written" in said.out
+    else:
+        assert said.err.endswith("\nmegacompile: stopped by Ctrl-C\n") and "Traceback" not in said.err
+    assert (folder / "out" / "checkpoint-1").exists() == (len(signals) == 1)
+    assert not (folder / "out" / "model").exists() and not (folder / "out" / "report.md").exists()
 
 
 def test_an_error_stands_on_a_line_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +281,17 @@ def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixt
     assert main(["train", "config.yaml", "--dry_run", "true", *SMALL]) == 0
     assert "FITS" in capsys.readouterr().out
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flag", ["--data=nosuch.jsonl", "--model_name_or_path=./nosuch", "--report_to=nosuch"]
+)
+def test_a_dry_run_finds_what_would_end_the_training(
+    flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "config.yaml", "--dry_run", "true", *SMALL, flag]) == 2
+    said = capsys.readouterr()
+    assert "nosuch" in said.err and "FITS" not in said.out
 
 
 @pytest.mark.parametrize(
@@ -204,7 +341,33 @@ def test_an_instruction_with_an_input() -> None:
         (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),
         (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
         (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
-        (["train", "config.yaml", "--data", "broken.jsonl"], "in row 3"),
+        (
+            ["train", "config.yaml", "--data", "broken.jsonl"],
+            "cannot be read: line 4 of broken.jsonl is no JSON: Expecting value: ",
+        ),
+        (["train", "config.yaml", "--data", "silent.jsonl"], "data: row 4 is a chat without a turn"),
+        (["train", "config.yaml", "--output_dir", "/proc/x"], "output_dir /proc/x: "),
+        (
+            ["train", "config.yaml", "--max_length", "1000000000"],
+            "max_length 1000000000: give 1 to 16,777,216",
+        ),
+        (
+            ["train", "config.yaml", "--report_to", "nowhere"],
+            "report_to: nowhere is not supported",
+        ),
+        (
+            ["train", "config.yaml", "--report_to", "clearml"],
+            "report_to: ClearMLCallback requires",
+        ),
+        (["train", "config.yaml", "--chat_template_path", "no.jinja"], "path: no.jinja is no file."),
+        (
+            ["train", "config.yaml", "--chat_template_path", "open.jinja"],
+            "open.jinja is no template: line 1: un",
+        ),
+        (
+            ["train", "config.yaml", "--chat_template_path", "plain.jinja"],
+            "chat_template_path: plain.jinja does not mark what the assistant says",
+        ),
         (
             ["train", "config.yaml", "--model_name_or_path", "base"],
             "of base has no chat template: give chat_t",
@@ -221,13 +384,16 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     rows = (folder / "chats.jsonl").read_text().splitlines()[:3]
     (folder / "broken.jsonl").write_text("\n".join([*rows, '{"messages": [']))
+    (folder / "silent.jsonl").write_text("\n".join([*rows, '{"messages": []}', *rows]))
+    (folder / "open.jinja").write_text("{% for m in messages %}{{ m['role']")
+    (folder / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     shutil.copytree(folder / "model", folder / "base")
     (folder / "base" / "chat_template.jinja").unlink()
     (folder / "silent").mkdir()
     shutil.copy(folder / "model" / "config.json", folder / "silent")
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert words in said and said.count(words) == 1
     assert "Traceback" not in said
 
 
