@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacompile.arguments import check_model, check_settings, directories
 from megacompile.assemble.plan import Plan
+from megacompile.capture.wrappers import unwrapped
 from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
@@ -68,7 +69,8 @@ def compile(
     ----------
     model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
         trains it, its parameters hold no values, and reading or writing one is an error:
-        ``program.state_dict()`` has them.
+        ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
+        ``DistributedDataParallel`` returned, the module inside is trained, under its own names.
     hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
     optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
         read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
@@ -126,6 +128,7 @@ def compile(
     """
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     check_model(model, weights)
+    model = unwrapped(model)
     world = World(find_ranks(mesh))
     with world.together():
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))

@@ -136,6 +136,11 @@ class Compiler:
         """How many programs were compiled and are not forgotten."""
         return len(self._scheduled)
 
+    @property
+    def training(self) -> list[Scheduled]:
+        """The programs that compute gradients, in the order of their compilation."""
+        return [s for (_, mode), s in self._scheduled.items() if mode.kind in ("train", "accumulate")]
+
     def forget(self) -> None:
         """Forget all programs and captures; how weights are cut and where state is stays decided."""
         self._scheduled.clear()

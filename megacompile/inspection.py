@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megacompile.assemble.plan import Plan
 from megacompile.bench.calibrate import calibrated
+from megacompile.compiler import Scheduled
 from megacompile.errors import ProgramError
 from megacompile.fuse.report import Fusions
 from megacompile.host.arena import resident_peak_bytes
@@ -35,16 +36,27 @@ class Inspection:
 
     @property
     def schedule(self) -> Schedule:
-        """The scheduled step of the training program that ran last, with its times if it was the last to run.
+        """The scheduled step of the training program that ran last, with the times of a recent run.
 
         Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
         """
         return self._schedule_on(self._session.compiler.measured_machine)
 
-    def _schedule_on(self, machine: Machine) -> Schedule:
-        scheduled, runtime = self._session.scheduled(), self._session.runtime
-        step, trace = runtime.traces[-1] if runtime and runtime.traces else (None, [])
-        ran = align(scheduled.planned.step, list(trace)) if step is scheduled.planned.step else None
+    @property
+    def largest_schedule(self) -> Schedule:
+        """As ``schedule``, of the training program that computes most: the last batch of an epoch is often a
+        small one."""
+        compiler = self._session.compiler
+        largest = max(
+            compiler.training, key=lambda s: sum(op.flops for op in s.planned.step.ops), default=None
+        )
+        return self._schedule_on(compiler.measured_machine, largest)
+
+    def _schedule_on(self, machine: Machine, scheduled: Scheduled | None = None) -> Schedule:
+        runtime, scheduled = self._session.runtime, scheduled or self._session.scheduled()
+        traces = reversed(runtime.traces) if runtime else iter(())
+        trace = next((trace for step, trace in traces if step is scheduled.planned.step), None)
+        ran = align(scheduled.planned.step, list(trace)) if trace is not None else None
         return self._session.compiler.schedule_of(scheduled, machine, ran)
 
     @alone

@@ -31,8 +31,8 @@ class Program(Persistence):
 
     Of several ranks each has one, and calls its methods together with the others.
 
-    ``model`` and ``optimizer`` are those that were given; a learning-rate scheduler takes ``optimizer``. Used
-    as ``with program:``, it is closed at the end.
+    ``model`` and ``optimizer`` are those that were given, the model without torch's wrappers; a learning-rate
+    scheduler takes ``optimizer``. Used as ``with program:``, it is closed at the end.
     """
 
     def __init__(self, session: Session) -> None:

@@ -44,8 +44,13 @@ def block_text(plan: BlockPlan) -> str:
     return f"{checkpoint}, saved {_PLACES[plan.saved_on]}{waits}"
 
 
-def group_text(plan: GroupPlan) -> str:
-    """How long a weight group stays, how early it comes, and what else differs from the usual."""
+def group_text(plan: GroupPlan, ranks: int = 1) -> str:
+    """How long a weight group stays, how early it comes, and what else differs from the usual.
+
+    Several ``ranks`` gather weights whose shards stay on their devices.
+    """
+    if plan.state == "device" and ranks == 1:
+        return f"{_RESIDENCY_TEXTS['step']}, state too"
     ahead = f"prefetch {plan.prefetch_depth} ahead" if plan.prefetch_depth else "prefetch just in time"
     parts = [_RESIDENCY_TEXTS[plan.residency], ahead]
     for item in fields(plan):
@@ -65,13 +70,17 @@ class Row:
     members: tuple[int, ...]
 
 
-def plan_rows(plan: Plan, blocks: Sequence[str], groups: Sequence[str], sizes: Sequence[int]) -> list[Row]:
+def plan_rows(
+    plan: Plan, blocks: Sequence[str], groups: Sequence[str], sizes: Sequence[int], ranks: int = 1
+) -> list[Row]:
     """One row per set of equal layers; a group of a block's own name stands in that block's row.
 
     ``members`` count blocks, and after them the groups that have a row of their own.
     """
     named = {
-        name: group_text(g).replace("weights", f"weights of {format_bytes(size)}" if size else "weights", 1)
+        name: group_text(g, ranks).replace(
+            "weights", f"weights of {format_bytes(size)}" if size else "weights", 1
+        )
         for name, g, size in zip(groups, plan.groups, sizes or [0] * len(groups), strict=True)
     }
     rows = []
@@ -88,9 +97,10 @@ def plan_lines(
     groups: Sequence[str],
     sizes: Sequence[int] = (),
     loops: tuple[int, int] = (0, 0),
+    ranks: int = 1,
 ) -> list[str]:
     """The plan as text: its rows as a table, and the choices of the whole step."""
-    rows = plan_rows(plan, blocks, groups, sizes)
+    rows = plan_rows(plan, blocks, groups, sizes, ranks)
     width = min(34, max((len(row.title) for row in rows), default=0))
     lines = []
     for row in rows:
@@ -125,7 +135,7 @@ def cut_text(blocks: Sequence[str]) -> str:
 def plan_table(plan: Plan, work: Workload) -> str:
     """The plan of a workload, folded, with the bytes of its weight groups."""
     names = [b.name for b in work.blocks], [g.name for g in work.groups]
-    return "\n".join(plan_lines(plan, *names, [g.nbytes for g in work.groups], work.loops))
+    return "\n".join(plan_lines(plan, *names, [g.nbytes for g in work.groups], work.loops, work.ranks))
 
 
 def whole_step(plan: Plan) -> str:

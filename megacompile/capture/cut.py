@@ -36,7 +36,8 @@ class _Run:
     def absorb(self, other: _Run) -> None:
         self.nodes += other.nodes
         self.weights |= other.weights
-        if other.layer or _bytes(other.weights) > _bytes(self.weights - other.weights):
+        heavier = _bytes(other.weights) > _bytes(self.weights - other.weights)
+        if heavier or (other.layer and not self.layer):
             self.name = other.name
         self.layer |= other.layer
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megacompile.cli.report import Extras
 from megacompile.estimate.answer import Answer, Prediction
-from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.figures import compute_parts, waits
+from megacompile.plan.least import highest_point
 
 
 def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | N
         "pieces": {name: len(rows) - 1 for name, rows in p.compiled.tiled.cuts.items() if len(rows) > 2},
         "rows_from_the_host": sorted({n for r in p.compiled.part.rows.values() for n in r.pieces}),
         "state_on_device": [work.groups[g].name for g in step.resident],
-        "alive_at_peak": alive_at_peak(step, work),
+        "alive_at_peak": highest_point(step, work)[1],
         "evaluations": p.planned.evaluations,
         "hours": hours,
         "cost": hours * extras.price if hours and extras.price else None,

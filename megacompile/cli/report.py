@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from megacompile.assemble.text import plan_table
 from megacompile.cli.report_head import head, meshes_text, splits_text
 from megacompile.estimate.answer import Answer, Prediction, Question
-from megacompile.estimate.figures import CAUSES, IDLE, alive_at_peak, compute_parts, waits
+from megacompile.estimate.figures import CAUSES, IDLE, compute_parts, waits
 from megacompile.estimate.largest import Largest
 from megacompile.estimate.sweeps import Mesh, Split
 from megacompile.estimate.ways import WayOut
 from megacompile.host.formats import CODINGS, state_bytes
-from megacompile.plan.least import describe_peak
+from megacompile.plan.least import describe_peak, highest_point
 from megacompile.plan.tiers import describe_traffic
 from megacompile.step.spec import STREAMS
 from megacompile.units import format_bytes, format_hours, format_seconds
@@ -227,14 +227,13 @@ def _idle(causes: Mapping[str, float]) -> str:
 
 def _device(answer: Answer, shown: Prediction) -> str:
     lines = [f"Device memory at its highest point, {format_bytes(shown.planned.peak_bytes)}"]
-    parts = alive_at_peak(shown.planned.step, shown.work)
+    where, parts = highest_point(shown.planned.step, shown.work)
     lines += [
         f"  {name:<34}{format_bytes(n):>8}"
         for name, n in parts.items()
         if n > 10**5 or n == max(parts.values())
     ]
-    where = describe_peak(shown.planned.step, shown.work).split(",")
-    return "\n".join([*lines, f"  reached in the {where[1].strip()}"] if len(where) > 1 else lines)
+    return "\n".join([*lines, f"  reached in the {where}"])
 
 
 def _host(answer: Answer) -> str:

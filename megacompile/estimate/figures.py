@@ -1,6 +1,6 @@
-"""Figures of a planned step: what is alive, who waits for whom.
+"""Figures of a planned step: what compute does, who waits for whom.
 
-In: a workload, a planned step, a machine. Out: plain numbers in seconds and bytes, each by the
+In: a planned step, a machine. Out: plain numbers in seconds, each by the
 definition in its docstring, so that a report can be checked by hand.
 """
 
@@ -8,31 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.assemble.workload import Workload
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import attention_delay, duration, traffic_seconds
 from megacompile.plan.candidates import Planned
-from megacompile.plan.least import alive_before
-from megacompile.step.operations import Step, memory_curve
-from megacompile.step.spec import COMPUTES, STREAMS, Saved, Stream, Value, ValueGrad, WeightGrad
-
-
-def alive_at_peak(step: Step, work: Workload) -> dict[str, int]:
-    """Device bytes at the step's highest point, by kind; they add up to the peak."""
-    curve = memory_curve(step)
-    index, peak = max(curve, key=lambda point: point[1], default=(0, 0))
-    parts = {
-        "weight slots": step.slab_bytes,
-        "weights and state that stay": step.constant_bytes - work.constant_bytes,
-        "buffers and constants": work.constant_bytes,
-    }
-    kinds = {Value: "activations between blocks", Saved: "tensors kept for the backward",
-             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way"}  # fmt: skip
-    parts |= dict.fromkeys(kinds.values(), 0)
-    for token in alive_before(step, index):
-        parts[kinds[type(token)]] += step.token_bytes[token]
-    parts["the running block's own"] = peak - sum(parts.values())
-    return {name: nbytes for name, nbytes in parts.items() if nbytes}
+from megacompile.step.operations import Step
+from megacompile.step.spec import COMPUTES, STREAMS, Stream
 
 
 def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str, float]:

@@ -43,13 +43,15 @@ def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
     history, program = trainer.state.log_history, trainer.program
     train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     held_out = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    program.schedule.to_html(folder / "schedule.html")
+    program.largest_schedule.to_html(folder / "schedule.html")
     lines = [f"# {type(trainer.model).__name__}, {trainer.state.global_step} steps", ""]
     if train:
         loss_curve(train, held_out, folder / "loss.png")
         lines += ["![Loss during training](loss.png)", ""]
+    sizes = [parameter.numel() for parameter in trainer.model.parameters()]
+    trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
     rows = {
-        "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
+        "parameters": f"{sum(sizes):,}, of which {sum(trained):,} are trained",
         "loss": f"{train[0][1]:.4f} at step {train[0][0]}, {train[-1][1]:.4f} at step {train[-1][0]}"
         if train
         else "",

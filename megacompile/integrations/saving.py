@@ -225,7 +225,7 @@ class Saving(_Upstream):
         if self.args.save_only_model:
             writing.end()
         else:
-            model = None if hasattr(self.model, "peft_config") else describe(self.model)
+            model = None if hasattr(self.model, "peft_config") else describe(self.program.model)
             writing.go_on(self.program, model)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import find_batch_size
 
 from megacompile.api import compile
+from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import BudgetError
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import Weights
@@ -136,7 +137,7 @@ class Mixin(Saving, Updates, Evaluation):
         if self.optimizer is None:
             self.create_optimizer()
         optimizer = self._adopted()
-        if self.program is not None and self.program.model is not self.model:
+        if self.program is not None and self.program.model is not unwrapped(self.model):
             self.program.close()
             self.program = None
         elif self.program is not None and self.program.optimizer is not optimizer.inner:

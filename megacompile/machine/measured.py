@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megacompile.machine.simulate import Timeline
 from megacompile.step.operations import Event, Step
 from megacompile.step.spec import Kind
+from megacompile.units import format_seconds
 
 RUN: Event = ("run",)  # the entry of a trace that tells when the run began
 
@@ -80,10 +81,10 @@ def compare(step: Step, timeline: Timeline, measured: Measured) -> list[Comparis
 
 
 def comparison_table(rows: Sequence[Comparison]) -> str:
-    """The comparison as text, in milliseconds."""
-    lines = [f"{'operation':<12}{'count':>6}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
+    """The comparison as text."""
+    lines = [f"{'operation':<12}{'count':>6}{'predicted':>14}{'measured':>14}{'ratio':>10}"]
     for row in rows:
         ratio = f"{row.ratio:.2f}" if row.predicted else "–"
-        times = "".join(f"{seconds * 1e3:>11.2f} ms" for seconds in (row.predicted, row.measured))
-        lines.append(f"{row.kind:<12}{row.count:>6}{times}{ratio:>8}")
+        times = "".join(f"{format_seconds(seconds):>14}" for seconds in (row.predicted, row.measured))
+        lines.append(f"{row.kind:<12}{row.count:>6}{times}{ratio:>10}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from megacompile.passes import lower_memory
 from megacompile.plan.arrange import policies_of, shapes, uniform
 from megacompile.plan.lowest import lowest_bytes
 from megacompile.step.operations import Step, memory_curve, peak_bytes
-from megacompile.step.spec import Token
+from megacompile.step.spec import Saved, Token, Value, ValueGrad, WeightGrad
 from megacompile.units import format_bytes
 
 _LEAN_POLICIES = ("none", "some", "least", "attention")
@@ -142,26 +142,39 @@ def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
 
 
 def describe_peak(step: Step, work: Workload) -> str:
-    """What is alive at the highest point, in one clause: the operation, slots, saved activations,
-    workspace."""
+    """Say in one clause what is alive at the highest point: the operation, and the bytes of each kind."""
+    where, parts = highest_point(step, work)
+    *most, last = [f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items()] or ["nothing"]
+    return f"at its highest point, {where}, it holds {' and '.join(filter(None, [', '.join(most), last]))}"
+
+
+def highest_point(step: Step, work: Workload) -> tuple[str, dict[str, int]]:
+    """Return the operation where the step holds the most of the device, and the bytes of each kind that it
+    holds there; they add up to the peak."""
     curve = memory_curve(step)
-    if not curve:
-        return "nothing runs on the device"
-    index, peak = max(curve, key=lambda point: point[1])
-    op = step.ops[index]
-    where = f"{op.kind} of {work.blocks[op.block].name}" if op.block >= 0 else op.kind
-    alive = alive_before(step, index)
-    offloaded = sum(step.token_bytes[t] for t in alive)
-    workspace = peak - offloaded - step.slab_bytes - step.constant_bytes
-    return (
-        f"at its highest point, {where}, it holds {format_bytes(step.slab_bytes)} of weight slots, "
-        f"{format_bytes(offloaded)} of activations and gradients, and {format_bytes(workspace)} of "
-        "that block's own tensors"
-    )
+    empty = 0, step.slab_bytes + step.constant_bytes
+    index, peak = max(curve, key=lambda point: point[1], default=empty)
+    exchanged = sum(step.shards) + 2 * step.exchange_bytes
+    parts = {
+        "weight slots": step.slab_bytes,
+        "weights and state that stay": step.constant_bytes - work.constant_bytes - exchanged,
+        "buffers of exchanges": exchanged,
+        "buffers and constants": work.constant_bytes,
+    }
+    kinds = {Value: "activations between blocks", Saved: "tensors kept for the backward",
+             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way"}  # fmt: skip
+    parts |= dict.fromkeys(kinds.values(), 0)
+    for token in _alive_before(step, index):
+        parts[kinds[type(token)]] += step.token_bytes[token]
+    parts["the running block's own"] = peak - sum(parts.values())
+    op = step.ops[index] if curve else None
+    block = f" of {work.blocks[op.block].name}" if op is not None and op.block >= 0 else ""
+    where = f"{op.kind}{block}" if op is not None else "where nothing runs on the device"
+    return where, {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-def alive_before(step: Step, index: int) -> set[Token]:
-    """Device tokens alive when the operation at ``index`` starts."""
+def _alive_before(step: Step, index: int) -> set[Token]:
+    """Return the device tokens alive when the operation at ``index`` starts."""
     alive: set[Token] = set()
     for op in step.ops[:index]:
         alive |= {t for t in op.writes if t.on_device}

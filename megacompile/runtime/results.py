@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,6 +58,30 @@ class Memory:
         )
 
 
+class StepLoss(Tensor):
+    """A step's loss, an ordinary tensor in all else, whose ``backward`` says what the step has done."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is plain
+
+    def backward(self, *given: object, **options: object) -> NoReturn:
+        raise ProgramError(
+            "This loss has no gradient to compute: train_step has made its backward and the update, and "
+            "forward_backward its backward, so leave out loss.backward() and optimizer.step()."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+    def __format__(self, specification: str) -> str:
+        return format(self.as_subclass(Tensor), specification)
+
+
 class StepOutput:
     """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
 
@@ -70,7 +94,7 @@ class StepOutput:
     def losses(self) -> tuple[Tensor, ...]:
         """The loss of each micro-batch before it is weighted, as 0-d tensors."""
         self._session.await_losses()
-        return tuple(self._results.losses)
+        return tuple(loss.as_subclass(StepLoss) for loss in self._results.losses)
 
     @property
     def loss(self) -> Tensor:
@@ -80,7 +104,8 @@ class StepOutput:
             raise ProgramError("optimizer_step computes no loss: read it where forward_backward returns.")
         if len(losses) == 1 and self._weights == (1.0,):
             return losses[0]
-        return torch.stack([w * x for w, x in zip(self._weights, losses, strict=True)]).sum()
+        weighted = [w * x for w, x in zip(self._weights, losses, strict=True)]
+        return torch.stack(weighted).sum().as_subclass(StepLoss)
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import MegacompileError
 from megacompile.host.arena import trim_heap
 from megacompile.host.optimizer import refuse_moments
@@ -112,6 +113,7 @@ class ModelValues:
     def copy_to(self, model: nn.Module) -> None:
         """Set the values of a model like this one, on every rank; this one itself is an ordinary model after
         it."""
+        model = unwrapped(model)
         if ownership.is_owned(model) and not (model is self.model and self._owns):
             raise MegacompileError(
                 f"This {type(model).__name__} belongs to another program: give one that holds its own values."

@@ -59,7 +59,7 @@ def diff_plans(a: Plan, b: Plan, blocks: Sequence[str] = (), groups: Sequence[st
     rows += [
         (f"weights {name}", f"{group_text(x)} → {group_text(y)}".replace("weights ", ""))
         for name, x, y in zip(groups, a.groups, b.groups, strict=True)
-        if x != y
+        if group_text(x) != group_text(y)
     ]
     lines = [f"{row.title}  {row.text}" for row in folded(rows)]
     for item in fields(a):

@@ -81,7 +81,7 @@ def _title(schedule: Schedule, blocks: list[int], groups: list[int]) -> str:
     lines = [f"{work.blocks[b].name}: {block_text(plan.blocks[b])}" for b in blocks]
     for g in groups:
         size = format_bytes(work.groups[g].nbytes)
-        lines.append(f"weights of {work.groups[g].name}, {size}: {group_text(plan.groups[g])}")
+        lines.append(f"weights of {work.groups[g].name}, {size}: {group_text(plan.groups[g], work.ranks)}")
     return "\n".join(lines)
 
 
@@ -114,7 +114,7 @@ def _changes(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterat
             ):  # whose tier is a budget's matter
                 others += [replace(here, **{name: value}) for value in get_args(hint)]
         for changed in others:
-            yield group_text(changed), replace(plan, groups=_with(plan.groups, g, changed))
+            yield group_text(changed, work.ranks), replace(plan, groups=_with(plan.groups, g, changed))
 
 
 def _with(items: tuple[_T, ...], index: int, item: _T) -> tuple[_T, ...]:

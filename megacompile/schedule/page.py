@@ -73,7 +73,8 @@ def page_data(schedule: Schedule) -> dict[str, Any]:
         "stepSeconds": seconds,
         "budget": schedule.budget_bytes,
         "peak": peak_bytes(step),
-        "fixed": step.slab_bytes + step.constant_bytes,
+        "stays": step.constant_bytes,
+        "slots": step.slab_bytes,
         "microBatches": schedule.mode.micro_batches,
         "kinds": kinds,
         "blocks": [
@@ -81,7 +82,7 @@ def page_data(schedule: Schedule) -> dict[str, Any]:
             for b, p in zip(work.blocks, schedule.plan.blocks, strict=True)
         ],
         "groups": [
-            {"name": g.name, "bytes": g.nbytes, "text": group_text(p)}
+            {"name": g.name, "bytes": g.nbytes, "text": group_text(p, work.ranks)}
             for g, p in zip(work.groups, schedule.plan.groups, strict=True)
         ],
         "ops": _columns(schedule, streams, kinds, begin, body),
@@ -188,7 +189,7 @@ def _measured(schedule: Schedule) -> dict[str, Any] | None:
 def _plan(schedule: Schedule) -> dict[str, Any]:
     work = schedule.work
     names = [b.name for b in work.blocks], [g.name for g in work.groups]
-    rows = plan_rows(schedule.plan, *names, [g.nbytes for g in work.groups])
+    rows = plan_rows(schedule.plan, *names, [g.nbytes for g in work.groups], work.ranks)
     own = [i for i, g in enumerate(work.groups) if g.name not in set(names[0])]
     blocks = len(work.blocks)
     return {

@@ -13,8 +13,8 @@ function firstAfter(order, ends, moment) {
 }
 
 /** Draw operations of one stream; what is narrower than a pixel shares it, paler where little runs.
-    What was ``found`` is drawn two pixels wide and in full. */
-function drawOrder(context, order, row, top, height, labels, found = false) {
+    What was ``found`` is drawn two pixels wide and in full; all of it ``earlier`` by so many seconds. */
+function drawOrder(context, order, row, top, height, labels, found = false, earlier = 0) {
   const { from, to } = rows[row];
   const scale = inner() / (view.to - view.from);
   const stop = width - RIGHT;
@@ -27,10 +27,10 @@ function drawOrder(context, order, row, top, height, labels, found = false) {
     drawn++;
     column = -1;
   };
-  for (let i = firstAfter(order, to, view.from); i < order.length; i++) {
+  for (let i = firstAfter(order, to, view.from + earlier); i < order.length; i++) {
     const k = order[i];
-    if (from[k] >= view.to) break;
-    const a = LEFT + (from[k] - view.from) * scale, b = LEFT + (to[k] - view.from) * scale;
+    if (from[k] - earlier >= view.to) break;
+    const a = LEFT + (from[k] - earlier - view.from) * scale, b = LEFT + (to[k] - earlier - view.from) * scale;
     if (b - a < 1) {
       const pixel = Math.max(LEFT, Math.floor(a));
       if (pixel !== column) { flush(); column = pixel; covered = 0; colour = colours.kinds[ops.kind[k]]; }
@@ -96,8 +96,11 @@ function drawLane(stream, index) {
     const order = timed[row][index];
     const at = [top + row * ROW + 1, ROW - 2];
     if (measured && row === 0) base.filter = "saturate(.55)";
-    if (!dimmed()) drawOrder(base, order, row, ...at, true);
-    else {
+    if (!dimmed()) {
+      drawOrder(base, order, row, ...at, true);
+      base.filter = "opacity(.4)"; // of the step before
+      drawOrder(base, late[row][index], row, ...at, false, false, rows[row].step);
+    } else {
       base.globalAlpha = 1;
       base.save();
       drawOrder(base, order, row, ...at, false);
@@ -161,9 +164,10 @@ function drawMemory() {
   });
   const stop = Math.max(...memory.map((point) => ops.end[point.k]), 0);
   const end = Math.min(columns, Math.ceil(x(stop) - LEFT));
-  const fixed = new Float64Array(columns).fill(data.fixed, Math.max(0, Math.floor(x(0) - LEFT)), Math.max(0, end));
+  const level = (value) => new Float64Array(columns).fill(value, Math.max(0, Math.floor(x(0) - LEFT)), Math.max(0, end));
+  const [stays, slots] = [level(data.stays), level(data.stays + data.slots)];
   memoryScale();
-  for (const [heights, colour] of [[total, colours.own], [kept, colours.kept], [fixed, colours.slots]]) {
+  for (const [heights, colour] of [[total, colours.own], [kept, colours.kept], [slots, colours.slots], [stays, colours.stays]]) {
     base.fillStyle = colour;
     base.beginPath();
     base.moveTo(LEFT, memoryY(0));
@@ -207,7 +211,9 @@ function memoryScale() {
   base.fillStyle = colours.ink;
   base.font = "12px system-ui, sans-serif";
   base.fillText("device memory", LEFT - 10, memoryTop + MEMORY - 7);
-  const legend = [["weight slots", colours.slots], ["kept between", colours.kept], ["of the block that runs", colours.own]];
+  const fixed = [["stays there", data.stays, colours.stays], ["weight slots", data.slots, colours.slots]];
+  const sized = ([text, size, colour]) => [inner() > 420 ? `${text} ${bytes(size)}` : text, colour];
+  const legend = [...fixed.filter(([, size]) => size > data.peak / 1000).map(sized), ["kept between", colours.kept], ["of the block that runs", colours.own]];
   base.textAlign = "left";
   base.font = "11px system-ui, sans-serif";
   let at = LEFT + 2;
@@ -304,9 +310,10 @@ function outline(k) {
 function drawCauses(k) {
   const middle = (j) => laneTop(ops.stream[j]) + ROW / 2;
   const found = cause(k);
-  for (const wait of [...new Set([...ops.waits[k].filter((w) => w >= 0), found])]) {
-    if (wait < 0 || ops.stream[wait] === ops.stream[k]) continue;
-    const [ax, ay, bx, by] = [x(ops.end[wait]), middle(wait), x(ops.start[k]), middle(k)];
+  for (const wait of [...new Set([...ops.waits[k], found])]) {
+    const other = wait < 0 ? ~wait : wait;
+    if (wait === -1 || ops.stream[other] === ops.stream[k]) continue;
+    const [ax, ay, bx, by] = [x(endOf(wait)), middle(other), x(ops.start[k]), middle(k)];
     if (Math.max(ax, bx) < LEFT || Math.min(ax, bx) > width) continue;
     over.save();
     over.beginPath(); over.rect(LEFT, 0, inner(), HEIGHT); over.clip();

@@ -166,7 +166,10 @@ const KEYS = {
   "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), w: () => zoom(0.6), s: () => zoom(1 / 0.6),
   0: () => show(first, last), a: () => move(-0.2), d: () => move(0.2),
   f: () => state.current >= 0 && zoomTo(state.current),
-  c: () => state.current >= 0 && cause(state.current) >= 0 && go(cause(state.current)),
+  c: () => {
+    const found = state.current >= 0 ? cause(state.current) : -1;
+    if (found !== -1) go(found < 0 ? ~found : found);
+  },
   "/": () => search.focus(), Escape: clearAll, "?": () => byId("help").showModal(),
 };
 document.addEventListener("keydown", (event) => {
@@ -227,4 +230,4 @@ showDetail();
 paint();
 new ResizeObserver(resize).observe(stage);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { paint(); showDetail(); });
-window.page = { data, view, state, stats, x, time, laneTop, ROW, memoryTop, show, go, find, cause };
+window.page = { data, view, state, stats, x, time, laneTop, ROW, memoryTop, show, go, find, cause, late };

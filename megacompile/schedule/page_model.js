@@ -51,11 +51,14 @@ const places = new Int32Array(count); // of each operation in its stream
 for (const lane of lanes) lane.forEach((k, index) => (places[k] = index));
 const before = (k) => (places[k] > 0 ? lanes[ops.stream[k]][places[k] - 1] : -1);
 
-/** What an operation starts right after: of all that it waits for, what ends last. */
+/** When what is waited for ends: of the step before (~k), that step's length earlier. */
+const endOf = (wait) => (wait >= 0 ? ops.end[wait] : ops.end[~wait] - data.stepSeconds);
+
+/** What an operation starts right after: of all that it waits for, what ends last; -1: nothing. */
 function cause(k) {
   let found = before(k);
   for (const wait of ops.waits[k])
-    if (wait >= 0 && (found < 0 || ops.end[wait] >= ops.end[found])) found = wait;
+    if (wait !== -1 && (found === -1 || endOf(wait) >= endOf(found))) found = wait;
   return found;
 }
 
@@ -76,10 +79,12 @@ function all(test) {
 
 // ---- state ---------------------------------------------------------------------------------------
 
-const rows = [{ from: ops.start, to: ops.end, tone: measured ? "predicted" : "" }];
-if (measured) rows.push({ from: measured.start, to: measured.end, tone: "measured" });
+const rows = [{ from: ops.start, to: ops.end, step: data.stepSeconds, tone: measured ? "predicted" : "" }];
+if (measured) rows.push({ from: measured.start, to: measured.end, step: measured.stepSeconds, tone: "measured" });
 const timed = rows.map((row) =>
   lanes.map((lane) => lane.filter((k) => row.from[k] !== null && row.to[k] > row.from[k]).sort((a, b) => row.from[a] - row.from[b])));
+/** What goes on into the next step, as Adam does: the forward of this one waits for that of the step before. */
+const late = timed.map((orders, row) => orders.map((order) => order.filter((k) => rows[row].to[k] > rows[row].step)));
 let first = 0, last = data.stepSeconds;
 for (const row of rows) {
   for (let k = 0; k < count; k++) if (row.from[k] !== null) {
@@ -125,7 +130,7 @@ function resize() {
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const value = (name) => style.getPropertyValue(`--${name}`).trim();
-  const names = ["card", "ink", "soft", "faint", "rule", "lane", "accent", "alarm", "slots", "kept", "own"];
+  const names = ["card", "ink", "soft", "faint", "rule", "lane", "accent", "alarm", "stays", "slots", "kept", "own"];
   colours = Object.fromEntries(names.map((name) => [name, value(name)]));
   colours.kinds = kinds.map(value);
 }

@@ -113,8 +113,8 @@ function detailRows(k) {
   const group = ops.group[k] >= 0 ? ops.group[k] : ops.block[k] >= 0 ? groupOfName.get(blocks[ops.block[k]].name) : undefined;
   if (group !== undefined) found.push(["weights", `${bytes(groups[group].bytes)}; ${groups[group].text.replace("weights ", "")}`]);
   const late = cause(k);
-  const waits = [...new Set([...ops.waits[k], late])].filter((w) => w !== -1 && w >= -count);
-  if (late >= 0 || waits.length) found.push(["waits for", ...waits.map((w) => chip(w, w === late))]);
+  const waits = [...new Set([...ops.waits[k], late])].filter((w) => w !== -1);
+  if (waits.length) found.push(["waits for", ...waits.map((w) => chip(w, w === late))]);
   const next = successors[k].slice(0, 8);
   if (next.length) found.push(["then", ...next.map((s) => chip(s, false)), successors[k].length > 8 ? `and ${successors[k].length - 8} more` : ""]);
   return found;

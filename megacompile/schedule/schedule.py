@@ -27,7 +27,7 @@ from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import Timeline, simulate
 from megacompile.passes import lower
 from megacompile.plan.bound import Bound, lower_bound
-from megacompile.plan.least import describe_peak
+from megacompile.plan.least import highest_point
 from megacompile.plan.tiers import describe_traffic
 from megacompile.schedule.explain import explain
 from megacompile.schedule.page import render_page
@@ -36,7 +36,7 @@ from megacompile.step.emit import emit_step, statement
 from megacompile.step.operations import Op, Step, peak_bytes
 from megacompile.step.spec import STREAMS
 from megacompile.step.verify import verify
-from megacompile.units import format_bytes
+from megacompile.units import format_bytes, format_seconds
 
 SCHEDULE_VERSION = 1
 
@@ -142,22 +142,35 @@ class Schedule:
         return describe_traffic(self.step, seconds)
 
     def __str__(self) -> str:
-        busy = ", ".join(f"{s} {self.timeline.busy[s]:.3f} s" for s in STREAMS if self.timeline.busy[s])
+        busy = [f"{s} {format_seconds(self.timeline.busy[s])}" for s in STREAMS if self.timeline.busy[s]]
+        trained = sum(group.elements for group in self.work.groups if group.trainable)
         lines = [
-            f"{self.mode.kind} step, {len(self.step.ops)} operations",
-            f"  peak      {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}: "
-            f"{describe_peak(self.step, self.work)}",
-            f"  predicted {self.predicted_seconds:.3f} s per step on {self.machine.name} ({busy})",
-            f"  {verify(self.step, self.work, budget_bytes=self.budget_bytes)}",
+            f"{self.mode.kind} step, {len(self.step.ops)} operations; {trained:,} of "
+            f"{self.work.parameters:,} parameters are trained",
+            f"  predicted {format_seconds(self.predicted_seconds)} per step on {self.machine.name} "
+            f"({', '.join(busy)})",
         ]
+        if self.measured is not None:
+            lines.append(f"  measured  {format_seconds(self.measured.step_seconds)} in the last step")
         if self.mode.kind == "train":
-            lines.insert(3, f"  at least  {self.bound.seconds:.3f} s: {self.bound.binding}")
+            lines.append(f"  at least  {format_seconds(self.bound.seconds)}: {self.bound.binding}")
+        lines.append(f"  {verify(self.step, self.work, budget_bytes=self.budget_bytes)}")
         lines += [f"  {self.traffic}"] if self.traffic else []
+        lines += ["", *self._memory()]
         if self.measured is not None:
             rows = compare(self.step, self.timeline, self.measured)
-            lines.insert(3, f"  measured  {self.measured.step_seconds:.3f} s in the last step")
             lines += ["", "measured beside predicted", *_indent(comparison_table(rows))]
         return "\n".join([*lines, "", "plan", *_indent(plan_table(self.plan, self.work)), "", self.source])
+
+    def _memory(self) -> list[str]:
+        """Return the device's bytes at the highest point, to the last, so that they can be added up."""
+        where, parts = highest_point(self.step, self.work)
+        rows = [*parts.items(), ("peak", self.peak_bytes), ("budget", self.budget_bytes)]
+        width = max(len(f"{nbytes:,}") for _, nbytes in rows)
+        return [
+            f"bytes of the device at the highest point, {where}",
+            *(f"  {name:<28}  {nbytes:>{width},}  {format_bytes(nbytes):>8}" for name, nbytes in rows),
+        ]
 
 
 def _write(path: str | os.PathLike[str], text: str) -> Path:

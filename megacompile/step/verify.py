@@ -25,6 +25,7 @@ from megacompile.step.contents import (
 )
 from megacompile.step.operations import Event, Op, Step, memory_curve, name, peak_bytes
 from megacompile.step.spec import SPECS, STREAMS, Resident, Token, ValueGrad, Weights
+from megacompile.units import format_bytes
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor
 
@@ -40,7 +41,7 @@ class Proof:
     def __str__(self) -> str:
         return (
             f"verified: {self.operations} operations, {self.ordered_pairs} conflicting pairs ordered, "
-            f"peak {self.peak_bytes / 1e6:.1f} MB in every order that the streams allow"
+            f"peak {format_bytes(self.peak_bytes)} in every order that the streams allow"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.wrappers import plain_names
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.runtime.ownership import persistent_buffers
 from megacompile.storage.durable import adding_to, replacing
@@ -24,11 +25,12 @@ _INDEX = "model.safetensors.index.json"
 @dataclass(frozen=True)
 class Description:
     """What an export needs to know of a model beside its values: shapes and dtypes by name, tied tensors
-    once, and its config and generation config, or None."""
+    once, the names to write, and its config and generation config, or None."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
+    names: dict[str, str]
     config: Any
     generation: Any
 
@@ -42,7 +44,7 @@ def describe(model: nn.Module) -> Description:
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
-    return Description(type(model).__name__, shapes, dtypes, *copies)
+    return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies)
 
 
 def export_model(
@@ -66,7 +68,7 @@ def export_model(
         raise MegacompileError(f"{folder} is not empty: export to a new folder.")
     try:
         with adding_to(folder) if beside else replacing(folder) as fresh:
-            _write_shards(fresh, _cast(values, model.dtypes, dtype))
+            _write_shards(fresh, _cast(values, model, dtype))
             _write_configs(fresh, model, dtype)
             if beside:  # files of an earlier export, in other shards, that a reader would take for these
                 _remove_weights(folder)
@@ -75,9 +77,11 @@ def export_model(
 
 
 def _cast(
-    values: Iterator[tuple[str, Tensor]], own: dict[str, torch.dtype], dtype: torch.dtype | None
+    values: Iterator[tuple[str, Tensor]], model: Description, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    return ((n, v.to(dtype or own[n]) if v.is_floating_point() else v) for n, v in values)
+    for name, value in values:
+        floating = value.is_floating_point()
+        yield model.names[name], value.to(dtype or model.dtypes[name]) if floating else value
 
 
 def _remove_weights(folder: Path) -> None:

@@ -19,7 +19,7 @@ from megacompile.cli import run as cli_run
 from megacompile.cli.main import main
 from megacompile.estimate import models
 from megacompile.estimate.answer import Question
-from megacompile.estimate.figures import alive_at_peak, compute_parts, waits
+from megacompile.estimate.figures import compute_parts, waits
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.largest import Largest, _most, estimate_largest, largest
 from megacompile.estimate.models import load_model
@@ -27,6 +27,7 @@ from megacompile.estimate.study import Study
 from megacompile.machine.catalog import load_machine
 from megacompile.machine.rates import Machine
 from megacompile.plan.bound import lower_bound
+from megacompile.plan.least import highest_point
 from megacompile.plan.planner import search
 from megacompile.schedule.schedule import Schedule
 from megacompile.units import parse_bytes
@@ -76,7 +77,7 @@ def test_the_answer_holds_both_modes_and_the_bound_is_a_bound(study: Study) -> N
         assert p.seconds >= p.bound.seconds
         assert p.tokens_per_second == pytest.approx(256 / p.seconds)
         assert p.mfu == pytest.approx(study.model.step_flops(2, 128) / p.seconds / 165.2e12)
-        assert sum(alive_at_peak(p.planned.step, answer.work).values()) == p.planned.peak_bytes
+        assert sum(highest_point(p.planned.step, answer.work)[1].values()) == p.planned.peak_bytes
         parts = compute_parts(p.planned.step, p.question.terms.machine, p.model_flops)
         assert sum(parts.values()) == pytest.approx(p.planned.timeline.busy["compute"])
 

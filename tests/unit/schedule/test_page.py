@@ -157,6 +157,20 @@ def test_the_columns_say_what_the_step_says() -> None:
     assert ratios == pytest.approx([2.0] * len(ratios)) and len(ratios) > 5
 
 
+def test_its_weight_slots_are_those_of_the_printed_schedule() -> None:
+    schedule = schedule_of(6, 1)
+    plan = replace(schedule.plan, groups=(GroupPlan(state="device"), *schedule.plan.groups[1:]))
+    schedule = replace(schedule, plan=plan)
+    data, printed = page_data(schedule), str(schedule)
+    assert data["slots"] and data["stays"] > schedule.work.constant_bytes
+    for name, nbytes in (
+        ("weight slots", data["slots"]),
+        ("weights and state that stay", data["stays"] - schedule.work.constant_bytes),
+        ("peak", data["peak"]),
+    ):
+        assert re.search(rf"^  {name} +{nbytes:,} ", printed, re.MULTILINE), name
+
+
 # ---- in a browser --------------------------------------------------------------------------------
 
 LARGE = (126, 4)
@@ -262,6 +276,38 @@ def test_a_click_pins_and_keys_walk(opened: Callable[[Schedule], Browser]) -> No
     page.run("document.querySelector('#plan tr').click()")
     page.settle()
     assert page.run("page.state.pin.here.length") > 2 and texts(page, ".line.near")
+
+
+def test_the_forward_waits_for_the_adam_of_the_step_before(opened: Callable[[Schedule], Browser]) -> None:
+    schedule = with_run(schedule_of(6, 1))
+    page = opened(schedule)
+    adam = [i for i, op in enumerate(schedule.step.ops) if op.kind == "adam"]
+    late = page.run("page.late.map(streams => streams.flat())")
+    assert adam and all(set(adam) <= set(drawn) for drawn in late)
+    waits = _find(page, "prefetch", 0)
+    assert ~adam[0] in page.run(f"page.data.ops.waits[{waits}]")
+    page.click(*_middle(page, waits))
+    assert any("adam layers.0, step before" in chip for chip in texts(page, "#detail .chip"))
+    cause = page.run(f"page.cause({waits})")
+    page.key("c")
+    assert cause < -1 and page.run("page.state.current") == ~cause
+
+
+def test_a_title_on_a_narrow_screen_has_the_whole_width(opened: Callable[[Schedule], Browser]) -> None:
+    title = "train step of Qwen3ForCausalLM: 596.0 M parameters, budget 4 GB, peak 3.98 GB."
+    page = opened(schedule_of(6, 1, title=title))
+    try:
+        page.call(
+            "Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False
+        )
+        page.settle()
+        lines = "(h => h.offsetHeight / parseFloat(getComputedStyle(h).lineHeight))"
+        assert page.run(f"{lines}(document.getElementById('title'))") < 2.5
+        assert page.run("document.documentElement.scrollWidth") <= 500
+    finally:
+        page.call(
+            "Emulation.setDeviceMetricsOverride", width=1440, height=900, deviceScaleFactor=1, mobile=False
+        )
 
 
 def test_search_finds_whole_numbers_and_enter_goes_there(opened: Callable[[Schedule], Browser]) -> None:

@@ -19,7 +19,8 @@ LOOSE = {"scale": torch.tensor(0.5)}
 
 
 def described(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Description:
-    return Description("M", shapes, dict.fromkeys(shapes, torch.float32), None, None)
+    dtypes, names = dict.fromkeys(shapes, torch.float32), {name: name for name in shapes}
+    return Description("M", shapes, dtypes, names, None, None)
 
 
 @pytest.fixture

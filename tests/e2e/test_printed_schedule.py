@@ -1,0 +1,69 @@
+"""What ``print(program.schedule)`` says can be added up, and is said of what it is true of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from tests.support.models import batch_for, build
+
+
+def trained(model: nn.Module, batch: Any, budget: str, **options: Any) -> megacompile.Program:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    program = megacompile.compile(model, budget, optimizer=optimizer, device="cpu", **options)
+    program.train_step(batch)
+    return program
+
+
+def added_up(printed: str) -> tuple[int, int, list[str]]:
+    """The sum of the parts, the peak beside them, and the names of the parts."""
+    table = printed.split("bytes of the device at the highest point")[1].split("\n\n")[0]
+    rows = re.findall(r"^  (.+?)  +([\d,]+) .*$", table, re.MULTILINE)
+    *parts, peak, budget = [(name, int(number.replace(",", ""))) for name, number in rows]
+    assert (peak[0], budget[0]) == ("peak", "budget")
+    return sum(nbytes for _, nbytes in parts), peak[1], [name for name, _ in parts]
+
+
+@pytest.mark.parametrize("budget", ["200kB", "1GB"])
+def test_parts_add_up_to_the_peak(budget: str) -> None:
+    program = trained(build("qwen3"), batch_for("qwen3"), budget, compute_dtype=torch.float32)
+    printed = str(program.schedule)
+    total, peak, parts = added_up(printed)
+    assert total == peak == program.schedule.peak_bytes == program.memory.predicted_peak_bytes
+    stays = budget == "1GB"
+    assert ("weights and state that stay" in parts, "weight slots" in parts) == (stays, not stays)
+    assert ("stay on the device, state too" in printed, "streamed, prefetch" in printed) == (stays, not stays)
+    program.close()
+
+
+def test_blocks_of_a_sequential_are_called_by_what_has_their_weights() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    model[0].requires_grad_(False)
+    batch = (torch.randn(8, 16), torch.randint(4, (8,)))
+    program = trained(model, batch, "1MB", loss_fn=nn.CrossEntropyLoss(), max_grad_norm=1.0)
+    schedule = program.schedule
+    assert [block.name for block in schedule.work.blocks] == ["0", "2", "4"]
+    printed = str(schedule)
+    total, peak, _ = added_up(printed)
+    assert total == peak
+    rest, every = (sum(p.numel() for p in m.parameters()) for m in (model[2:], model))
+    assert f"{rest:,} of {every:,} parameters are trained" in printed
+    assert not re.search(r"(?<![\d.])0\.0+ (s|ms|MB)\b", printed.split('"""')[0])
+    program.close()
+
+
+def test_the_largest_schedule_is_not_that_of_a_last_short_batch() -> None:
+    batch = batch_for("plain", size=4)
+    program = trained(build("plain"), batch, "1MB", compute_dtype=torch.float32)
+    with pytest.warns(UserWarning, match="Compiling another program"):
+        program.train_step({name: value[:1] for name, value in batch.items()})
+    largest, last = program.largest_schedule, program.schedule
+    flops = [sum(op.flops for op in schedule.step.ops) for schedule in (largest, last)]
+    assert flops[0] == 4 * flops[1] > 0
+    assert largest.measured is not None and last.measured is not None  # both of the last two runs
+    program.close()
