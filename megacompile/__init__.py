@@ -1,12 +1,17 @@
 """megacompile: train models far larger than device memory, at full precision, on one accelerator."""
 
-from megacompile.api import compile
-from megacompile.assemble.plan import Plan
-from megacompile.capture.patching import our_operators
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
-from megacompile.pretrained import from_pretrained
-from megacompile.program import Program
-from megacompile.runtime.step_io import NonFiniteError
+
+if TYPE_CHECKING:
+    from megacompile.api import compile
+    from megacompile.assemble.plan import Plan
+    from megacompile.capture.patching import our_operators
+    from megacompile.pretrained import from_pretrained
+    from megacompile.program import Program
+    from megacompile.runtime.step_io import NonFiniteError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,3 +26,21 @@ __all__ = [
     "from_pretrained",
     "our_operators",
 ]
+_MODULES = {  # imported when a name is asked for: torch alone takes seconds, which --help need not wait for
+    "NonFiniteError": "megacompile.runtime.step_io",
+    "Plan": "megacompile.assemble.plan",
+    "Program": "megacompile.program",
+    "compile": "megacompile.api",
+    "from_pretrained": "megacompile.pretrained",
+    "our_operators": "megacompile.capture.patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(import_module(_MODULES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megacompile.cli import examples
-from megacompile.cli.bench import add_kernels, run_kernels
-from megacompile.cli.bench_nvme import add_nvme, run_nvme
+from megacompile.cli.bench import add_bench
 from megacompile.errors import MegacompileError
 
 
@@ -111,12 +110,6 @@ def _diff_arguments(diff: argparse.ArgumentParser) -> None:
 def _profile_arguments(measure: argparse.ArgumentParser) -> None:
     measure.add_argument("--out", metavar="FILE", default="machine.json", help="the file (machine.json)")
     measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
-
-
-def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    parts = bench.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
-    add_nvme(parts)
-    add_kernels(parts)
 
 
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -279,8 +272,8 @@ _COMMANDS = {
             "--gpu", action="store_true", help="also train a tiny model on the GPU, and by plain PyTorch")),
     "bench": _Command(
         "measure parts of megacompile on this machine", "Measure parts of megacompile on this machine.",
-        examples.BENCH, lambda options: {"nvme": run_nvme, "kernels": run_kernels}[options.part](options),
-        _bench_arguments),
+        examples.BENCH, lambda options: _later(f"bench_{options.part}", f"run_{options.part}")(options),
+        add_bench),
 }  # fmt: skip
 
 
