@@ -87,6 +87,12 @@ class Inspection:
         return self._session.scheduled().source
 
     @property
+    def budget_bytes(self) -> int:
+        """Device bytes of the budget, with what the device's driver and libraries take of them."""
+        room = self._session.compiler.room
+        return room.budget_bytes + room.reserved_bytes
+
+    @property
     def memory(self) -> Memory:
         """The device's peak, measured and predicted, and host bytes by kind, of all programs so far."""
         session, runtime = self._session, self._session.runtime

@@ -32,7 +32,7 @@ MAPPED = {
     "torch_compile": "inductor=True",
     "use_liger_kernel": "kernels=True, the kernels of megacompile",
     "enable_jit_checkpoint": "always on: SIGTERM and Ctrl-C save a checkpoint, and end the training",
-    "auto_find_batch_size": "a batch that does not fit the budget counts as out of memory",
+    "auto_find_batch_size": "a batch that does not fit the budget is made smaller, by what its rows need",
     "average_tokens_across_devices": "always on: a loss counts the tokens of all devices",
 }
 NO_EFFECT = {

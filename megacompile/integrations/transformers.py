@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ from megacompile.integrations.saving import Saving
 from megacompile.integrations.updates import Updates
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
+
+
+class _TooManyRowsError(Exception):
+    """A batch has no room in the budget, and ``auto_find_batch_size`` asks for a smaller one."""
+
+    def __init__(self, least_bytes: int | None, budget_bytes: int) -> None:
+        self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
 
 
 class Mixin(Saving, Updates, Evaluation):
@@ -172,8 +179,8 @@ class Mixin(Saving, Updates, Evaluation):
             try:
                 program.prepare(micro, outputs=self._outputs_of_forward(), checkpoint=self._checkpoint)
             except BudgetError as error:
-                if self.args.auto_find_batch_size:  # in the words that accelerate looks for
-                    raise RuntimeError(f"{error} This counts as out of memory.") from error
+                if self.args.auto_find_batch_size and self._train_batch_size > 1:
+                    raise _TooManyRowsError(error.least_bytes, program.budget_bytes) from error
                 raise
             if self.is_in_train:
                 self._plan_evaluation()
@@ -189,6 +196,17 @@ class Mixin(Saving, Updates, Evaluation):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)
         self._progress.show(logs)
+
+    def _inner_training_loop(self, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; for ``auto_find_batch_size`` again, with the rows that a budget's error leaves room
+        for, where upstream would compile at nine tenths of them, and so on."""
+        needs: list[tuple[int, int]] = []
+        while True:
+            try:
+                return super()._inner_training_loop(batch_size, *args, **kwargs)
+            except _TooManyRowsError as error:
+                needs.append((batch_size, error.least_bytes or 0))
+                batch_size = fewer_rows(needs, error.budget_bytes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As upstream, which makes one step more where a training that has ended is resumed."""
@@ -225,3 +243,19 @@ class Trainer(Mixin, transformers.Trainer):
 
     Takes what upstream's takes, and what :class:`Mixin` does.
     """
+
+
+def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
+    """The rows of a batch to try next, of the (rows, least bytes) that were too many so far.
+
+    Bytes are nearly linear in rows: two batches tell what none at all would need. After one, that counts as
+    nothing, so that no number that fits is passed over.
+    """
+    rows, least = needs[-1]
+    of_row, fixed = least / rows, 0.0
+    if len(needs) > 1:
+        slope = (needs[-2][1] - least) / (needs[-2][0] - rows)
+        if 0 < slope < of_row:
+            of_row, fixed = slope, least - slope * rows
+    fits = int((budget_bytes - fixed) / of_row) if least else rows // 2
+    return max(1, min(fits, rows - 1))

@@ -29,7 +29,7 @@ from megacompile.errors import MegacompileError, ProgramError
 from megacompile.world import faults
 from megacompile.world.agreement import difference, shared_gpu, versions
 from megacompile.world.collectives import Collectives, GpuCollectives
-from megacompile.world.faults import LastWords, LostError, is_of_a_collective, told, within
+from megacompile.world.faults import LastWords, LostError, is_of_a_collective, tell, told, within
 from megacompile.world.ranks import TIMEOUT, Ranks
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class World:
         try:
             said = b"+" + say()
         except Exception as raised:
-            error, said = raised, b"-" + f"{type(raised).__name__}\n{raised}".encode()
+            error, said = raised, b"-" + tell(raised).encode()
         heard = self._gather_bytes(said, self._saves if saving else self._calls)
         for rank, text in enumerate(heard):
             if text[:1] == b"-":

@@ -114,10 +114,17 @@ def is_of_a_collective(error: BaseException) -> bool:
     )
 
 
+def tell(error: Exception) -> str:
+    """An error as the other ranks are told it."""
+    return json.dumps([type(error).__name__, str(error), getattr(error, "least_bytes", None)])
+
+
 def told(rank: int, text: str) -> Exception:
     """An error of another rank, of its kind where that is one of ours."""
-    name, _, message = text.partition("\n")
+    name, message, least = json.loads(text)
     kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.BudgetError):
+        return kind(f"Rank {rank}: {message}", least_bytes=least)
     if isinstance(kind, type) and issubclass(kind, Exception):
         return kind(f"Rank {rank}: {message}")
     return ProgramError(f"Rank {rank} stopped: {name}: {message}")

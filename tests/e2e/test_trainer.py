@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.assemble.plan import Mode
+from megacompile.capture.batch import Batch
+from megacompile.compiler import Compiler
 from megacompile.integrations import arguments
 from megacompile.integrations.arguments import MegacompileConfig, compile_options
 from tests.support.models import build
@@ -23,6 +26,7 @@ from tests.support.models import build
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
+fewer_rows = pytest.importorskip("megacompile.integrations.transformers").fewer_rows
 
 _BY_UPSTREAM = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -356,14 +360,37 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
         ours.train()
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+def test_the_batch_that_fits_is_found_in_few_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the least bytes of those that do not; one row that does not is refused with what it needs."""
+    tried: list[int] = []
+    plan = Compiler.plan
+
+    def noting(self: Compiler, batch: Batch, mode: Mode) -> Any:
+        tried.append(len(batch.tensors[0]))
+        if self.budget_bytes < 100_000:
+            raise megacompile.BudgetError("too small", least_bytes=110_000 + 1000 * tried[-1])
+        return plan(self, batch, mode)
+
+    monkeypatch.setattr(Compiler, "plan", noting)
     settings = {"per_device_train_batch_size": 16, "max_steps": 1, "gradient_accumulation_steps": 1}
-    given = {"of_trainer": {"hbm_budget": "0.45MB"}, "eval_strategy": "no", **settings}
-    with pytest.raises(megacompile.BudgetError, match="least feasible budget"):
-        trainer(Trainer, tmp_path, **given).train()
-    ours = trainer(Trainer, tmp_path, auto_find_batch_size=True, **given)
+    given = {"auto_find_batch_size": True, "eval_strategy": "no", **settings}
+    ours = trainer(Trainer, tmp_path, of_trainer={"hbm_budget": "0.45MB"}, **given)
     ours.train()
-    assert 1 <= ours._train_batch_size < 16
+    assert tried == [16, 15, 14] and ours._train_batch_size == 14
+    with pytest.raises(megacompile.BudgetError, match="too small") as refused:
+        trainer(Trainer, tmp_path, of_trainer={"hbm_budget": "50kB"}, **given).train()
+    assert tried[3:] == [16, 6, 1] and refused.value.least_bytes == 111_000
+
+
+def test_the_next_batch_size_is_read_from_what_others_need() -> None:
+    assert fewer_rows([(16, 500)], 400) == 12  # as if rows alone took bytes
+    assert fewer_rows([(16, 500), (12, 420)], 400) == 11  # 180 bytes for none, 20 for each
+    assert fewer_rows([(64, 500), (51, 500)], 400) == 40  # of rows that there are not
+    assert fewer_rows([(3, 500)], 499) == 2
+    assert fewer_rows([(3, 500)], 10) == 1
+    assert fewer_rows([(16, 0)], 400) == 8  # no room on the host
 
 
 def of_lengths(*lengths: int) -> list[dict[str, Tensor]]:
