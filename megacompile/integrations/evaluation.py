@@ -132,10 +132,15 @@ class Evaluation(_Upstream):
         """What stands where a trainer's own code calls the model in eval mode."""
         return (self._outside or OutsideModel)(self, None)
 
+    def _rows_of_training(self) -> int:
+        """Return the rows of a micro-batch in training."""
+        rows: int = self._train_batch_size
+        return rows
+
     def _like_training(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """Micro-batches of the sizes in training, made of the rows of one for evaluation."""
         rows = len(next(value for value in batch.values() if isinstance(value, Tensor) and value.dim()))
-        chosen = torch.arange(self._train_batch_size) % rows
+        chosen = torch.arange(self._rows_of_training()) % rows
         resized = {
             name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
             for name, value in batch.items()

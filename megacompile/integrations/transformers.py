@@ -151,6 +151,8 @@ class Mixin(Saving, Updates, Evaluation):
             self.program.release()
             self.program = None
         if self.program is None:
+            # accelerate sets it too, and an attribute that is set later makes other programs of all batches
+            self.model._is_accelerate_prepared = True
             options = compile_options(self.args, self.model, self._config)
             loss_fn = self._loss_fn()
             self.program = compile(

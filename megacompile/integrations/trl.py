@@ -215,6 +215,10 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
         args.precompute_ref_log_probs = True
         super().__init__(model, None, args, *rest, **kwargs)
 
+    def _rows_of_training(self) -> int:
+        rows = super()._rows_of_training()
+        return rows if self.args.padding_free else 2 * rows  # the chosen ones, then the rejected
+
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """TRL's, of the policy: nothing has trained it yet, so its adapters need not be switched off."""
         if learns_prompts(self.model) and "ref" not in self.model.peft_config:

@@ -125,10 +125,15 @@ def test_sft_logs_what_trl_does(
     ],
 )
 def test_dpo_logs_what_trl_does(
-    make: Callable[[], nn.Module], given: Mapping[str, Any], tmp_path: Path
+    make: Callable[[], nn.Module], given: Mapping[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also rewards and log-probabilities; the reference is the policy before training."""
-    compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+    """Also rewards and log-probabilities; the reference is the policy before training, whose programs
+    training and evaluation go on with."""
+    with caplog.at_level("INFO", "megacompile.compiler"):
+        compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+    compiled = re.findall(r"compiling a program to (\w+): a batch of \((\d+), (\d+)", caplog.text)
+    assert len(compiled) == len(set(compiled))
+    assert {rows for kind, rows, _ in compiled if kind == "train"} == {"4"}  # two pairs
 
 
 def test_rows_are_not_padded_to_what_the_longest_could_be(
