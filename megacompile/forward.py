@@ -161,3 +161,6 @@ class Forward(Inspection):
         if raises and session.settings.on_nonfinite != "skip" and session.unreported:
             session.await_norm()  # no step runs after a faulty one, whatever the timing
         session.report_skipped()
+        if session.values.lent:
+            session.synchronize()
+            session.values.take_back()

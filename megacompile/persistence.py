@@ -38,6 +38,7 @@ class Persistence(Forward):
     def synchronize(self) -> None:
         """Return when all transfers, updates and checkpoints are done; ``out.loss`` needs no such call."""
         self._session.synchronize()
+        self._session.values.take_back()
         self._session.finish_saving()
         self._session.report_skipped()
 

@@ -21,6 +21,7 @@ from megacompile.persistence import Persistence
 from megacompile.runtime.calls import alone
 from megacompile.runtime.results import StepOutput
 from megacompile.runtime.step_io import StepResults
+from megacompile.runtime.values import Lending
 from megacompile.session import Session
 from megacompile.together import agreed_batches, described_optimizer
 from megacompile.world.control import World
@@ -169,6 +170,13 @@ class Program(Persistence):
             self._session.release()
         return self.model
 
+    def lend(self, lending: Lending) -> None:
+        """Let the model be used between calls of this program: each parameter that is touched gets its value,
+        on the host, until the next call takes over what has become of it. One process alone does; to be
+        called before the state is laid out."""
+        values = self._session.values
+        values.lending, values.give_up = lending, self._give_up
+
     def __enter__(self) -> Self:
         return self
 
@@ -183,6 +191,12 @@ class Program(Persistence):
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        self.release()
+        self._session.inconsistent = (
+            "Another program has taken over the model of this one: use that one, or make another trainer."
+        )
 
     def _described_update(self) -> dict[str, Any]:
         """What all ranks must have alike to update by what waits; refused where nothing does."""

@@ -93,18 +93,17 @@ class Session:
     def read(self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None) -> list[Batch]:
         """What a batch, or a list of them, holds."""
         refuse_autocast()
-        if not evaluate:
-            self.check_model()
+        self.check_model(trains=not evaluate)
         return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
 
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
         """What was read, padded where that saves compiling, or as several ranks need it."""
         return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
 
-    def check_model(self) -> None:
-        """Refuse what was changed at the model or its param groups since it was compiled."""
+    def check_model(self, *, trains: bool = True) -> None:
+        """Refuse what was changed at the model or its param groups since it was compiled, and matters."""
         with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
-            self._frozen.check()
+            self._frozen.check(trains=trains)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""

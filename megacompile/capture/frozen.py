@@ -11,7 +11,7 @@ from torch.nn.modules import module as global_hooks
 from megacompile.capture.snapshot import modules_of
 from megacompile.errors import MegacompileError
 
-_WAY_OUT = "undo that, or call program.sync_to(model) and compile the model again."
+_WAY_OUT = "undo that, or call program.sync_to(model) and compile the model, or make its trainer, again."
 
 
 class Frozen:
@@ -22,20 +22,24 @@ class Frozen:
         self._parameters = list(self._find())
         self._groups = self._owners()
 
-    def check(self) -> None:
-        """Refuse, by name, a parameter, a param group or a gradient hook that changed since compilation."""
-        if list(self._find()) != self._parameters:
+    def check(self, *, trains: bool) -> None:
+        """Refuse, by name, a parameter that changed since compilation, and for a step that ``trains`` a param
+        group or a gradient hook."""
+        now = list(self._find())
+        if now != self._parameters and (trains or [p for p, _ in now] != [p for p, _ in self._parameters]):
             before = dict(self._parameters)
             for name, parameter in self._model.named_parameters():
                 known = before.get(id(parameter))
                 if known is None:
                     raise MegacompileError(f"The parameter {name} was assigned after compilation: {_WAY_OUT}")
-                if known != parameter.requires_grad:
+                if trains and known != parameter.requires_grad:
                     raise MegacompileError(
                         f"requires_grad of {name} was set to {parameter.requires_grad} after compilation: "
                         + _WAY_OUT
                     )
             raise MegacompileError(f"A parameter was moved or removed after compilation: {_WAY_OUT}")
+        if not trains:
+            return
         if self._owners() != self._groups:
             raise MegacompileError(f"The optimizer's param groups changed after compilation: {_WAY_OUT}")
         refuse_gradient_hooks(self._model)

@@ -32,6 +32,7 @@ from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.progress import Progress
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
+from megacompile.runtime.values import Lending
 from megacompile.storage.durable import is_of_disk
 from megacompile.storage.export import Description, describe, export_model
 from megacompile.storage.saved_values import saved_values
@@ -140,6 +141,7 @@ class Saving(_Upstream):
 
     program: Program | None
     _interruption: Interruption
+    _lending: Lending
     _progress: Progress
     _checkpoint: Path | None = None  # to be loaded once the state is laid out
     _writing: Writing | None = None
@@ -157,7 +159,7 @@ class Saving(_Upstream):
             if resume_from_checkpoint is None and self.is_world_process_zero():
                 text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
                 warnings.warn(text, stacklevel=2)
-        with self._interruption.handled(self), self._progress.told(), self._named():
+        with self._interruption.handled(self), self._progress.told(), self._named(), self._lending.training():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:

@@ -34,6 +34,7 @@ from megacompile.integrations.saving import Saving
 from megacompile.integrations.updates import Updates
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
+from megacompile.runtime.values import Lending
 
 
 class _TooManyRowsError(Exception):
@@ -69,6 +70,7 @@ class Mixin(Saving, Updates, Evaluation):
         self._config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
         self._weights = weights
         self.program: Program | None = None
+        self._lending = Lending()
         self._no_updates()
         self._progress = Progress(self)
         super().__init__(*args, **kwargs)
@@ -158,6 +160,7 @@ class Mixin(Saving, Updates, Evaluation):
             self.program = compile(
                 self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options
             )
+            self.program.lend(self._lending)
             counts = hasattr(self.model, "num_parameters")  # once, as it takes milliseconds
             self.flops_per_token = 6 * self.model.num_parameters(exclude_embeddings=True) if counts else 0
         return self.program

@@ -28,7 +28,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
     @functools.wraps(method)
     def call(program: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with exclusive(program._session, method.__name__):
+        with exclusive(program._session, method.__name__), program._session.values.in_call():
             return method(program, *args, **kwargs)
 
     return call

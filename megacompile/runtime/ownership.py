@@ -1,7 +1,8 @@
 """Who owns a model's values: a program takes them over, and using the model or its optimizer then says so.
 
 Names, shapes and dtypes stay known, and ``state_dict`` of a module reads the program's values, in the model's
-dtypes. What would compute with values, or change them, is refused.
+dtypes. What would compute with values, or change them, is refused; or the program lends the model each
+parameter that is touched, until it is called next.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -50,6 +52,15 @@ _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.We
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
+class Lender(Protocol):
+    """A program that lends its model values between its calls."""
+
+    give_up: Callable[[], None]
+
+    def lend(self, name: str) -> None:
+        """Let the model hold a parameter's value; nothing within a call of the program."""
+
+
 class _ValuesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators that see values: all but those that make a tensor like another one."""
 
@@ -68,13 +79,23 @@ class _OwnedValues(Tensor):
         # by a program, or under a user's mode; of this thread, as torch's own flag for it is not
         captured = _get_current_dispatch_mode() is not None
         if func is Tensor.detach and not captured:
+            if _borrowed(args):
+                return func(*args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args).as_subclass(_OwnedValues)
-        with torch._C.DisableTorchFunctionSubclass(), nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
-            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                with nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
+                    return func(*args, **(kwargs or {}))
+            except ProgramError:  # of its first operator: nothing has run yet
+                if not _borrowed((args, kwargs)):
+                    raise
+        return func(*args, **(kwargs or {}))
 
-    def tolist(self) -> NoReturn:
-        _refuse_values()  # which no operator would
+    def tolist(self) -> Any:
+        if not _borrowed(self):
+            _refuse_values()  # which no operator would
+        return self.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_values()
@@ -83,21 +104,8 @@ class _OwnedValues(Tensor):
         return f"<kept by a megacompile program: shape {tuple(self.shape)}, {self.dtype}>"
 
 
-class _OwnedParameter(_OwnedValues, nn.Parameter):
-    """A parameter whose values and gradients a program keeps.
-
-    Reading ``.grad`` would find none, and go on; what is assigned to ``.data`` would be in no step.
-    """
-
-    @property
-    def data(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():  # whatever mode is on
-            return self.detach().as_subclass(_OwnedValues)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
-            _refuse_values()
+class _LentParameter(nn.Parameter):
+    """A parameter whose gradients a program keeps. Reading ``.grad`` would find none, and go on."""
 
     @property
     def grad(self) -> None:
@@ -116,6 +124,24 @@ class _OwnedParameter(_OwnedValues, nn.Parameter):
                 "This parameter belongs to a megacompile program: its gradients come from "
                 "program.forward_backward and train_step alone."
             )
+
+
+class _OwnedParameter(_OwnedValues, _LentParameter):
+    """A parameter whose values a program keeps too. What is assigned to ``.data`` would be in no step."""
+
+    @property
+    def data(self) -> Tensor:
+        if _borrowed(self):
+            return self.data
+        with torch._C.DisableTorchFunctionSubclass():  # whatever mode is on
+            return self.detach().as_subclass(_OwnedValues)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
+            if not _borrowed(self):
+                _refuse_values()
+            self.data = value
 
 
 @dataclass(frozen=True)
@@ -162,17 +188,26 @@ def take(
     copied: Callable[[str], nn.Parameter],
     *,
     alone: bool,
+    lender: Lender | None,
 ) -> None:
     """A program does the optimizer's updates from now on, and has the values of the parameters ``held``.
 
     ``copied`` gives a copy of a parameter, by name, for deep copies and, in a process that trains ``alone``,
-    state dicts; it is held by a weak reference.
+    state dicts; it is held by a weak reference. ``lender`` is held by a strong one, as the model is of use
+    where nobody else knows the program any more.
     """
     use, load, pickled, step, moments = map(_Refuser, (_USED, _LOADED, _PICKLED, _STEPPED, _MOMENTS))
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             _EMPTY.add(module)
+            if lender is not None:  # also what is no plain parameter, or is used under a dispatch mode
+                handles += [
+                    module.register_forward_pre_hook(_lend_own),
+                    module.register_state_dict_pre_hook(_lend_own),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(_lend_own),  # type: ignore[no-untyped-call]
+                ]
+                continue
             handles += [
                 module.register_forward_pre_hook(use),
                 module.register_state_dict_post_hook(_Filler(alone)),  # type: ignore[no-untyped-call]
@@ -187,28 +222,88 @@ def take(
     for name, parameter in model.named_parameters():
         if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
-        parameter.__reduce_ex__ = pickled  # type: ignore[method-assign]
+        if name in held and lender is not None:
+            vars(parameter)["_lender"] = lender, name
+        reduced = pickled if lender is None else types.MethodType(_pickled, parameter)
+        parameter.__reduce_ex__ = reduced  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
     refuse_groups = types.MethodType(_Refuser(_GROUPED), optimizer)
     optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
 
-def give_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def lend(parameter: nn.Parameter, *, trains: bool) -> None:
+    """The parameter holds its value, until :func:`take_again`; its gradients are the program's while that
+    ``trains``."""
+    if isinstance(parameter, _OwnedParameter):
+        parameter.__class__ = _LentParameter if trains else nn.Parameter  # type: ignore[assignment]
+
+
+def take_again(parameter: nn.Parameter) -> None:
+    """The program alone has the value of a parameter that it had lent."""
+    if type(parameter) in (_LentParameter, nn.Parameter):
+        parameter.__class__ = _OwnedParameter
+
+
+def refuse_own_gradient(parameter: nn.Parameter, name: str) -> None:
+    """Refuse a gradient that code around a training has left in a parameter that was lent to it."""
+    if type(parameter) is _LentParameter and Tensor.grad.__get__(parameter) is not None:  # type: ignore[attr-defined]
+        raise ProgramError(
+            f"A gradient of {name} was computed outside of the program, which would not train on it: put the "
+            "loss into compute_loss, or compute under torch.no_grad() or with copy.deepcopy(model)."
+        )
+
+
+def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """The model holds its values again, and the optimizer, without moments, may update them."""
     for handle in _OWNED.pop(model, ()):
         handle.remove()
     _EMPTY.difference_update(model.modules())
     vars(optimizer).pop("add_param_group", None)
-    for parameter in model.parameters():
-        if isinstance(parameter, _OwnedParameter):
+    for parameter in parameters:
+        if isinstance(parameter, _LentParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        vars(parameter).pop("__reduce_ex__", None)
-        vars(parameter).pop("__deepcopy__", None)
+        for name in ("__reduce_ex__", "__deepcopy__", "_lender"):
+            vars(parameter).pop(name, None)
+
+
+def reclaim(model: nn.Module) -> None:
+    """Have programs that lend values of this model leave them to it."""
+    for parameter in model.parameters():
+        if "_lender" in vars(parameter):
+            vars(parameter)["_lender"][0].give_up()
 
 
 def is_owned(model: nn.Module) -> bool:
     """Whether a program already owns this model, or a part of it."""
     return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
+
+
+def _borrowed(values: Any) -> bool:
+    """Have all parameters lent that are among these; returns whether all now have their values."""
+    owned = [value for value in pytree.tree_leaves(values) if isinstance(value, _OwnedValues)]
+    for parameter in owned:
+        _borrow(parameter)
+    return not any(isinstance(value, _OwnedValues) for value in owned)
+
+
+def _borrow(parameter: Tensor) -> None:
+    if "_lender" in vars(parameter):
+        lender, name = vars(parameter)["_lender"]
+        lender.lend(name)
+
+
+def _pickled(parameter: nn.Parameter, protocol: Any) -> Any:
+    """Pickle a parameter that is lent, as a plain one."""
+    if not _borrowed(parameter):
+        _refuse_values()
+    return nn.Parameter(parameter.detach(), parameter.requires_grad).__reduce_ex__(protocol)
+
+
+def _lend_own(module: nn.Module, *given: Any) -> None:
+    """A hook by which a part of a model, no copy of one, has its own parameters lent before it uses them."""
+    for parameter in module._parameters.values() if module in _EMPTY else ():
+        if parameter is not None:
+            _borrow(parameter)
 
 
 def _refuse_values() -> NoReturn:

@@ -3,29 +3,67 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.capture.wrappers import unwrapped
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.arena import trim_heap
 from megacompile.host.optimizer import refuse_moments
 from megacompile.host.parameters import nothing_for, set_value
 from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
+from megacompile.units import RESERVE, format_bytes, host_available
+
+
+class Lending:
+    """Who may use the values that a program lends: any thread, or the one that trains, while it does."""
+
+    def __init__(self) -> None:
+        self._trains: int | None = None  # which thread does
+
+    @property
+    def trains(self) -> bool:
+        """Whether a training is under way, between two steps of it."""
+        return self._trains is not None
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The calling thread trains within the context."""
+        self._trains = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._trains = None
+
+    def check(self) -> None:
+        """Refuse the calling thread."""
+        if self._trains not in (None, threading.get_ident()):
+            raise ProgramError(
+                "While it is trained, the model's own values are for callbacks alone: in compute_loss call "
+                "the model that it is given, whose outputs carry gradients, and in other threads use "
+                "copy.deepcopy(model)."
+            )
 
 
 class ModelValues:
     """Reads and writes a model's parameters (FP32 masters) and persistent buffers.
 
     ``source`` gives the values of parameters on the meta device until a program takes the model over.
+    ``lending``, if it is set before that, has each parameter lent to the model when it is touched, until the
+    program is called next; ``lent`` are their names. ``give_up`` then ends the program, where another one is
+    to have the model.
     """
+
+    lending: Lending | None = None
+    give_up: Callable[[], None]
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
         self.model, self._optimizer = model, optimizer
@@ -33,6 +71,9 @@ class ModelValues:
         self._owns = False
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
+        self._named: Mapping[str, nn.Parameter] = {}  # as they were taken over
+        self.lent: set[str] = set()
+        self._caller: int | None = None  # the thread that is in a call of the program
 
     def refuse_taken(self) -> None:
         """Refuse a model that another program has taken over, and an optimizer that was stepped already."""
@@ -56,8 +97,62 @@ class ModelValues:
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
         self._reading = weakref.WeakMethod(reading)  # of what holds these values itself
-        ownership.take(self.model, self._optimizer, homes, self.copied, alone=state.world.size == 1)
+        self._named, alone = dict(self.model.named_parameters()), state.world.size == 1
+        if self.lending is not None and alone:
+            self._reads = reading  # which the model now keeps
+        lender = self if self.lending is not None and alone else None  # ranks would have to read together
+        ownership.take(self.model, self._optimizer, homes, self.copied, alone=alone, lender=lender)
         self._owns = True
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """A call of the program, within which nothing is lent to its thread."""
+        outer, self._caller = self._caller, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._caller = outer
+
+    def take_back(self) -> None:
+        """Take over again all values that were lent, and maybe changed."""
+        for name in sorted(self.lent):
+            self._take_back(name)
+
+    def lend(self, name: str) -> None:
+        """Let the model hold a parameter's value until the program is called next; nothing within a call."""
+        assert self.lending is not None
+        if self._caller == threading.get_ident():
+            return
+        self.lending.check()
+        with self._reads():
+            parameter = self._named[name]
+            if name in self.lent:
+                return
+            free = int(host_available() * (1 - RESERVE))
+            if parameter.nbytes > free:
+                raise ProgramError(
+                    f"The model's own {name} needs {format_bytes(parameter.nbytes)} beside the program's "
+                    f"values, and the host has {format_bytes(free)}: use program.generate, predict and "
+                    "export, or, after training, trainer.release()."
+                )
+            set_value(parameter, self._read(name, parameter))
+            ownership.lend(parameter, trains=self.lending.trains)
+            self.lent.add(name)
+
+    def _take_back(self, name: str) -> None:
+        parameter = self._named[name]
+        ownership.refuse_own_gradient(parameter, name)
+        value, kept = parameter.detach().cpu(), self._read(name, parameter)
+        if value.shape != kept.shape:
+            raise MegacompileError(
+                f"{name} was trained in shape {tuple(kept.shape)}, and is {tuple(value.shape)} now: "
+                "undo that, or make another trainer."
+            )
+        if not torch.equal(value, kept.to(value.dtype)):
+            self._write(name, parameter, value)
+        set_value(parameter, nothing_for(parameter))
+        ownership.take_again(parameter)
+        self.lent.remove(name)
 
     def copied(self, name: str) -> nn.Parameter:
         """A parameter of a plain copy of the model."""
@@ -66,13 +161,15 @@ class ModelValues:
                 "Copying a model that several ranks train is not there: make another one, and call "
                 "program.sync_to(it) on all ranks."
             )
-        reading, parameter = self._reading(), self.model.get_parameter(name)
+        reading, parameter = self._reading(), self._named[name]
         with reading() if reading is not None else nullcontext():
-            return nn.Parameter(self._read(name, parameter).to(parameter.dtype), parameter.requires_grad)
+            lent = name in self.lent
+            value = parameter.detach().clone() if lent else self._read(name, parameter).to(parameter.dtype)
+            return nn.Parameter(value, parameter.requires_grad)
 
     def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""
-        named = self.model.named_parameters()
+        named = self._named.items() or self.model.named_parameters()
         return ((name, self._read(name, p)) for name, p in named if p.requires_grad or not trained)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
@@ -119,11 +216,12 @@ class ModelValues:
                 f"This {type(model).__name__} belongs to another program: give one that holds its own values."
             )
         if model is self.model:
+            named = self._named or dict(model.named_parameters())
             for name, value in self._everywhere():
-                own = self.model.get_parameter(name)
-                if own.is_meta or name in self._homes:
-                    set_value(own, value)
-            ownership.give_back(model, self._optimizer)
+                if named[name].is_meta or (name in self._homes and name not in self.lent):
+                    set_value(named[name], value)
+            self.lent.clear()
+            ownership.give_back(model, named.values(), self._optimizer)
             self._owns = False
             return
         targets = self._counterparts(model)
@@ -146,7 +244,7 @@ class ModelValues:
         """The model alone holds its values."""
         if self._owns:
             self.copy_to(self.model)
-        self._state, self._homes = None, {}
+        self._state, self._homes, self._named = None, {}, {}
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
         """What holds each of our values in another model, if neither has more than the other."""
