@@ -273,11 +273,11 @@ class Saving(_Upstream):
         names = ("logging_steps", "eval_steps", "save_steps")
         given = {name: getattr(self.args, name) for name in names}
         shares = {name: steps for name, steps in given.items() if steps is not None and steps < 1}
-        vars(self.args).update({name: math.ceil(max_steps * share) for name, share in shares.items()})
+        self.args.__dict__.update({name: math.ceil(max_steps * share) for name, share in shares.items()})
         try:
             return super()._init_training_state(max_steps, *args, **kwargs)
         finally:
-            vars(self.args).update(shares)
+            self.args.__dict__.update(shares)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only look whether it is whole: the state is read when it has been laid out, at the first update."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import ProgressCallback
+from torch import Tensor, nn
+from transformers import ProgressCallback, Seq2SeqTrainingArguments, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -42,6 +42,16 @@ class _TooManyRowsError(Exception):
 
     def __init__(self, least_bytes: int | None, budget_bytes: int) -> None:
         self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
+
+
+__all__ = [
+    "MegacompileConfig",
+    "Mixin",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainingArguments",
+]
 
 
 class Mixin(Saving, Updates, Evaluation):
@@ -264,3 +274,28 @@ def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
             of_row, fixed = slope, least - slope * rows
     fits = int((budget_bytes - fixed) / of_row) if least else rows // 2
     return max(1, min(fits, rows - 1))
+
+
+class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` in the same way.
+
+    With ``predict_with_generate`` the model's own ``generate`` makes the texts on the host, in FP32 and with
+    its cache, from values that the program lends it for each batch.
+    """
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **options: Any,
+    ) -> tuple[Tensor | None, Any, Any]:
+        if prediction_loss_only or not self.args.predict_with_generate:
+            return Evaluation.prediction_step(self, self.model, inputs, prediction_loss_only, ignore_keys)
+        model.eval()
+        upstream = transformers.Seq2SeqTrainer.prediction_step
+        step: tuple[Tensor | None, Any, Any] = upstream(
+            self, self._stand_in(), inputs, prediction_loss_only, ignore_keys, **options
+        )
+        return step

@@ -17,16 +17,20 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
+from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.integrations.adapters import learns_prompts, virtual_tokens
+from megacompile.integrations.arguments import MegacompileConfig
 from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row
 from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
+
+__all__ = ["DPOConfig", "DPOTrainer", "MegacompileConfig", "SFTConfig", "SFTTrainer"]
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like

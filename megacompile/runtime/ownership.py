@@ -49,6 +49,7 @@ _GROUPED = (
 _COPIES: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
 """What state dicts hold of parameters, by the ids of both."""
 _OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_gradient_of: Any = Tensor.grad.__get__  # type: ignore[union-attr]  # whatever a subclass says
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
@@ -246,7 +247,7 @@ def take_again(parameter: nn.Parameter) -> None:
 
 def refuse_own_gradient(parameter: nn.Parameter, name: str) -> None:
     """Refuse a gradient that code around a training has left in a parameter that was lent to it."""
-    if type(parameter) is _LentParameter and Tensor.grad.__get__(parameter) is not None:  # type: ignore[attr-defined]
+    if type(parameter) is _LentParameter and _gradient_of(parameter) is not None:
         raise ProgramError(
             f"A gradient of {name} was computed outside of the program, which would not train on it: put the "
             "loss into compute_loss, or compute under torch.no_grad() or with copy.deepcopy(model)."
@@ -296,7 +297,7 @@ def _pickled(parameter: nn.Parameter, protocol: Any) -> Any:
     """Pickle a parameter that is lent, as a plain one."""
     if not _borrowed(parameter):
         _refuse_values()
-    return nn.Parameter(parameter.detach(), parameter.requires_grad).__reduce_ex__(protocol)
+    return nn.Parameter(parameter.detach(), parameter.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _lend_own(module: nn.Module, *given: Any) -> None:

@@ -61,7 +61,8 @@ class Memory:
 class StepLoss(Tensor):
     """A step's loss, an ordinary tensor in all else, whose ``backward`` says what the step has done."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is plain
+    # what is computed from it is plain
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, *given: object, **options: object) -> NoReturn:
         raise ProgramError(

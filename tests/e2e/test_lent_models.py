@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import ProgramError
-from tests.e2e.test_trainer import Trainer, lora, rows, trainer, transformers
+from tests.e2e.test_trainer import Trainer, logs, lora, rows, trainer, transformers
+
+Seq2SeqTrainer, Seq2SeqTrainingArguments = (
+    getattr(pytest.importorskip("megacompile.integrations.transformers"), name)
+    for name in ("Seq2SeqTrainer", "Seq2SeqTrainingArguments")
+)
 
 KINDS = (transformers.Trainer, Trainer)
 PROMPT = torch.tensor([[3, 4, 5]])
@@ -55,7 +60,7 @@ def test_after_training_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
     plain, ours = (trained(kind, tmp_path) for kind in KINDS)
     loss = ours.evaluate()["eval_loss"]
     assert generated(ours.model) == generated(plain.model)
-    assert float(ours.model(**batch()).loss) == pytest.approx(float(plain.model(**batch()).loss), rel=1e-6)
+    assert ours.model(**batch()).loss.item() == pytest.approx(plain.model(**batch()).loss.item(), rel=1e-6)
     torch.save(ours.model.state_dict(), tmp_path / "state.pt")
     assert norms(torch.load(tmp_path / "state.pt")) == norms(plain.model.state_dict())
     torch.save(ours.model, tmp_path / "model.pt")
@@ -144,3 +149,36 @@ def test_a_second_trainer_takes_the_model_of_a_first_one(tmp_path: Path) -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     with pytest.raises(ProgramError, match="Another program has taken over the model"):
         first.evaluate()
+
+
+def test_texts_of_a_seq2seq_trainer(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
+    data = [{"input_ids": row["input_ids"][:8], "labels": row["input_ids"][:6]} for row in rows(8, 3)]
+    settings = {
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "eval_strategy": "epoch",
+    }
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "steps"}
+    made = []
+    for kind, more in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, {"hbm_budget": "20MB"})):
+        torch.manual_seed(0)
+        one = kind(
+            model=transformers.T5ForConditionalGeneration(config),
+            args=Seq2SeqTrainingArguments(
+                str(tmp_path), predict_with_generate=True, generation_max_length=8, **settings, **quiet
+            ),
+            train_dataset=data,
+            eval_dataset=data[:4],
+            compute_metrics=lambda made: {"sum": float(made.predictions.sum())},
+            **more,
+        )
+        one.train()
+        made.append((logs(one), one.predict(data[4:], num_beams=2).predictions.tolist()))
+    (plain, texts), (ours, own) = made
+    assert own == texts
+    assert len(ours) == len(plain)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
