@@ -124,12 +124,15 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     text = "show the details with clipping (the default; its value changes no figure)"
     clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
     clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
+    text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
+    add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
     add = plan.add_argument_group("on which machine").add_argument
     add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
     add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
     add("--host-budget", metavar="SIZE", help="host memory there is")
     add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
     add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
+    add("--nvme-rates", type=_above_zero, nargs=2, metavar="GB/S", help="what the drive reads, and writes")
     add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
     add("--gpus", type=_positive, default=1, metavar="N", help="cards of each machine, which share the state")
     add(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacompile.assemble.text import plan_table
+from megacompile.cli.fits import Command
 from megacompile.cli.report_head import head, meshes_text, splits_text
 from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.figures import CAUSES, IDLE, compute_parts, waits
@@ -37,6 +38,7 @@ class Extras:
     largest: Largest | None = None
     splits: tuple[Split, ...] = ()
     meshes: tuple[Mesh, ...] = ()
+    commands: tuple[Command, ...] = ()
 
 
 def render(answer: Answer, extras: Extras) -> str:
@@ -47,14 +49,14 @@ def render(answer: Answer, extras: Extras) -> str:
         _verdict(answer, extras),
     ]
     if extras.ways:
-        parts.append(_ways(extras.ways))
+        parts += [_ways(extras.ways), _commands(extras.commands)]
     if shown is not None:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown)]
         parts += [text for text in (_kernels(shown), _device(answer, shown)) if text]
     parts.append(_host(answer))
     if shown is not None:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
-    parts.append(_machine(answer))
+    parts.append(_machine(answer, extras))
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,7 +76,8 @@ def _verdict(answer: Answer, extras: Extras) -> str:
     q, shown = answer.question, answer.prediction(extras.clip)
     each, on_each = (" each", " on each machine") if q.ranks > 1 else ("", "")
     device = shown.planned.peak_bytes if shown else answer.least.device_bytes
-    need = answer.host(extras.clip).total
+    fits = answer.fits_host(extras.clip)
+    need = answer.host(extras.clip).total if fits else answer.least_host(extras.clip)
     mode = "with clipping" if extras.clip else "without clipping"
     host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
     verb = "uses" if shown else "needs at least"
@@ -83,8 +86,8 @@ def _verdict(answer: Answer, extras: Extras) -> str:
         f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
         f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}{each}"
         + ("" if answer.fits_device() else "  << too small"),
-        f"  host    {'uses' if shown else 'needs at least'} {format_bytes(need)} {host}{on_each}"
-        + ("" if answer.fits_host(extras.clip) else "  << too small"),
+        f"  host    {verb if fits else 'needs at least'} {format_bytes(need)} {host}{on_each}"
+        + ("" if fits else "  << too small"),
         *_drive(answer, shown),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
         f"{format_bytes(answer.least_host(True))} with clipping, "
@@ -120,6 +123,21 @@ def _ways(ways: Sequence[WayOut]) -> str:
             speed = way.tokens_per_second
             enough = f"enough, {speed:,.0f} tokens/s" if speed else "enough"
         lines.append(f"  {way.change:<{width}}  saves {format_bytes(way.saves):>7}, {enough}; {way.note}")
+    return "\n".join(lines)
+
+
+def _commands(commands: Sequence[Command]) -> str:
+    """The commands that fit, the fastest first, and how to train so."""
+    if not commands:
+        return "No combination of these fits the machine as it is."
+    lines = ["Fits this machine as it is"]
+    for c in commands:
+        lines.append(f"  {c.tokens_per_second:,.0f} tokens/s: {c.plan}")
+        if c.compile:
+            keywords = ", ".join(f'{k}="{v}"' if v else f"{k}=None" for k, v in c.compile.items())
+            lines.append(f"    compile: {keywords}")
+        keys = ", ".join(f"{k}: {v}" for k, v in c.train.items())
+        lines.append(f"    train, and the trainers' arguments: {keys}")
     return "\n".join(lines)
 
 
@@ -159,9 +177,9 @@ def _break_even(answer: Answer, p: Prediction) -> str:
     """Tokens per step from which model FLOPs, not copies or Adam, bound the step."""
     b, deferred = p.bound, p.mode.keeps_gradients
     if deferred:
-        ratio = max(max(b.up, b.sums) * 3 / 2, max(b.adam, b.down, b.gathers) * 3) / b.compute
+        ratio = max(max(b.up, b.sums) * 3 / 2, max(b.adam, b.down, b.gathers) * 3, b.drive) / b.compute
     else:
-        ratio = max(b.up, b.down, b.adam, b.memory, b.gathers + b.sums) / b.compute
+        ratio = max(b.up, b.down, b.adam, b.memory, b.gathers + b.sums, b.drive) / b.compute
     return f"{answer.question.tokens * ratio:,.0f} tokens"
 
 
@@ -182,6 +200,7 @@ def _bound(shown: Prediction) -> str:
             if b.gathers
             else ""
         )
+        + (f"\n  what is read and written of the drive {format_seconds(b.drive)}" if b.drive else "")
     )
 
 
@@ -252,8 +271,9 @@ def _host(answer: Answer) -> str:
         )
     lines.append(f"  {'in all':<19}" + _cells([format_bytes(h.total) for h in found.values()]))
     groups = answer.compiled.assembly.groups
-    for form in CODINGS if answer.question.ranks == 1 else ():
-        moments = state_bytes(groups, form)["moments"]
+    q, in_ram = answer.question, not any(h.nvme for h in found.values())
+    for form in CODINGS if q.optimizer_state == "fp32" and in_ram else ():
+        moments = q.gpus * state_bytes(groups, form)["moments"]
         totals = [format_bytes(h.total - h.moments + moments) for h in found.values()]
         lines.append(f"  {'with ' + form + ' moments':<19}" + _cells(totals))
     return "\n".join(lines)
@@ -263,11 +283,13 @@ def _cells(texts: Sequence[str]) -> str:
     return "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 10, 13), strict=True))
 
 
-def _machine(answer: Answer) -> str:
+def _machine(answer: Answer, extras: Extras) -> str:
     other = "fp32 rate" if answer.question.dtype == "bf16" else "bf16 rate"
     sources = answer.question.profile.sources
     q = answer.question
-    hidden = {other} | ({"fabric"} if q.ranks == 1 else set()) | ({"network"} if q.nodes == 1 else set())
+    drive = q.nvme_budget is not None or any(w.change.startswith("--nvme-budget") for w in extras.ways)
+    hidden = {other} | (set() if drive else {"drive"})
+    hidden |= ({"fabric"} if q.ranks == 1 else set()) | ({"network"} if q.nodes == 1 else set())
     lines = ["The machine's figures"]
     lines += [f"  {name:<17} {text}" for name, text in sources.items() if name not in hidden]
     return "\n".join(lines)

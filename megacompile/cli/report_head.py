@@ -16,11 +16,12 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
+    moments = "Adam state" if q.optimizer_state == "fp32" else f"{q.optimizer_state} moments"
     if q.ranks > 1:
         times = f"on each card {times}"
     return (
         f"{m.name} on {_cards(q)}{title}\n"
-        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and Adam state "
+        f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and {moments} "
         f"{_state_at(answer, shown)}\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
     )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacompile.cli.as_json import as_json
+from megacompile.cli.fits import command
 from megacompile.cli.main import folder_of, write_json
 from megacompile.cli.report import Extras, render
 from megacompile.cli.sweep_table import sweep_table
@@ -134,6 +135,7 @@ def _question(options: argparse.Namespace) -> Question:
         host_bandwidth=options.host_bandwidth and options.host_bandwidth * 1e9,
         link_bandwidth=options.link and options.link * 1e9,
         fabric_bandwidth=options.fabric and options.fabric * 1e9,
+        nvme_rates=options.nvme_rates and [rate * 1e9 for rate in options.nvme_rates],
         network_bandwidth=options.network and options.network * 1e9,
         price=options.price,
     )
@@ -141,6 +143,7 @@ def _question(options: argparse.Namespace) -> Question:
         profile, options.batch, options.seq, _device_budget(options, profile),
         1 if options.micro_batches == "auto" else options.micro_batches,
         options.dtype, _host_budget(options, profile), _nvme_budget(options), options.gpus, options.nodes,
+        optimizer_state=options.optimizer_state,
     )  # fmt: skip
 
 
@@ -199,10 +202,11 @@ def _values(text: str, over: str) -> Sequence[int | MachineProfile]:
 
 
 def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: bool) -> Extras:
-    ways = () if answer.fits(clip) else tuple(ways_out(study, answer, clip))
+    ways, fits = ((), ()) if answer.fits(clip) else ways_out(study, answer, clip)
+    commands = tuple(command(options, answer.question, fit) for fit in fits)
     most = largest(study, answer.question) if options.largest else estimate_largest(answer)
     price = answer.question.profile.price_per_hour
-    return Extras(clip, options.tokens, price, ways, most)
+    return Extras(clip, options.tokens, price, ways, most, commands=commands)
 
 
 def _run_sweep(

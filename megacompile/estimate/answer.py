@@ -9,21 +9,24 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megacompile.assemble.plan import Mode
+from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
 from megacompile.estimate.models import Model
 from megacompile.estimate.worth import Worth, worth
 from megacompile.frontend import Compiled
-from megacompile.host.needs import HostBytes, host_bytes
+from megacompile.host.formats import StateFormat
+from megacompile.host.needs import HostBytes, host_bytes, step_bytes
 from megacompile.machine.catalog import Dtype, MachineProfile
+from megacompile.passes import lower_memory
 from megacompile.plan.bound import Bound, lower_bound
 from megacompile.plan.candidates import Planned
+from megacompile.plan.least import small_plans
 from megacompile.plan.plan_program import Terms
 from megacompile.plan.tiers import Tiers
 from megacompile.schedule.dump import step_calls
 from megacompile.schedule.schedule import Schedule
-from megacompile.step.operations import Step
+from megacompile.step.operations import Step, peak_bytes
 
 Kind = tuple[int, int, bool, int | None, int, int]
 """Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many share the
@@ -34,7 +37,8 @@ state, how many replicas of it train."""
 class Question:
     """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
     ``gpus`` cards in each of ``nodes`` machines, which share the state, or have it ``replicated`` in each.
-    Host bytes and those of drives are a machine's. Several cards need links between them in ``profile``."""
+    Host bytes and those of drives are a machine's. Several cards need links between them in ``profile``.
+    ``optimizer_state`` is how moments are kept."""
 
     profile: MachineProfile
     batch: int
@@ -47,6 +51,7 @@ class Question:
     gpus: int = 1
     nodes: int = 1
     replicated: bool = False
+    optimizer_state: StateFormat = "fp32"
 
     def __post_init__(self) -> None:
         if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
@@ -82,10 +87,13 @@ class Question:
         machine, tiers = self.profile.rates(self.dtype), None
         if self.host_budget is not None:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
-            tiers = Tiers("fp32", self.host_budget // self.gpus, self.nvme_budget is not None, limit)
+            tiers = Tiers(
+                self.optimizer_state, self.host_budget // self.gpus, self.nvme_budget is not None, limit
+            )
         if self.ranks > 1:
             machine = machine.shared_by(self.gpus, self.ranks // self.replicas, self.replicas)
-        return Terms(machine, self.hbm_budget, tiers)
+        residents = None if self.optimizer_state == "fp32" else ()  # codes are the host's, as compile has it
+        return Terms(machine, self.hbm_budget, tiers, residents=residents)
 
     def mode(self, clip: bool) -> Mode:
         return Mode("train", self.micro_batches, deferred=clip)
@@ -139,8 +147,14 @@ class Prediction:
 
     @cached_property
     def host(self) -> HostBytes:
-        alone = host_bytes(self.compiled.assembly, "fp32", self.planned.plan, self.planned.step)
-        return alone.of_ranks(self.question.gpus)
+        q, planned = self.question, self.planned
+        alone = host_bytes(self.compiled.assembly, q.optimizer_state, planned.plan, planned.step)
+        return alone.of_ranks(q.gpus)
+
+    @cached_property
+    def least_host(self) -> int:
+        """The fewest host bytes of a step over weights cut so."""
+        return min(self.host.total, least_host(self.compiled, self.question, self.mode).total)
 
     def schedule(self, model: Model) -> Schedule:
         """The step as something to look at."""
@@ -190,10 +204,9 @@ class Answer:
         return planned.host if planned else self.least.hosts[clip]
 
     def least_host(self, clip: bool) -> int:
-        """The least host bytes known: of the step that streams everything, or of the planned one, which keeps
-        no gradients on the host of what stays on the device.
-        """
-        return min(self.least.hosts[clip].total, self.host(clip).total)
+        """The least host budget that is enough."""
+        planned = self.prediction(clip)
+        return planned.least_host if planned else self.least.hosts[clip].total
 
     def hosts(self) -> dict[str, HostBytes]:
         """Host bytes streamed, clipped, and accumulated over several calls, where gradients are summed in
@@ -210,3 +223,22 @@ class Answer:
 
     def fits(self, clip: bool) -> bool:
         return self.fits_device() and self.fits_host(clip)
+
+
+def least_host(compiled: Compiled, question: Question, mode: Mode) -> HostBytes:
+    """The fewest host bytes of the plans of small peak that fit the device, with all state on NVMe where it
+    may go there; of the smallest where none fits."""
+    work, budget = compiled.assembly.work, question.hbm_budget
+    plans = (_stored(found.plan, question) for found in small_plans(work, mode))
+    plan, step = min(
+        ((plan, lower_memory(work, plan, mode)) for plan in plans),
+        key=lambda lowered: (max(0, peak_bytes(lowered[1]) - budget), step_bytes(lowered[1], work)),
+    )
+    return host_bytes(compiled.assembly, question.optimizer_state, plan, step).of_ranks(question.gpus)
+
+
+def _stored(plan: Plan, question: Question) -> Plan:
+    if question.nvme_budget is None:
+        return plan
+    groups = tuple(replace(group, state="nvme-all") for group in plan.groups)
+    return replace(plan, groups=groups, window=1)

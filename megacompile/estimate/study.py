@@ -17,17 +17,18 @@ import torch
 
 from megacompile.capture.batch import read_batch
 from megacompile.errors import BudgetError
-from megacompile.estimate.answer import Answer, Kind, LeastBudgets, Prediction, Question
+from megacompile.estimate.answer import Answer, Kind, LeastBudgets, Prediction, Question, least_host
 from megacompile.estimate.flops import complete_flops
 from megacompile.estimate.models import Model
 from megacompile.estimate.unroll import Repeated
 from megacompile.frontend import Compiled
-from megacompile.host.needs import host_bytes
+from megacompile.host.formats import StateFormat
 from megacompile.machine.catalog import Dtype
 from megacompile.passes import lower_memory
 from megacompile.plan.candidates import Planned
 from megacompile.plan.least import least
 from megacompile.plan.plan_program import Known, first_that_fits, plan_program
+from megacompile.plan.residency import with_state
 from megacompile.plan.tiling import TilingCandidate, tried
 
 Progress = Callable[[str], None]
@@ -46,17 +47,23 @@ class Study:
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return self._whole((batch, seq, False, None, 1, 1))[0]
+        return self._whole((batch, seq, False, None, 1, 1), "fp32")[0]
 
-    def _whole(self, kind: Kind) -> tuple[Compiled, float]:
+    def _whole(self, kind: Kind, form: StateFormat) -> tuple[Compiled, float]:
         """The batch with no weight cut, and the share of model FLOPs that the graph misses."""
-        return self._complete(kind, next(self._repeat(kind).tilings()))
+        return self._complete(kind, form, next(self._repeat(kind).tilings()))
 
-    def _complete(self, kind: Kind, candidate: TilingCandidate[Compiled]) -> tuple[Compiled, float]:
-        """A batch that is cut in some way, with all FLOPs in its work, and the share that was missed."""
+    def _complete(
+        self, kind: Kind, form: StateFormat, candidate: TilingCandidate[Compiled]
+    ) -> tuple[Compiled, float]:
+        """A batch that is cut in some way, with all FLOPs and the state in its work, and the share of FLOPs
+        that was missed."""
         compiled = candidate.build()
         work, missed = complete_flops(compiled.assembly.work, self.model.step_flops(*kind[:2]))
-        return replace(compiled, assembly=replace(compiled.assembly, work=work)), missed
+        assembly = replace(compiled.assembly, work=work)
+        if form != "fp32":
+            assembly = with_state(assembly, form)
+        return replace(compiled, assembly=assembly), missed
 
     def _repeat(self, kind: Kind) -> Repeated:
         """The batch's captures, made once."""
@@ -79,10 +86,10 @@ class Study:
     def tilings(self, question: Question, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """The batch with no weight cut, then with ever smaller pieces; its work has all FLOPs."""
         for candidate in self._repeat(question.kind).tilings(chunk):
-            yield replace(candidate, build=functools.partial(self._build, question.kind, candidate))
+            yield replace(candidate, build=functools.partial(self._build, question, candidate))
 
-    def _build(self, kind: Kind, candidate: TilingCandidate[Compiled]) -> Compiled:
-        return self._complete(kind, candidate)[0]
+    def _build(self, question: Question, candidate: TilingCandidate[Compiled]) -> Compiled:
+        return self._complete(question.kind, question.optimizer_state, candidate)[0]
 
     def _told(self, question: Question, chunk: int) -> Iterator[TilingCandidate[Compiled]]:
         """The same, and says when pieces get smaller."""
@@ -92,7 +99,8 @@ class Study:
 
     def least(self, question: Question) -> tuple[LeastBudgets, Compiled]:
         """The least of the first cuts that fit the budget; of all cuts where none does."""
-        key = question.kind, question.micro_batches, question.hbm_budget, question.gpus
+        q = question
+        key = q.kind, q.micro_batches, q.hbm_budget, q.gpus, q.optimizer_state
         if key not in self._least:
             self._least[key] = self._find_least(question)
         return self._least[key]
@@ -128,7 +136,7 @@ class Study:
 
         What ``known``, an answer to the same question, has planned is not planned again.
         """
-        _, missed = self._whole(question.kind)
+        _, missed = self._whole(question.kind, question.optimizer_state)
         needs, compiled = (known.least, known.compiled) if known else self.least(question)
         predictions = dict(known.predictions) if known else {}
         for clipping in (True, False) if both else (clip,):
@@ -154,19 +162,9 @@ class Study:
 
 
 def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
-    """What the step needs at least: everything streamed, little kept, no activation on the host, and all
-    state on NVMe where it may go there."""
-    work = compiled.assembly.work
-    nbytes, plan = least(work, question.mode(True))
-    blocks = tuple(replace(block, saved_on="device") for block in plan.blocks)
-    held = replace(plan, blocks=blocks)
-    if question.nvme_budget is not None:
-        groups = tuple(replace(group, state="nvme-all") for group in plan.groups)
-        held = replace(held, groups=groups, window=1)
-    hosts = {
-        clip: host_bytes(
-            compiled.assembly, "fp32", held, lower_memory(work, held, question.mode(clip))
-        ).of_ranks(question.gpus)
-        for clip in (True, False)
-    }
-    return LeastBudgets(lower_memory(work, plan, question.mode(True)), nbytes, hosts)
+    """What the step needs at least: of the device with everything streamed and little kept; of the host by
+    what fits the device, with all state on NVMe where it may go there."""
+    work, mode = compiled.assembly.work, question.mode(True)
+    nbytes, plan = least(work, mode)
+    hosts = {clip: least_host(compiled, question, question.mode(clip)) for clip in (True, False)}
+    return LeastBudgets(lower_memory(work, plan, mode), nbytes, hosts)

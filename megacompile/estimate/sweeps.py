@@ -60,7 +60,7 @@ def _usual(study: Study, question: Question, over: str) -> Sequence[int | Machin
         return [p for p in PROFILES.values() if question.ranks == 1 or p.machine.fabric_bandwidth]
     if over != "hbm-budget":
         return [(1024 if over == "seq" else 1) << i for i in range(_NUMBERS[over])]
-    low = study.least(replace(question, hbm_budget=0))[0].device_bytes
+    low = study.least(question)[0].device_bytes  # as the plan itself says
     high = max(low, min(question.profile.device_bytes or _ANY, max(question.hbm_budget, 2 * low)))
     return [low + (high - low) * i // 6 for i in range(7)]
 

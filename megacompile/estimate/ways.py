@@ -1,17 +1,19 @@
 """Ways out, where a step does not fit: what to change, what that saves, and how fast the step then is.
 
-Each is a further answer from one :class:`~megacompile.estimate.study.Study`.
+Each is a further answer from one :class:`~megacompile.estimate.study.Study`. What a change saves is taken
+from the least bytes before and after it: another plan fits where the one of other terms does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
-from megacompile.estimate.answer import Answer, Prediction, Question
+from megacompile.estimate.answer import Answer, Prediction, Question, least_host
 from megacompile.estimate.largest import enlarged
 from megacompile.estimate.study import Study
-from megacompile.host.formats import CODINGS, state_bytes
+from megacompile.host.formats import StateFormat
 from megacompile.host.needs import host_bytes
 from megacompile.machine.catalog import PROFILES
 from megacompile.plan.least import least_alike
@@ -35,19 +37,67 @@ class WayOut:
     tokens_per_second: float | None = None
 
 
-def ways_out(study: Study, answer: Answer, clip: bool) -> list[WayOut]:
-    """What to change so that the step fits, the fastest first among those that are enough."""
+@dataclass(frozen=True)
+class Fit:
+    """The question with changes that together make the step fit the same machine, and how fast it then is."""
+
+    question: Question
+    clip: bool
+    tokens_per_second: float
+
+
+def ways_out(study: Study, answer: Answer, clip: bool) -> tuple[tuple[WayOut, ...], tuple[Fit, ...]]:
+    """What to change so that the step fits, each by itself, the fastest first among those that are enough;
+    and the least changes that make it fit the same machine, one or two, the fastest first."""
+    study.progress("looking for what would fit")
+    q = answer.question
+    on_device = [] if answer.fits_device() else list(_for_device(study, answer))
+    bases = [q] if answer.fits_device() else [
+        asked for way, asked in on_device if way.enough and asked and asked.profile == q.profile
+    ]  # fmt: skip
+    if answer.fits_device() and q.micro_batches > 1:
+        bases.append(replace(q, micro_batches=1))
+    fits = next(filter(None, (_least_changes(study, base, clip) for base in bases)), ())
     ways: list[WayOut] = []
-    if not answer.fits_device():
-        study.progress("looking for what would fit")
-        for way, question in _for_device(study, answer):
-            if way.enough and question is not None:
-                found = study.answer(question, both=False, clip=clip).prediction(clip)
-                way = replace(way, tokens_per_second=found.tokens_per_second if found else None)
-            ways.append(way)
+    for way, asked in on_device:
+        if way.enough and asked is not None:
+            way = replace(way, tokens_per_second=_speed(fits, asked, clip))
+            if way.tokens_per_second is None:
+                planned = study.answer(asked, both=False, clip=clip).prediction(clip)
+                way = replace(way, tokens_per_second=planned.tokens_per_second if planned else None)
+        ways.append(way)
     if not answer.fits_host(clip):
-        ways += _for_host(answer, clip)
-    return sorted(ways, key=lambda w: (not w.enough, -(w.tokens_per_second or 0), -w.saves))
+        ways += _for_host(answer, clip, fits)
+    return tuple(sorted(ways, key=lambda w: (not w.enough, -(w.tokens_per_second or 0), -w.saves))), fits
+
+
+def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, ...]:
+    """The least changes of clipping and of the moments' format with which both tiers have room: of formats
+    with which they have it, the one that changes training least."""
+    _, compiled = study.least(question)
+    forms = get_args(StateFormat)
+    fits: list[Fit] = []
+    last = len(forms)
+    for clipping in (True, False) if clip else (False,):
+        for number in range(forms.index(question.optimizer_state), last):
+            asked = replace(question, optimizer_state=forms[number])
+            if not _has_room(least_host(compiled, asked, asked.mode(clipping)).total, asked):
+                continue
+            answer = study.answer(asked, both=False, clip=clipping)
+            planned = answer.prediction(clipping)
+            if planned is not None and answer.fits(clipping):
+                fits.append(Fit(asked, clipping, planned.tokens_per_second))
+                last = number
+                break
+    return tuple(sorted(fits, key=lambda fit: -fit.tokens_per_second))
+
+
+def _speed(fits: Sequence[Fit], question: Question, clip: bool) -> float | None:
+    return next((f.tokens_per_second for f in fits if (f.question, f.clip) == (question, clip)), None)
+
+
+def _has_room(nbytes: int, question: Question) -> bool:
+    return question.host_budget is None or nbytes <= question.host_budget
 
 
 def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question | None]]:
@@ -61,26 +111,26 @@ def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question
     large = min((n for n in sizes if sizes[n] >= need), key=lambda n: sizes[n], default=None)
     if need <= (q.profile.device_bytes or 0):
         enough = -(-need // 10**8) * 10**8
-        more = way(f"--hbm-budget {_round_up(need)}", q.hbm_budget, "the card has it")
+        more = way(f"--hbm-budget {size_text(need)}", q.hbm_budget, "the card has it")
         yield more, replace(q, hbm_budget=enough)
     elif large is not None:
         other = way(f"--machine {large}", q.hbm_budget, f"{sizes[large] / 1e9:g} GB")
         yield other, replace(q, profile=PROFILES[large], hbm_budget=sizes[large])
     if q.batch > 1:
-        batch, nbytes = _fitting(study, answer, q.batch, lambda n: replace(q, batch=n))
+        batch, nbytes = _just_fitting(study, answer, q.batch, lambda n: replace(q, batch=n))
         count = -(-q.batch * q.micro_batches // batch)
         note = "about the same tokens per step, weights travel more often"
         smaller = way(f"--batch {batch} --micro-batches {count}", nbytes, note)
         yield smaller, replace(q, batch=batch, micro_batches=count)
     unit = 1024 if q.seq >= 2048 else 64
     if q.seq >= 2 * unit:
-        seq, nbytes = _fitting(study, answer, q.seq // unit, lambda n: replace(q, seq=n * unit))
+        seq, nbytes = _just_fitting(study, answer, q.seq // unit, lambda n: replace(q, seq=n * unit))
         yield way(f"--seq {seq * unit}", nbytes, "shorter context"), replace(q, seq=seq * unit)
     if q.dtype == "fp32":  # another capture: the question must be asked anew
         yield way("--dtype bf16", need // 2, "about half; FP32 masters stay"), None
 
 
-def _fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Question]) -> tuple[int, int]:
+def _just_fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Question]) -> tuple[int, int]:
     """The number in [1, high) that should just fit, bytes being linear in it, and its true bytes."""
     q, high_bytes = answer.question, answer.least.device_bytes
     low_bytes = least_alike(enlarged(answer.work, 1 / high), q.mode(True))
@@ -94,39 +144,43 @@ def _fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Quest
     return 1, study.least(ask(1))[0].device_bytes
 
 
-def _for_host(answer: Answer, clip: bool) -> Iterator[WayOut]:
+def _for_host(answer: Answer, clip: bool, fits: Sequence[Fit]) -> Iterator[WayOut]:
     q, host, here = answer.question, answer.host(clip), answer.prediction(clip)
+    least = answer.least_host(clip)
     assert q.host_budget is not None
 
-    def way(change: str, saves: int, note: str, planned: Prediction | None = None) -> WayOut:
-        speed = planned.tokens_per_second if planned else None
-        return WayOut(change, saves, host.total - saves <= (q.host_budget or 0), note, speed)
+    def way(change: str, asked: Question, clipping: bool, note: str) -> WayOut:
+        nbytes = least_host(answer.compiled, asked, asked.mode(clipping)).total
+        speed = _speed(fits, asked, clipping)
+        return WayOut(change, least - nbytes, _has_room(nbytes, q), note, speed)
 
-    more = f"--host-budget {_round_up(host.total)}"
-    yield way(more, host.total - q.host_budget, "a machine with more memory", here)
-    saved = host.total - answer.host(False).total
-    if clip and q.micro_batches == 1 and saved > 0:
-        yield way("--no-clip", saved, "gradients are not kept", answer.prediction(False))
+    speed = here.tokens_per_second if here else None
+    more = f"--host-budget {size_text(host.total)}"
+    yield WayOut(more, host.total - q.host_budget, True, "a machine with more memory", speed)
+    if clip and q.micro_batches == 1:
+        yield way("--no-clip", q, False, "gradients are not kept")
     if here is not None:
         yield from _to_drive(here)
-    groups = answer.compiled.assembly.groups
-    for form in CODINGS if q.ranks == 1 else ():
-        saved = sum(state_bytes(groups, "fp32").values()) - sum(state_bytes(groups, form).values())
+    forms = get_args(StateFormat)
+    for form in forms[forms.index(q.optimizer_state) + 1 :]:
         note = "moments in blocks of codes; training differs a little"
-        yield way(f'optimizer_state="{form}" on compile', saved, note)
-    if host.offloaded and here is not None:
-        yield way("a smaller batch or shorter sequences", host.offloaded, "no activations wait on the host")
+        yield way(f"--optimizer-state {form}", replace(q, optimizer_state=form), clip, note)
+    waiting = answer.least.hosts[clip].offloaded
+    if waiting and here is not None:
+        change, note = "a smaller batch or shorter sequences", "no activations wait on the host"
+        yield WayOut(change, waiting, _has_room(least - waiting, q), note)
 
 
 def _to_drive(here: Prediction) -> Iterator[WayOut]:
     q = replace(here.question, nvme_budget=_ANY)
-    compiled, found = plan_program([TilingCandidate(0, lambda: here.compiled)], here.mode, q.terms)
-    if any(group.state in ("nvme", "nvme-all") for group in found.plan.groups):
-        host = host_bytes(compiled.assembly, "fp32", found.plan, found.step).of_ranks(q.gpus)
-        enough = host.total <= (q.host_budget or 0)
-        yield WayOut(f"--nvme-budget {_round_up(host.nvme)}", here.host.total - host.total, enough,
-                     "state on a drive", q.tokens / found.seconds)  # fmt: skip
+    compiled, planned = plan_program([TilingCandidate(0, lambda: here.compiled)], here.mode, q.terms)
+    if any(group.state in ("nvme", "nvme-all") for group in planned.plan.groups):
+        host = host_bytes(compiled.assembly, q.optimizer_state, planned.plan, planned.step).of_ranks(q.gpus)
+        saves = here.least_host - least_host(compiled, q, here.mode).total
+        yield WayOut(f"--nvme-budget {size_text(host.nvme)}", saves, _has_room(host.total, q),
+                     "state on a drive", q.tokens / planned.seconds)  # fmt: skip
 
 
-def _round_up(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """The bytes as an option takes them, rounded up."""
     return f"{-(-nbytes // 10**8) / 10:g}GB"

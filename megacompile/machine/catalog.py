@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -209,10 +210,11 @@ def override(
     link_bandwidth: float | None = None,
     fabric_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
+    nvme_rates: Sequence[float] | None = None,
     price: float | None = None,
 ) -> MachineProfile:
     """The profile with the user's own host bandwidth, links (bytes/s each way: of a card to its host and to
-    the other cards, of a machine to the others) and price per hour."""
+    the other cards, of a machine to the others), what its drive reads and writes, and price per hour."""
     machine, sources = profile.machine, dict(profile.sources)
     if host_bandwidth is not None:
         machine = replace(machine, host_bandwidth=host_bandwidth)
@@ -226,6 +228,14 @@ def override(
     if network_bandwidth is not None:
         machine = replace(machine, network_bandwidth=network_bandwidth)
         sources["network"] = f"{network_bandwidth / 1e9:g} GB/s each way and machine sustained, as given"
+    how = "a fast consumer drive (assumed): measure or give yours"
+    if nvme_rates is not None:
+        read, write = nvme_rates
+        machine = replace(machine, nvme_read_bandwidth=read, nvme_write_bandwidth=write)
+        how = "sustained, as given"
+    if nvme_rates is not None or "drive" not in sources:
+        read, write = machine.nvme_read_bandwidth / 1e9, machine.nvme_write_bandwidth / 1e9
+        sources["drive"] = f"read at {read:g} GB/s, written at {write:g} GB/s, {how}"
     price = price if price is not None else profile.price_per_hour
     return replace(profile, machine=machine, sources=sources, price_per_hour=price)
 

@@ -33,8 +33,7 @@ class Machine:
     is no such link, or none is known; ``fabric_seconds`` the fixed cost of a collective. The ranks that share
     the weights are on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine.
     ``network_bandwidth`` is what a machine sends to, and gets from, all others.
-    The drive's rates are those of a fast consumer drive, sustained, until ``megacompile bench nvme``
-    measured one.
+    The drive's rates are those of a fast consumer drive, sustained, until one is measured or given.
     """
 
     name: str

@@ -23,7 +23,8 @@ class Bound:
     """Seconds below which no schedule gets, and the terms it comes of.
 
     ``memory`` is what copies, norms and updates move through host memory, 0 where they do not share it;
-    ``gathers`` and ``sums`` are what several ranks exchange of weights and of gradients.
+    ``gathers`` and ``sums`` are what several ranks exchange of weights and of gradients, ``drive`` what goes
+    over the drive, reads beside writes.
     """
 
     compute: float
@@ -35,6 +36,7 @@ class Bound:
     binding: str
     gathers: float = 0.0
     sums: float = 0.0
+    drive: float = 0.0
 
 
 def lower_bound(
@@ -51,7 +53,8 @@ def lower_bound(
     Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
     accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
     needs weights that were updated after it. Groups whose state ``plan`` keeps on the device do without
-    copies over the link and host updates, not without exchanges. ``model_flops`` are of the whole step; None
+    copies over the link and host updates, not without exchanges; what it keeps on a drive is read and written
+    once a step, whatever it overlaps. ``model_flops`` are of the whole step; None
     takes those of the least functions of all blocks. Of several ranks the bound is that of one, and of its
     own link and host.
     """
@@ -70,9 +73,12 @@ def lower_bound(
     adam = moved / machine.host_bandwidth
 
     gathers, sums = _gathers(work, machine), _sums(work, machine)
+    drive = _drive(work, machine, plan)
 
     def bound(seconds: float, binding: str) -> Bound:
-        return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums)
+        if drive > seconds:
+            seconds, binding = drive, "the drive"
+        return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums, drive)
 
     if machine.shared_cores:
         return _sharing_cores(bound(0.0, ""), machine)
@@ -87,6 +93,18 @@ def lower_bound(
             "host memory": (size + moved) / host, "gathers between cards": gathers}  # fmt: skip
     a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
     return bound(first[a] + then[b], f"{a}, then {b}")
+
+
+def _drive(work: Workload, machine: Machine, plan: Plan | None) -> float:
+    """Seconds of the busier direction: streamed weights are read for a forward, and all of a trained group's
+    state that is there is read for its update and written back."""
+    states = {g: plan.groups[g].state for g in work.used} if plan is not None else {}
+    there = {g: work.groups[g] for g, state in states.items() if state.startswith("nvme")}
+    weights = {g: group.nbytes // group.ranks for g, group in there.items() if states[g] == "nvme-all"}
+    trained = [g for g in there if g in work.contributions]
+    written = sum(there[g].state_bytes + weights.get(g, 0) for g in trained)
+    read = written + sum(weights.values())
+    return max(read / machine.nvme_read_bandwidth, written / machine.nvme_write_bandwidth)
 
 
 def _gathers(work: Workload, machine: Machine) -> float:
@@ -110,6 +128,8 @@ def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
     copy, update = 1 / machine.cores, max(1, machine.cores // 2) / machine.cores
     seconds = bound.compute + copy * (bound.down + bound.up) + update * bound.adam
     seconds = max(seconds, bound.down, bound.up, bound.adam)
+    if bound.drive > seconds:
+        return bound
     return replace(bound, seconds=seconds, binding="compute, copies and Adam share the cores")
 
 

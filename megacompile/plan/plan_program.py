@@ -15,7 +15,7 @@ from typing import TypeVar
 from megacompile.assemble.assembly import Assembly
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.errors import BudgetError, MegacompileError
-from megacompile.host.needs import state_in_ram
+from megacompile.host.needs import state_in_ram, step_bytes
 from megacompile.host.offload import Placement
 from megacompile.machine.rates import Machine
 from megacompile.plan.baselines import Planner
@@ -64,6 +64,12 @@ class Terms:
             return Drive.of(assembly.groups, self.tiers)
         return Drive.fixed(assembly.groups, self.tiers, self.placement.states, self.placement.window)
 
+    def fits_host(self, assembly: Assembly, planned: Planned) -> bool:
+        """Whether what a step takes of the host fits beside the state that is in RAM."""
+        drive = self.drive(assembly)
+        room = self.host_room(assembly) if drive is None else drive.room
+        return room is None or step_bytes(planned.step, assembly.work) <= room
+
     def host_room(self, assembly: Assembly) -> int | None:
         """Host bytes that state in RAM leaves to a step; None: without end."""
         if self.tiers is None:
@@ -89,6 +95,7 @@ def plan_program(
     tiling, planned = choose(
         candidates, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
         gathers=gathers, resides=terms.places_state(mode), most=most,
+        fits_host=lambda r, planned: terms.fits_host(r.assembly, planned),
     )  # fmt: skip
     if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
         return tiling, planned

@@ -101,8 +101,10 @@ def choose(
     gathers: bool = False,
     resides: bool = False,
     most: int = sys.maxsize,
+    fits_host: Callable[[Tiling, Planned], bool] = lambda tiling, planned: True,
 ) -> tuple[Tiling, Planned]:
-    """The faster of the first tiling that fits and the one after it; candidates come coarsest first.
+    """The faster of the first tiling that fits and the one after it, of those for which the host has room
+    where it has for any; candidates come coarsest first.
 
     Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
     room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
@@ -115,7 +117,7 @@ def choose(
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
-    coarser = 0
+    coarser, best_roomy = 0, False
     needs = tried(candidates, mode, budget_bytes, enough=budget_bytes // 2, most=most)
     for number, (tiling, need) in enumerate(needs):
         whole, rows = gathers and number == 0, gathers and number == 1
@@ -129,8 +131,10 @@ def choose(
             return best
         planned = plan(tiling)
         last = best is not None and not rows  # finer cuts, of which one is planned
-        if best is None or _seconds(planned) <= (_GAIN if last else 1) * _seconds(best[1]):
-            best = tiling, planned
+        roomy = fits_host(tiling, planned)
+        faster = best is None or _seconds(planned) <= (_GAIN if last else 1) * _seconds(best[1])
+        if roomy > best_roomy or (roomy == best_roomy and faster):
+            best, best_roomy = (tiling, planned), roomy
         if last:
             return best
         coarser = need

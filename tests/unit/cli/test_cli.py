@@ -236,9 +236,41 @@ def test_where_nothing_fits_no_zero_is_printed() -> None:
 def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = plan("--hbm-budget", "3MB", "--host-budget", "3300kB")
     assert code == 1 and "--no-clip" in out and "too small" in out
+    least = re.search(r"needs at least (\S+ \S+) of 3.3 MB", out)
+    assert least is not None and f"host {least[1]} with clipping" in out, "one least in all of the output"
     code, out, _ = plan("--hbm-budget", "3MB", "--host-budget", "4100kB")
     assert code == 0, "activations need not wait on the host"
     assert "waiting activations" not in out or "FITS" in out
+
+
+def test_combinations_that_fit_are_printed_as_commands_that_do(
+    plan: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Room for int8 moments without clipping, and for int4 with it: neither change is named for nothing."""
+    tight = ("--hbm-budget", "3.1MB")
+
+    def least(form: str, kind: str) -> int:
+        found = json.loads(plan(*tight, "--optimizer-state", form, "--json")[1])
+        return int(found["least_host_budget"][kind])
+
+    budget = max(least("int8", "streamed"), least("int4", "clipped"))
+    assert budget < min(least("int8", "clipped"), least("fp32", "streamed"))
+    asked = (*tight, "--host-budget", f"{budget}B")
+    code, out, _ = plan(*asked, "--json")
+    answer = json.loads(out)
+    enough = {w["change"]: w["enough"] for w in answer["ways_out"] if "--opt" in w["change"]}
+    assert code == 1 and enough == {"--optimizer-state int8": False, "--optimizer-state int4": True}
+    plain, clipped = sorted(answer["commands"], key=lambda c: "max_grad_norm" not in c["compile"])
+    assert plain["compile"] == {"optimizer_state": "int8", "max_grad_norm": None}
+    assert plain["train"] == {"optimizer_state": "int8", "max_grad_norm": 0}
+    assert clipped["compile"] == clipped["train"] == {"optimizer_state": "int4"}
+    assert answer["commands"][0]["tokens_per_second"] >= answer["commands"][1]["tokens_per_second"]
+    for command, mode in ((plain, "without_clipping"), (clipped, "with_clipping")):
+        words = command["plan"].split()
+        assert words[:2] == ["megacompile", "plan"]
+        code, out, _ = plan(*words[2:], "--json")
+        planned = json.loads(out)[mode]
+        assert code == 0 and planned["tokens_per_second"] == pytest.approx(command["tokens_per_second"])
 
 
 def test_a_layer_is_explained_and_the_page_written(
@@ -277,7 +309,15 @@ def test_what_the_host_has_no_room_for_goes_to_a_drive(
     assert host["total"] <= 3 * 10**6 and host["nvme"] > 0 and found["fits"]
     schedule = Schedule.from_json((dump / "train" / "schedule.json").read_text())
     assert sum(op.nbytes for op in schedule.step.on("nvme_write")) > 0
+    drive = ("--nvme-budget", "1GB", "--nvme-rates", "0.002", "0.001")
+    slow = json.loads(plan(*tight, *drive, "--json")[1])
+    bound = slow["without_clipping"]["lower_bound"]
+    assert bound["binding"] == "the drive" and bound["seconds"] == bound["drive"]
+    assert bound["seconds"] <= slow["without_clipping"]["step_seconds"] <= 1.5 * bound["seconds"]
+    code, out, _ = plan(*tight, *drive)
+    assert "read at 0.002 GB/s, written at 0.001 GB/s, sustained, as given" in out
     code, out, _ = plan(*tight, "--nvme-budget", "10kB")
+    assert "read at 5 GB/s, written at 2.5 GB/s, a fast consumer drive (assumed)" in out
     assert code == 1 and re.search(r"host    uses .*too small", out)
     assert re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
 
