@@ -2,9 +2,9 @@
 
 A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that
 is streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group that
-computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32 value
-bit for bit. Moments are kept in one of the
-formats of `host/formats.py`: 12, about 6 or about 5 bytes per trained parameter in all.
+computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32
+value bit for bit. Moments are kept in one of the formats of `host/formats.py`: 12, about 6 or about 5
+bytes per trained parameter in all.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class HostState:
 
 
 def rounding_error(name: str, what: str) -> MegacompileError:
-    """The error for ``what`` would be rounded, as a frozen parameter is kept in bf16 alone."""
+    """Return the error for ``what``, which a frozen parameter that is kept in bf16 alone cannot hold."""
     return MegacompileError(
         f"{name} is frozen and had values in bfloat16 when it was compiled, so no more is kept of it, and "
         f"{what} would be rounded: give the model these values before it is compiled."
