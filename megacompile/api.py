@@ -75,7 +75,8 @@ def compile(
     optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
         read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
-    compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases.
+    compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
+        that compute in bfloat16, and are whole in it, are kept in it.
     host_budget: as ``hbm_budget``, for host memory, of all programs; ``example_batch`` sizes what lies beside
         the state. None: what this process may use, less a reserve. More bytes than are free are taken with a
         warning: the memory of some virtual machines grows as it is used.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.capture.frozen import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
@@ -57,6 +58,7 @@ def check_model(model: Any, weights: Any) -> None:
         raise MegacompileError(
             f"The parameter {lazy} of a lazy module has no shape yet: run the model once, then compile."
         )
+    _refuse_coded(model)
     empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
     if weights is None and empty is not None:
         raise MegacompileError(
@@ -75,6 +77,19 @@ def check_model(model: Any, weights: Any) -> None:
                 "make it a real one with a last dimension of 2, and use torch.view_as_complex in the forward."
             )
     _refuse_shared_memory(model)
+
+
+def _refuse_coded(model: nn.Module) -> None:
+    """Refuse parameters whose values are not their memory's: quantised ones, or a mesh's."""
+    for name, parameter in model.named_parameters():
+        kind = type(parameter)
+        codes = kind is not nn.Parameter and not (parameter.is_floating_point() or parameter.is_complex())
+        if codes or is_traceable_wrapper_subclass(parameter):
+            raise MegacompileError(
+                f"The parameter {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, and "
+                "programs take plain tensors: load the model without quantization_config (frozen weights in "
+                "bfloat16 take 2 bytes each), or call its dequantize(); of a DTensor give the full_tensor()."
+            )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

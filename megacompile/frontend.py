@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,19 @@ class Frontend:
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
         return self._front(batch, evaluate).captured
+
+    @property
+    def rounded(self) -> list[str]:
+        """The frozen parameters that compute in bf16, whatever they are in the model."""
+        return [n for n, p in self.parameters.items() if not p.trained and p.dtype == torch.bfloat16]
+
+    def take_exact(self, names: Collection[str]) -> bool:
+        """Note which of :attr:`rounded` have values that bf16 holds as they are; whether that is new."""
+        noted = {n: replace(p, exact=n in names) for n, p in self.parameters.items()}
+        changed, self.parameters = noted != self.parameters, noted
+        if changed:
+            self._compiled.clear()
+        return changed
 
     @property
     def graphs(self) -> list[Captured]:
@@ -264,5 +277,6 @@ def _describe(
         owner = owners.get(id(p), -1)
         # what no optimizer holds is not updated, so it needs no gradient
         trained = p.requires_grad and (optimizer is None or owner >= 0)
-        described[name] = Parameter(name, tuple(p.shape), strides, dtype, owner, trained=trained)
+        exact = not trained and dtype == p.dtype == torch.bfloat16
+        described[name] = Parameter(name, tuple(p.shape), strides, dtype, owner, trained=trained, exact=exact)
     return described

@@ -6,6 +6,7 @@ The first program allocates the state and takes over the model's values; all lat
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -131,6 +132,7 @@ class Session:
     def _first_program(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the
         device than was left to them."""
+        self._find_exact()
         longest = self.intake.longest(batch)
         settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
         while True:
@@ -143,6 +145,17 @@ class Session:
                 return scheduled
             self._bindings.drop(scheduled)
             self.compiler.begin_again(room)
+
+    def _find_exact(self) -> None:
+        """Look which frozen weights need no FP32 masters, by the values that the first rank has now."""
+        frontend = self.compiler.frontend
+
+        def look() -> bytes:
+            self.values.refuse_taken()
+            return json.dumps(self.values.exact(frontend.rounded)).encode()
+
+        if frontend.take_exact(set(json.loads(self.world.from_first(look)))):
+            self.compiler.begin_again(self.compiler.room)
 
     def _shorter_room(self) -> Room | None:
         """What plans may use of the device now, where that is less than they were made for by more than was

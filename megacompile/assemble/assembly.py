@@ -44,7 +44,8 @@ class Parameter:
 
     ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
     holds the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained`` says that batches may
-    give it gradients, be it later ones.
+    give it gradients, be it later ones, ``exact`` that it is frozen and its values are whole in bfloat16,
+    which it computes in.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Parameter:
     whole: str = ""
     first_row: int = 0
     trained: bool = True
+    exact: bool = False
 
     @property
     def numel(self) -> int:
@@ -91,7 +93,8 @@ class Slot:
 class GroupLayout:
     """One weight group: a flat bucket of ``elements`` (with padding) in ``dtype`` on the device.
 
-    Where ``ranks`` share it, each holds the state of a shard, an equal part of the bucket.
+    Where ``ranks`` share it, each holds the state of a shard, an equal part of the bucket. ``exact``: all of
+    its parameters are, so that the host needs nothing of it but what is streamed.
     """
 
     index: int
@@ -101,6 +104,7 @@ class GroupLayout:
     slots: tuple[Slot, ...]
     elements: int
     ranks: int = 1
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +253,8 @@ def _layout(index: int, name: str, members: list[Parameter], ranks: int) -> Grou
         offset += padded_elements(parameter.numel, ranks)
     unit = ranks * _SHARD
     elements = offset if ranks == 1 else -(-offset // unit) * unit
-    return GroupLayout(index, name, members[0].dtype, members[0].trained, tuple(slots), elements, ranks)
+    dtype, trained, exact = members[0].dtype, members[0].trained, all(p.exact for p in members)
+    return GroupLayout(index, name, dtype, trained, tuple(slots), elements, ranks, exact)
 
 
 def padded_elements(elements: int, ranks: int = 1) -> int:

@@ -105,8 +105,9 @@ def check_format(name: str) -> StateFormat:
 def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]:
     """Every flat array of a group's state, in a fixed order; arrays without elements are left out.
 
-    "weights" is what is streamed: bf16 high halves (then "low" holds the low ones), or FP32 masters. Where
-    ranks share the group, these are the shards of one of them, all as long as the longest.
+    "weights" is what is streamed: bf16 high halves (then "low" holds the low ones, unless the group is exact,
+    so that all are zero), or FP32 masters. Where ranks share the group, these are the shards of one of them,
+    all as long as the longest.
     """
     sizes = [array_sizes(group, form, rank) for rank in range(group.ranks)]
     found = []
@@ -120,7 +121,7 @@ def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]
 def array_sizes(group: GroupLayout, form: StateFormat, rank: int) -> dict[str, int]:
     """How many entries of each array of a group are a rank's."""
     sizes = {"weights": group.share}
-    if group.dtype == torch.bfloat16:
+    if group.dtype == torch.bfloat16 and not group.exact:
         sizes["low"] = group.share
     if not group.trainable:
         return sizes
@@ -222,8 +223,11 @@ def state_bytes(groups: tuple[GroupLayout, ...], form: StateFormat) -> dict[str,
 
 
 def smaller_formats(groups: tuple[GroupLayout, ...], form: StateFormat) -> str:
-    """A clause for error messages: what the formats below ``form`` would save; "" where there is none."""
+    """A clause for error messages: what the formats below ``form`` would save, and frozen weights in bf16; ""
+    where that is nothing."""
     now = sum(state_bytes(groups, form).values())
     saved = {f: now - sum(state_bytes(groups, f).values()) for f in get_args(StateFormat)}
     clauses = [f'optimizer_state="{f}" saves {format_bytes(n)}' for f, n in saved.items() if n > 0]
+    low = sum(a.nbytes for g in groups if not g.trainable for a in group_arrays(g, form) if a.name == "low")
+    clauses += [f"casting the frozen weights to bfloat16 saves {format_bytes(low)}"] if low else []
     return "; " + ", ".join(clauses) if clauses else ""

@@ -30,6 +30,14 @@ def set_value(target: Tensor, value: Tensor) -> None:
     torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]
 
 
+def is_exact(value: Tensor) -> bool:
+    """Whether bfloat16 holds each element as it is; of a tensor without values, whether its dtype says so."""
+    if value.is_meta or value.dtype == torch.bfloat16:
+        return value.dtype == torch.bfloat16
+    pieces = torch.split(value.detach().reshape(-1), _CHUNK)
+    return not any(bool((piece.float().view(torch.int32) & 0xFFFF).any()) for piece in pieces)
+
+
 def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
     """Write values to their two halves, on the host or a device, without a whole parameter there twice."""
     for start in range(0, flat.numel(), _CHUNK):

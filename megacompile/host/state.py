@@ -1,9 +1,10 @@
 """Host state: FP32 masters and Adam moments of all weight groups.
 
 A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that
-is streamed. A group that computes in fp32 streams its masters as they are. Either way the pair is
-exact: reading a parameter back gives its FP32 value bit for bit. Moments are kept in one of the
-formats of `host/formats.py`: 12, about 6 or about 5 bytes per trained parameter in all.
+is streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group that
+computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32
+value bit for bit. Moments are kept in one of the formats of `host/formats.py`: 12, about 6 or about 5
+bytes per trained parameter in all.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Slot
+from megacompile.errors import MegacompileError
 from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena
 from megacompile.host.bucket import own_part, padding_of, rows_of, slot_view, strided
 from megacompile.host.formats import CODINGS, Run, StateFormat, moment_names, shard_runs
 from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
-from megacompile.host.parameters import write_halves
+from megacompile.host.parameters import is_exact, write_halves
 from megacompile.host.shards import collected
 from megacompile.host.snapshot import Copies, Snapshot
 from megacompile.host.views import moments_of, parts_of
@@ -91,8 +93,15 @@ class HostState:
         else:
             self.arrays[group] = {name: array.to(device) for name, array in home.items()}
 
+    def refuse_rounding(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
+        """Refuse, by name, a value of a frozen parameter that the state would have to round."""
+        group, parameter = self.groups[places[0][0]], self._find(places[0]).parameter
+        if group.exact and not is_exact(value):
+            raise rounding_error(parameter.whole or parameter.name, "the value to be set")
+
     def write_whole(self, places: Sequence[tuple[int, int]], value: Tensor) -> None:
         """Set a parameter that may be cut from a tensor of its whole shape."""
+        self.refuse_rounding(places, value)
         for place in places:
             self.write(place, rows_of(self._find(place).parameter, value))
 
@@ -158,7 +167,8 @@ class HostState:
     def _gather(self, slot: Slot, flat: Tensor, low: Tensor | None) -> Tensor:
         start, stop = slot.offset, slot.offset + slot.parameter.numel
         if low is None:
-            return slot_view(flat, slot).to("cpu", copy=True)
+            value = slot_view(flat, slot).to("cpu", copy=True)
+            return value.float() if value.dtype == torch.bfloat16 else value
         out = torch.empty(stop - start, dtype=torch.float32)
         host_adam.join(flat[start:stop].cpu(), low[start:stop].cpu(), out)
         return strided(out, 0, slot)
@@ -294,3 +304,11 @@ class HostState:
 
     def _lies_at_home(self, group: int) -> bool:
         return self.arrays[group] is self._homes.get(group, self.arrays[group])
+
+
+def rounding_error(name: str, what: str) -> MegacompileError:
+    """Return the error for ``what``, which a frozen parameter that is kept in bf16 alone cannot hold."""
+    return MegacompileError(
+        f"{name} is frozen and had values in bfloat16 when it was compiled, so no more is kept of it, and "
+        f"{what} would be rounded: give the model these values before it is compiled."
+    )

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.arena import trim_heap
 from megacompile.host.optimizer import refuse_moments
-from megacompile.host.parameters import nothing_for, set_value
+from megacompile.host.parameters import is_exact, nothing_for, set_value
 from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
 from megacompile.units import RESERVE, format_bytes, host_available
@@ -167,6 +167,10 @@ class ModelValues:
             value = parameter.detach().clone() if lent else self._read(name, parameter).to(parameter.dtype)
             return nn.Parameter(value, parameter.requires_grad)
 
+    def exact(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters, none of which was taken over, whose values bfloat16 holds as they are."""
+        return [name for name in names if is_exact(self._own(name, self.model.get_parameter(name)))]
+
     def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""
         named = self._named.items() or self.model.named_parameters()
@@ -196,6 +200,8 @@ class ModelValues:
         targets = self._targets()
         for name, value in values.items():
             _check_value(name, value, targets[firsts[name]])
+            if self._state is not None and firsts[name] in self._homes:
+                self._state.refuse_rounding(self._homes[firsts[name]], value)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Set all parameters and persistent buffers to values that were checked."""
@@ -271,9 +277,15 @@ class ModelValues:
         if name in self._homes:
             assert self._state is not None
             return self._state.read_whole(self._homes[name])
-        empty = parameter.is_meta and self._source is not None
-        value = self._source(name) if empty else parameter.detach().clone()  # type: ignore[misc]
+        value = self._own(name, parameter)
+        value = value if parameter.is_meta and self._source is not None else value.clone()
         return value.float() if value.is_floating_point() else value
+
+    def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter's value that no program has."""
+        if parameter.is_meta and self._source is not None:
+            return self._source(name)
+        return parameter.detach()
 
     def _write(self, name: str, target: Tensor, value: Tensor) -> None:
         if name in self._homes:

@@ -27,7 +27,7 @@ from megacompile.assemble.codec import from_plain, to_plain
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.host.bucket import own_part
 from megacompile.host.snapshot import Snapshot
-from megacompile.host.state import HostState
+from megacompile.host.state import HostState, rounding_error
 from megacompile.storage.durable import replacing, sync
 from megacompile.storage.layout import Part, copied_range, layout_of, read_layout
 from megacompile.storage.manifest import (
@@ -184,11 +184,26 @@ class Checkpoint:
         manifest, places = read_manifest(self._folder)
         self.progress = manifest.progress
         _check_mesh(manifest.mesh, state.world, self._folder)
-        self._layout = read_layout(manifest.layout, state, self._folder)
+        self._layout = read_layout(manifest.layout, places, state, self._folder)
         values = {f"{name}/value": value for name, value in buffers.items()}
         self._expected = self._layout.tensors | values
         self._spans = find_spans(self._folder, places, self._expected)
         self._checked: set[tuple[str, Span]] = set()
+        if state.world.rank == 0:
+            self._refuse_rounding()
+
+    def _refuse_rounding(self) -> None:
+        """Refuse low halves that a frozen parameter of the state has no place for, unless all are zero."""
+        slots = (slot.parameter for group in self._state.groups if group.exact for slot in group.slots)
+        for parameter in slots:
+            for name in (f"{part.saved}/low" for part in self._layout.parts[parameter.name]):
+                for span in self._spans.get(name, ()):
+                    lost = False
+                    for _, piece in self._pieces(name, span, slice(0, span.stop - span.start)):
+                        lost |= bool(piece.any())
+                        del piece
+                    if lost:
+                        raise rounding_error(parameter.whole or parameter.name, f"what {self._folder} has")
 
     def read(self) -> None:
         """Overwrite the state, or a rank's part of it, and the buffers; a damaged file is named and
@@ -214,6 +229,9 @@ class Checkpoint:
             ends = part.ends and last == part.to + part.count
             part = Part(part.saved, part.start + first - part.to, first - own.start, last - first, ends)
             saved = f"{part.saved}/{array}"
+            if array == "low" and saved not in self._expected:
+                target[part.to : part.to + part.count] = 0
+                continue
             length = self._expected[saved].numel()
             there, here = copied_range(array, part, length, target.numel(), self._state.form)
             self._copy(saved, target[here], there)
@@ -232,9 +250,16 @@ class Checkpoint:
             self._read(name, span, within, target[start - part.start : stop - part.start])
 
     def _read(self, name: str, span: Span, part: slice, target: Tensor | None) -> None:
-        """Copy a part of a span from its file, which is mapped anew for every piece.
+        """Copy a part of a span from its file, with a target."""
+        for start, piece in self._pieces(name, span, part):
+            if target is not None:
+                target[start - part.start :][: piece.numel()].copy_(piece)
+            del piece  # before the next is mapped
 
-        A span that is read in whole is compared with its checksum, with or without a target.
+    def _pieces(self, name: str, span: Span, part: slice) -> Iterator[tuple[int, Tensor]]:
+        """A part of a span piece by piece, with where each begins; the file is mapped anew for every one.
+
+        A span that is read in whole is compared with its checksum at the end.
         """
         path, crc, step = self._folder / span.file, 0, max(1, PIECE_BYTES // self._expected[name].itemsize)
         for start in range(part.start, part.stop, step):
@@ -242,8 +267,7 @@ class Checkpoint:
             with open_shard(path) as handle:
                 piece = handle.get_slice(name)[start:stop]
                 crc = checksum(piece, crc)
-                if target is not None:
-                    target[start - part.start : stop - part.start].copy_(piece)
+                yield start, piece
                 del piece
         if part == slice(0, span.stop - span.start) and crc != span.checksum:
             raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")

@@ -12,7 +12,7 @@ bit for bit; codes of moments allow that where a cut lies between two of their b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -84,8 +84,11 @@ def _facts(p: Parameter, step: int) -> Facts:
     return Facts(p.shape, p.stride, str(p.dtype).removeprefix("torch."), step, p.whole, p.first_row)
 
 
-def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
-    """Match a manifest's layout with a state, or :class:`MegacompileError` that names what does not fit."""
+def read_layout(saved: SavedLayout, held: Container[str], state: HostState, folder: Path) -> Layout:
+    """Match a manifest's layout with a state, or :class:`MegacompileError` that names what does not fit.
+
+    ``held`` are the names of all saved tensors: of frozen parameters there may be low halves or none.
+    """
     if saved.optimizer_state != state.form:
         raise MegacompileError(
             f"{folder} was saved with optimizer_state={saved.optimizer_state!r} and this program has "
@@ -103,7 +106,9 @@ def read_layout(saved: SavedLayout, state: HostState, folder: Path) -> Layout:
             )
         _compare(whole, theirs[whole], mine[whole], folder)
     groups = [
-        _saved_group(owners[next(iter(mine[w]))], name, f) for w in theirs for name, f in theirs[w].items()
+        _saved_group(owners[next(iter(mine[w]))], name, f, f"{name}/low" in held)
+        for w in theirs
+        for name, f in theirs[w].items()
     ]
     tensors = {f"{n}/{a}": t for group in shapes_of(groups, state.form) for n, arrays in group.items()
                for a, t in arrays.items()}  # fmt: skip
@@ -160,11 +165,12 @@ def _together(pieces: Pieces) -> Facts | None:
     return replace(first, shape=(rows, *first.shape[1:]))
 
 
-def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Facts) -> GroupLayout:
-    """A group of one saved parameter, alike one of ours in all but name and rows."""
+def _saved_group(owner: tuple[GroupLayout, Parameter], name: str, facts: Facts, has_low: bool) -> GroupLayout:
+    """A group of one saved parameter, alike one of ours in all but name, rows and, if frozen, low halves."""
     group, parameter = owner
     slot = Slot(replace(parameter, name=name, shape=facts.shape), 0)
-    return replace(group, slots=(slot,), elements=padded_elements(slot.parameter.numel), ranks=1)
+    elements, exact = padded_elements(slot.parameter.numel), not group.trainable and not has_low
+    return replace(group, slots=(slot,), elements=elements, ranks=1, exact=exact)
 
 
 def _parts(facts: Facts, saved: Pieces) -> tuple[Part, ...]:

@@ -53,10 +53,12 @@ def _value(folder: Path, places: Places, name: str, pieces: Pieces | None, shape
 
 
 def _master(folder: Path, places: Places, name: str, facts: Facts) -> Tensor:
-    """A parameter or a piece of one, its halves joined where it has two."""
+    """A parameter or a piece of one, its halves joined where it has two, or widened where one is all."""
     flat = _read(folder, places, f"{name}/weights")
     if f"{name}/low" in places:
         flat = host_adam.join(flat, _read(folder, places, f"{name}/low"), torch.empty(flat.numel()))
+    elif flat.dtype == torch.bfloat16:
+        flat = flat.float()
     reach = sum((n - 1) * s for n, s in zip(facts.shape, facts.stride, strict=False)) + 1
     if (
         not flat.numel() == prod(facts.shape) == (reach if flat.numel() else 0)

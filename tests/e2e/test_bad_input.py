@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import megacompile
 from megacompile.capture.batch import check_signature, read_batch
@@ -276,6 +277,25 @@ def test_parameters_that_no_program_could_keep() -> None:
     program.close()
 
 
+class Codes(nn.Parameter):
+    """As bitsandbytes keeps weights."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [Codes(torch.zeros(4, dtype=torch.uint8), requires_grad=False), TwoTensor(torch.ones(4), torch.ones(4))],
+)
+def test_quantised_parameters_are_refused_by_name(weight: Tensor) -> None:
+    model = Plain()
+    model.last.weight = nn.Parameter(weight, requires_grad=False) if isinstance(weight, TwoTensor) else weight
+    kind = type(weight)
+    with pytest.raises(
+        megacompile.MegacompileError,
+        match=rf"last\.weight is a {kind.__name__} of .* without quantization_config",
+    ):
+        compile_plain(model)
+
+
 class Odd(nn.Module):
     """Parameters of other kinds: frozen integers, booleans, complex numbers; a scalar, an empty one."""
 
@@ -306,6 +326,7 @@ def test_parameters_of_odd_kinds_train_beside_others() -> None:
     for name, value in eager.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), value)
     program.close()
+    compile_plain(model).close()
 
 
 class WithBatchNorm(nn.Module):

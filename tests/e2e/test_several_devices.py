@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     "in small pieces": ("plain", HOST),  # of what ranks exchange at once
     "experts": ("mixtral", FP32),
     "tied and frozen": ("gpt2", FP32),
+    "frozen in bf16": ("adapted", {}),
     "in 8 bits": ("wide", FP32 | {"optimizer_state": "int8"}),
     "in 4 bits": ("wide", FP32 | {"optimizer_state": "int4"}),
     "clipped": ("plain", HOST | {"max_grad_norm": 0.1}),
@@ -48,6 +49,7 @@ CASES: dict[str, Case] = {
 
 SIZES: dict[str, dict[str, int]] = {
     "llama": {"layers": 2},
+    "adapted": {"layers": 2},
     "wide": {"width": 72, "depth": 2},  # whose matrices are large enough for codes, and end within a block
 }
 LENGTHS: dict[str, dict[str, int]] = {"mixtral": {"size": 1, "length": 4}}  # experts get no token
@@ -64,11 +66,16 @@ class Dropping(Plain):
 
 def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
     torch.manual_seed(seed)
-    kind = "plain" if name in PLAIN else name
+    kind = "plain" if name in PLAIN else "llama" if name == "adapted" else name
     if name == "mixtral":
         model = cases()["mixtral, experts without tokens"].build()
     else:
         model = Dropping() if name == "dropping" else build(kind, seed, **SIZES.get(name, {}))
+    if name == "adapted":
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in path)
+            if seed == 0:  # what rank 0 has is whole in bf16, and what others have is not
+                parameter.data = parameter.data.bfloat16().float()
     if name == "gpt2":
         model.transformer.h[0].requires_grad_(False)  # type: ignore[operator, union-attr]
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
@@ -134,6 +141,7 @@ class Run:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     names = ["plain", "llama", "in small pieces", "in 8 bits", "in 4 bits", "clipped", "never clipped"]
     names += ["state on devices", "some on devices", "clipped on devices", "never clipped on devices"]
+    names += ["frozen in bf16"]
     return Run(2, names, tmp_path_factory.mktemp("two"))
 
 
