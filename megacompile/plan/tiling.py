@@ -132,8 +132,8 @@ def choose(
         planned = plan(tiling)
         last = best is not None and not rows  # finer cuts, of which one is planned
         roomy = fits_host(tiling, planned)
-        faster = best is None or _seconds(planned) <= (_GAIN if last else 1) * _seconds(best[1])
-        if roomy > best_roomy or (roomy == best_roomy and faster):
+        gain = _GAIN if last else 1
+        if best is None or (roomy, gain * _seconds(best[1])) >= (best_roomy, _seconds(planned)):
             best, best_roomy = (tiling, planned), roomy
         if last:
             return best
