@@ -25,6 +25,7 @@ _PRODUCTS = {
 }
 _AS_TORCH_WOULD = {
     "transformers.models.bloom.modeling_bloom.GeLUFunction",
+    "peft.tuners.loha.layer.HadaWeight",  # HadaWeightCP's is none: two of its gradients differ
 }
 """Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
 

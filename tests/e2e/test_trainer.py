@@ -167,6 +167,7 @@ def lora_on_experts() -> nn.Module:
         ),
         pytest.param({"make": lora, "max_steps": 3}, id="LoRA"),
         pytest.param({"make": lambda: adapted("LoKr"), "max_steps": 3}, id="LoKr"),
+        pytest.param({"make": lambda: adapted("LoHa"), "max_steps": 3}, id="LoHa"),
         pytest.param({"make": lora_on_experts, "max_steps": 3}, id="experts' LoRA"),
     ],
 )
