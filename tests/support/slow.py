@@ -58,6 +58,8 @@ SLOW = (
     r"test_bf16\.py::test_gradients_are_as_good_as_bf16_eager\[(gemma3|llama)",
     r"test_bf16\.py::test_modules_that_keep_fp32_are_honoured\[deepseek",
     r"test_habits\.py::test_models_handed_over_in_low_precision\[dtype",
+    r"test_lent_models\.py::test_(callbacks_read\w+\[lora|what_a_loop)",
+    r"test_trainer\.py::test_logs_what_plain_transformers_does\[LoHa",
     r"test_frozen_weights\.py::test_training_is_that_with_masters_of_all\[(1MB-(half|single)|350kB-rounded)",
     r"test_program\.py::test_budget_is_kept_and_predicted\[0\.(5|15)",
     r"test_pretrained\.py::test_trains_as_the_loaded_model_does_and_comes_back\[qwen3",
