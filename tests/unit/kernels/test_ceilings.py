@@ -159,7 +159,7 @@ def test_what_a_multiprocessor_holds() -> None:
 
 def test_the_table_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = measured(monkeypatch, launch(BLOCK_M=128, BLOCK_N=16))
-    write_table([row], tmp_path / "table.csv")
+    write_table([row], tmp_path / "table.csv", "0123")
     assert read_ceilings(tmp_path / "table.csv") == [row]
 
 
