@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megacompile
+from megacompile.bench import kernels
 from megacompile.bench.cases import OPERATIONS, Shape
 from megacompile.bench.kernels import Bench, Row
 from megacompile.bench.plan import read_calls, targets, worth
@@ -82,13 +83,22 @@ def test_three_passes_are_timed_and_rated() -> None:
     assert product.teraflops == pytest.approx(2 * 33 * 32 * 300 / 2e-3 / 1e12)
 
 
-def test_an_operation_that_fails_is_a_row() -> None:
+def test_a_provider_that_fails_while_it_is_timed_is_a_row() -> None:
     class Broken(FakeTimer):
         def time(self, call: Callable[[], object]) -> Times:
             raise RuntimeError("CUDA error: a capture failed\nmore")
 
-    (row,) = rows("glu", timer=Broken())
-    assert row.note == "fails: CUDA error: a capture failed"
+    notes = {row.provider: row.note for row in rows("glu", timer=Broken())}
+    assert notes == dict.fromkeys(("eager", "megacompile"), "fails: CUDA error: a capture failed")
+
+
+def test_an_operation_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory\nmore")
+
+    monkeypatch.setattr(kernels, "check", fail)
+    (row,) = rows("glu", timer=FakeTimer())
+    assert row.note == "fails: no memory"
 
 
 def provider(folder: Path, name: str, body: str) -> Path:
