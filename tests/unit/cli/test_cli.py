@@ -318,7 +318,7 @@ def test_what_the_host_has_no_room_for_goes_to_a_drive(
     assert "read at 0.002 GB/s, written at 0.001 GB/s, sustained, as given" in out
     code, out, _ = plan(*tight, "--nvme-budget", "10kB")
     assert "read at 5 GB/s, written at 2.5 GB/s, a fast consumer drive (assumed)" in out
-    assert code == 1 and re.search(r"host    uses .*too small", out)
+    assert code == 1 and re.search(r"host    needs at least .*too small", out)
     assert re.search(r"--nvme-budget .*enough, [\d,]+ tokens/s; state on a drive", out)
 
 
