@@ -6,6 +6,7 @@ of it; the error that ended training, if one did, ends the process.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import traceback
@@ -67,6 +68,7 @@ def held(error: BaseException | None) -> list[int]:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    gc.collect()  # frames that an error passed through may hold each other
     torch.cuda.empty_cache()
     return [torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), runtime.count("page_locked")]
 

@@ -36,7 +36,7 @@ def left_over() -> None:
 @pytest.fixture
 def expanding() -> None:
     """Segments expand as in programs, so blocks are no larger than what was asked for."""
-    set_allocator()
+    set_allocator(torch.device("cuda"))
 
 
 def asked_for(run: Callable[[], Any]) -> tuple[int, int]:
