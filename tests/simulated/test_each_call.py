@@ -64,9 +64,8 @@ def check_refusal(request: int, refusals: int) -> None:
         assert found["states"] == expected["states"], at
     assert found["again"] == expected["losses"], at
     assert found["held"][:2] == expected["held"][:2], at
-    rings = (
-        2 * PIECES * PIECE_BYTES if "What it refuses passes through" in said else 0
-    )  # which the process keeps
+    staged = "What it refuses passes through" in said  # buffers that the process keeps
+    rings = 2 * PIECES * PIECE_BYTES if staged else 0
     assert found["held"][2] <= expected["held"][2] + rings, at
 
 
