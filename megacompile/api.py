@@ -28,6 +28,7 @@ from megacompile.program import Program
 from megacompile.room import room_of
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.failures import naming_failures
+from megacompile.runtime.ownership import reclaim
 from megacompile.runtime.preflight import check_triton
 from megacompile.session import Session
 from megacompile.settings import Settings
@@ -128,6 +129,8 @@ def compile(
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
+    if isinstance(model, nn.Module):
+        reclaim(model)
     check_model(model, weights)
     model = unwrapped(model)
     world = World(find_ranks(mesh))

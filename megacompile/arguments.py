@@ -16,7 +16,7 @@ from megacompile.capture.frozen import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
 from megacompile.host.bucket import is_dense
 from megacompile.host.scratch import check_directories
-from megacompile.runtime.ownership import is_owned, reclaim
+from megacompile.runtime.ownership import is_owned
 
 
 def check_settings(
@@ -43,7 +43,6 @@ def check_model(model: Any, weights: Any) -> None:
     """Refuse a model that cannot be taken over, or would train otherwise than in plain PyTorch."""
     if not isinstance(model, nn.Module):
         raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    reclaim(model)
     if is_owned(model):
         raise MegacompileError(
             "This model, or a part of it, already belongs to a program: use that one, or call its "

@@ -226,7 +226,8 @@ def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:
     unknown = sorted(kwargs.keys() - signature.parameters.keys())
     missing = signature.parameters.keys() - kwargs.keys()
     for key in unknown:  # also where the forward would take it, and leave it unread
-        if near := difflib.get_close_matches(key, missing, n=1, cutoff=_MISSPELT):
+        words = {n for n in missing if not takes_all or n.count("_") == key.count("_")}
+        if near := difflib.get_close_matches(key, words, n=1, cutoff=_MISSPELT):
             raise MegacompileError(f"{name} has no {key!r}: did you mean {near[0]!r}?")
     if unknown and not takes_all:
         raise MegacompileError(

@@ -36,14 +36,6 @@ from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 from megacompile.runtime.values import Lending
 
-
-class _TooManyRowsError(Exception):
-    """A batch has no room in the budget, and ``auto_find_batch_size`` asks for a smaller one."""
-
-    def __init__(self, least_bytes: int | None, budget_bytes: int) -> None:
-        self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
-
-
 __all__ = [
     "MegacompileConfig",
     "Mixin",
@@ -52,6 +44,13 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
 ]
+
+
+class _TooManyRowsError(Exception):
+    """A batch has no room in the budget, and ``auto_find_batch_size`` asks for a smaller one."""
+
+    def __init__(self, least_bytes: int | None, budget_bytes: int) -> None:
+        self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
 
 
 class Mixin(Saving, Updates, Evaluation):
@@ -253,13 +252,6 @@ class Mixin(Saving, Updates, Evaluation):
         return model
 
 
-class Trainer(Mixin, transformers.Trainer):
-    """``transformers.Trainer`` for a model whose training state is larger than the device's memory.
-
-    Takes what upstream's takes, and what :class:`Mixin` does.
-    """
-
-
 def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
     """The rows of a batch to try next, of the (rows, least bytes) that were too many so far.
 
@@ -276,6 +268,13 @@ def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
     return max(1, min(fits, rows - 1))
 
 
+class Trainer(Mixin, transformers.Trainer):
+    """``transformers.Trainer`` for a model whose training state is larger than the device's memory.
+
+    Takes what upstream's takes, and what :class:`Mixin` does.
+    """
+
+
 class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` in the same way.
 
@@ -284,18 +283,13 @@ class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
     """
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **options: Any,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *rest: Any, **options: Any
     ) -> tuple[Tensor | None, Any, Any]:
         if prediction_loss_only or not self.args.predict_with_generate:
-            return Evaluation.prediction_step(self, self.model, inputs, prediction_loss_only, ignore_keys)
+            return Evaluation.prediction_step(self, self.model, inputs, prediction_loss_only, *rest)
         model.eval()
         upstream = transformers.Seq2SeqTrainer.prediction_step
         step: tuple[Tensor | None, Any, Any] = upstream(
-            self, self._stand_in(), inputs, prediction_loss_only, ignore_keys, **options
+            self, self._stand_in(), inputs, prediction_loss_only, *rest, **options
         )
         return step

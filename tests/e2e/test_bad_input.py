@@ -169,9 +169,8 @@ def test_what_a_forward_does_not_take_is_named() -> None:
     ):
         with pytest.raises(megacompile.MegacompileError, match=words):
             check_signature(Strict(model), read_batch(batch, model), function=None)
-    check_signature(
-        model, read_batch({**good, "num_items_in_batch": 7}, model), function=None
-    )  # which takes **kwargs
+    for more in ("num_items_in_batch", "mm_token_type_ids", "packed_position_ids"):  # into **kwargs
+        check_signature(model, read_batch({**good, more: 7}, model), function=None)
 
 
 class Strict(nn.Module):
