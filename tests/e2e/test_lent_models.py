@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import ProgramError
+from megacompile.errors import MegacompileError, ProgramError
 from tests.e2e.test_trainer import Trainer, logs, lora, rows, trainer, transformers
 
 Seq2SeqTrainer, Seq2SeqTrainingArguments = (
@@ -138,6 +138,23 @@ def test_gradients_of_a_callback_and_reads_of_other_threads_are_refused_by_name(
 
     (refusal,), _ = trained(Trainer, tmp_path, elsewhere).seen
     assert "for callbacks alone" in str(refusal)
+
+
+def test_a_frozen_value_that_would_be_rounded_is_refused_by_name(tmp_path: Path) -> None:
+    """Frozen weights that bfloat16 holds are kept in it alone."""
+
+    def whole() -> nn.Module:
+        model = lora()
+        for parameter in model.parameters():
+            parameter.data = parameter.bfloat16().float()
+        return model
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def write(model: Any) -> None:
+        model.get_input_embeddings().weight.add_(1e-4)
+
+    with pytest.raises(MegacompileError, match=r"is frozen .* would be rounded"):
+        trained(Trainer, tmp_path, write, make=whole, bf16=True)
 
 
 def test_a_second_trainer_takes_the_model_of_a_first_one(tmp_path: Path) -> None:
