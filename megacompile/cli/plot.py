@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING
 
 from megacompile.errors import MegacompileError
 from megacompile.estimate.sweeps import Point
 from megacompile.schedule.plots import canvas, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _AXES = {"hbm-budget": "device budget (GB)", "batch": "sequences per micro-batch",
          "seq": "tokens per sequence", "gpus": "cards", "machine": ""}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from megacompile.cli.as_json import as_json
 from megacompile.cli.fits import command
 from megacompile.cli.main import folder_of, write_json
+from megacompile.cli.plot import draw_sweep
 from megacompile.cli.report import Extras, render
 from megacompile.cli.sweep_table import sweep_table
 from megacompile.compiler import prove
@@ -228,9 +230,7 @@ def _run_sweep(
 
 
 def _draw(points: Sequence[Point], over: str, path: Path, name: str) -> None:
-    try:
-        from megacompile.cli.plot import draw_sweep
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         print("No picture: pip install 'megacompile[plots]' draws one.", file=sys.stderr)
         return
     draw_sweep(points, over, path, name)
