@@ -27,8 +27,8 @@ QUESTION = Question(load_machine("rtx-4090"), BATCH, SEQ, 1, host_budget=10**9)
 
 def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large tied vocabulary, cut, and planned from a few layers: cuts, plan, peak, host bytes."""
-    for module in ("tile.cuts", "plan.tiling"):
-        monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 16)
+    for module in ("megacompile.tile.cuts", "megacompile.plan.tiling"):
+        monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 16)
     given = transformers.LlamaConfig(**_SHAPE)
     study = Study(build("llama", given), "bf16", lambda message: None)
     budget = int(1.05 * study.least(QUESTION)[0].device_bytes)

@@ -101,7 +101,7 @@ def test_a_loop_holds_what_a_chunk_needs_and_no_logits_of_all_positions() -> Non
 
 def _attention_is_local(node: fx.Node) -> str:
     source: Any = node.args[0] if node.target is operator.getitem else node
-    return "local" if "attention" in str(source.target) else sequence.role(node)
+    return "local" if "attention" in str(source.target) else _ROLE(node)
 
 
 def _sums_keep_the_last_chunk(body: Any, node: fx.Node, reads: tuple[str, ...]) -> None:
@@ -302,8 +302,11 @@ def test_dropout_is_bitwise_that_of_whole_functions(monkeypatch: pytest.MonkeyPa
     assert not all(map(torch.equal, whole, results(16)))
 
 
+_ROLE = sequence.role
+
+
 def _dropout_is_local(node: fx.Node) -> str:
-    return "local" if "dropout" in str(node.target) else sequence.role(node)
+    return "local" if "dropout" in str(node.target) else _ROLE(node)
 
 
 def test_what_counts_as_a_difference() -> None:

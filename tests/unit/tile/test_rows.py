@@ -251,8 +251,8 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
 
 def test_rows_are_not_gathered_from_state_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long batch streams a cut table of which pieces stay on the device; a short one gathers its rows."""
-    for module in ("tile.cuts", "plan.tiling"):
-        monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 14)
+    for module in ("megacompile.tile.cuts", "megacompile.plan.tiling"):
+        monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 14)
     torch.manual_seed(0)
     model, habits = Reader(tied=True, rows=512), Habits(0.1)
     model.table.weight.requires_grad_(False)

@@ -361,8 +361,8 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
 
 def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the head gives to the layers below is a sum over its pieces, which bf16 would round at each."""
-    for module in ("tile.cuts", "plan.tiling"):
-        monkeypatch.setattr(f"megacompile.{module}.LEAST_PIECE", 1 << 14)
+    for module in ("megacompile.tile.cuts", "megacompile.plan.tiling"):
+        monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 14)
     model, batch = vocabulary(8192, 32, tied=False), tokens(8192)
     exact = copy.deepcopy(model)
     EagerTrainer(exact, torch.optim.AdamW(exact.parameters())).backward([batch], [1.0])
