@@ -71,7 +71,8 @@ def compile(
     model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
         trains it, its parameters hold no values, and reading or writing one is an error:
         ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
-        ``DistributedDataParallel`` returned, the module inside is trained, under its own names.
+        ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
+        that ``torch.compile`` returned run as they were.
     hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
     optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
         read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
