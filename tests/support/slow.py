@@ -81,6 +81,7 @@ SLOW = (
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
     r"test_trl\.py::test_dpo_logs_what_trl_does\[(LoRA|virtual)",
+    r"test_trl\.py::test_dpo_beside_a_reference_that_is_given\[(an equal|virtual)",
     r"test_packing\.py::test_(packed_chats_do_not_see|a_token_has_the_same_loss)",
     r"test_generate\.py::test_(while_a_trainer|beams_stopping|tokens_are\w+\[gpt2)",
     r"test_predict\.py::test_a_transformers_output_with_labels_and_without_after_each_step\[gpt2",
