@@ -238,14 +238,13 @@ def _budgets(
 
 @functools.cache
 def _announce(compute_dtype: torch.dtype) -> None:
-    """Say once per process what the dtype means for precision."""
+    """Say once per process how to get more precision, where there is more."""
     if compute_dtype == torch.float32:
-        text = "computing in float32: true full precision from end to end"
-    else:
-        text = (
-            "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
-            "bf16=False of a trainer, is full precision from end to end"
-        )
+        return
+    text = (
+        "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
+        "bf16=False of a trainer, is full precision from end to end"
+    )
     print(f"megacompile: {text}", file=sys.stderr)
 
 

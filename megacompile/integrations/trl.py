@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
-from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.api import compile
@@ -39,6 +38,20 @@ _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
 _PARTS = 16  # in which logits are made for metrics
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    """``trl.SFTConfig`` that leaves what is recomputed to the plan, where TRL's asks for all activations."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class DPOConfig(trl.DPOConfig):
+    """``trl.DPOConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -269,7 +282,7 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
     def __init__(
         self, model: Any, ref_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
-        args = args or trl.DPOConfig()
+        args = args or DPOConfig()
         if args.sync_ref_model:
             raise MegacompileError(
                 "DPOConfig(sync_ref_model=True) is not supported, as the reference's log-probabilities are "

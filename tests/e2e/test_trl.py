@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 from torch import nn
 
 import megacompile
+from megacompile.integrations.arguments import settle
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
 
@@ -253,6 +255,21 @@ def test_logits_are_never_whole_on_the_device() -> None:
         program.prepare({"input_ids": ids, "labels": ids}, outputs=ours.SFTTrainer._token_outputs)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes < ids.numel() * 16000 * 2  # of the logits in bf16
+
+
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])
+def test_what_nobody_set_is_not_said_to_have_no_effect(kind: str, tmp_path: Path) -> None:
+    """TRL's configs switch checkpointing on by its former name; ours do not."""
+
+    def warned(config: Any, **given: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            settle(config(str(tmp_path), use_cpu=True, bf16=False, **given), ours.MegacompileConfig())
+        return [str(w.message) for w in caught]
+
+    assert not warned(getattr(ours, kind))
+    assert not [text for text in warned(getattr(trl, kind)) if "no effect" in text]
+    assert [text for text in warned(getattr(ours, kind), gradient_checkpointing=True) if "no effect" in text]
 
 
 def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:
