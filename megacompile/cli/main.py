@@ -77,6 +77,8 @@ def _export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("folder", help="a new folder, which from_pretrained loads")
     text = "of the weights (as the model was given)"
     export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    text = "add the adapters of a checkpoint to their model (as the adapters name it), in FP32 on the host"
+    export.add_argument("--merge", nargs="?", const="", metavar="MODEL", help=text)
 
 
 def _build() -> tuple[_Parser, dict[str, _Parser]]:
