@@ -364,6 +364,6 @@ def _making(error: GuardOnDataDependentSymNode) -> list[traceback.FrameSummary]:
     mode = detect_fake_mode()
     made = mode.shape_env.var_to_stack if mode is not None and mode.shape_env is not None else {}
     symbol = min((s for s in error.cond.free_symbols if s in made), key=str, default=None)
-    frames = list(made[symbol].summary()) if symbol is not None else []
+    frames = list(made[symbol].summary()) if symbol is not None else []  # type: ignore[no-untyped-call]
     ours = [i for i, f in enumerate(frames) if f.filename == __file__ and f.name == _Forward.forward.__name__]
     return frames[ours[-1] :] if ours else []

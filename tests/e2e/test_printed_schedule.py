@@ -54,6 +54,7 @@ def test_blocks_of_a_sequential_are_called_by_what_has_their_weights() -> None:
     assert total == peak
     rest, every = (sum(p.numel() for p in m.parameters()) for m in (model[2:], model))
     assert f"{rest:,} of {every:,} parameters are trained" in printed
+    assert "trained   of 2, 4 (×2): 14.6 kB of weights, masters and moments" in printed  # 12 each, padded
     assert not re.search(r"(?<![\d.])0\.0+ (s|ms|MB)\b", printed.split('"""')[0])
     program.close()
 
