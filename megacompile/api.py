@@ -71,7 +71,8 @@ def compile(
     model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
         trains it, its parameters hold no values, and reading or writing one is an error:
         ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
-        ``DistributedDataParallel`` returned, the module inside is trained, under its own names.
+        ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
+        that ``torch.compile`` returned run as they were.
     hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
     optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
         read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
@@ -237,14 +238,13 @@ def _budgets(
 
 @functools.cache
 def _announce(compute_dtype: torch.dtype) -> None:
-    """Say once per process what the dtype means for precision."""
+    """Say once per process how to get more precision, where there is more."""
     if compute_dtype == torch.float32:
-        text = "computing in float32: true full precision from end to end"
-    else:
-        text = (
-            "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
-            "bf16=False of a trainer, is full precision from end to end"
-        )
+        return
+    text = (
+        "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
+        "bf16=False of a trainer, is full precision from end to end"
+    )
     print(f"megacompile: {text}", file=sys.stderr)
 
 

@@ -77,6 +77,7 @@ class Session:
         self.intake = Intake(model, compiler, settings.max_seq_len)
         self._bindings = Bindings(compiler)
         self._last_batch: Batch | None = None
+        self._told: set[bool] = set()  # reasons for another program that were said
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
@@ -108,13 +109,8 @@ class Session:
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""
-        known = self.compiler.knows(batch)
-        if self.compiler.programs and not known and mode.kind != "evaluate":
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
-            last = self._last_batch
-            changed = last is not None and last.settings != batch.settings
-            why = ", as modes or attributes of the model's modules changed" if changed else ""
-            warnings.warn(f"Compiling another program, for a batch of {shapes}{why}.", stacklevel=5)
+        if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
+            self._tell_of_another(batch)
         if self.runtime is None:
             scheduled = self._first_program(batch, mode)
             self._take_over(scheduled)
@@ -128,6 +124,24 @@ class Session:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
         return scheduled
+
+    def _tell_of_another(self, batch: Batch) -> None:
+        """Say, once for each reason, that another program is compiled, and what would save that."""
+        last = self._last_batch
+        changed = last is not None and last.settings != batch.settings
+        if changed in self._told:
+            return
+        self._told.add(changed)
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
+        why, way_out = (
+            ", as each kind of batch has one",
+            "pad batches to few lengths, or drop the last short one",
+        )
+        if changed:
+            why = ", as modes or attributes of the model's modules changed"
+            way_out = "leave them as they are between steps"
+        text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
+        warnings.warn(text, stacklevel=6)
 
     def _first_program(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the

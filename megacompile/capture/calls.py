@@ -31,6 +31,10 @@ GAUSSIAN = (
     "The forward calls gaussian_nll_loss, which looks at the values of var: write it out, as "
     "0.5 * (var.log() + (input - target).square() / var).mean()."
 )
+FLEX = (
+    "which is not supported: use F.scaled_dot_product_attention, with is_causal=True, or with attn_mask= "
+    "what torch.nn.attention.flex_attention.create_mask makes of the mask_mod, plus what the score_mod adds"
+)
 
 
 CHECKPOINT = next(  # what surrounds the function of a checkpoint; its name from torch 2.15 on, and before

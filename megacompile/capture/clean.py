@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
+from megacompile.capture.calls import FLEX
 from megacompile.capture.captured import module_path
 from megacompile.errors import CaptureError
 
@@ -83,6 +84,8 @@ def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:
             f"{where} calls {node.args[0]}, which writes into its arguments: write it as an operator that "
             "returns new tensors, with mutates_args=()."
         )
+    if "flex_attention" in str(target):
+        return f"{where} calls flex attention, {FLEX}."
     return (
         f"{where} calls torch's {target}, whose parts are graphs of their own: compute all branches and "
         "choose by torch.where, and write loops in Python."

@@ -48,18 +48,25 @@ class _Watch(TorchFunctionMode):
         elif args and isinstance(args[0], Tensor) and _writes(name):
             self._refuse_hidden_write(args[0], name)
         if name == "detach" and args[0].requires_grad:
-            storage = args[0].untyped_storage()
+            storage = _storage(args[0])
             self._detached[storage._cdata] = storage
         return func(*args, **(kwargs or {}))
 
     def _refuse_hidden_write(self, target: Tensor, name: str) -> None:
         unseen = target.requires_grad and not torch.is_grad_enabled()
-        behind = not target.requires_grad and target.untyped_storage()._cdata in self._detached
+        behind = not target.requires_grad and _storage(target)._cdata in self._detached
         if unseen or behind:
             raise CaptureError(
                 f"The forward calls {name} on a tensor of shape {tuple(target.shape)} that has a gradient, "
                 "where autograd does not see it: compute a new tensor instead."
             )
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or of what a transform such as vmap has wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
 
 
 def _writes(name: str) -> bool:

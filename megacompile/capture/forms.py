@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.capture.snapshot import tensors_of
+from megacompile.capture.snapshot import modules_of, tensors_of
+from megacompile.capture.wrappers import uncompiled
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """How a parameter computes: its dtype and its dense strides."""
@@ -60,7 +61,14 @@ def fake_copy(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
             )
     memo |= {id(t): t for t in tensors_of(model) if id(t) not in memo}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for module in modules_of(model):
+        for name, value in vars(module).items():
+            if (
+                method := uncompiled(value)
+            ) is not value:  # which the copy shares, and the model's values with it
+                vars(memo[id(module)])[name] = copy.deepcopy(method, memo)
+    return copied
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -14,19 +14,21 @@ import re
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.calls import fake_kernels_named, forward_runs
+from megacompile.capture.calls import FLEX, fake_kernels_named, forward_runs
 from megacompile.capture.captured import Captured, given_gradients, strip
 from megacompile.capture.clean import clean
 from megacompile.capture.draws import replace_draws
@@ -184,7 +186,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
             f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
         ) from error
     except Exception as error:
-        raise CaptureError(_explain(error, model)) from None
+        raise CaptureError(_explain(error, forward.model)) from None
     return _flatten(graph, signature, exported.constants, forward)
 
 
@@ -292,30 +294,76 @@ def _merge_tied(model: nn.Module, targets: Mapping[str, str], nodes: Mapping[str
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
-    """One sentence that names the line of the user's code at which tracing failed."""
-    torch_root = str(Path(inspect.getfile(torch)).parent)
-    here = str(Path(__file__).parents[1])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_root, here)) and "<" not in frame.filename
-    ]
-    where = ""
-    if frames:
-        frame = frames[-1]
-        where = f" at {Path(frame.filename).name}:{frame.lineno} ({frame.line})"
+    """Return one sentence that names the line of the user's code, and the module, at which tracing failed."""
+    stack = list(traceback.walk_tb(error.__traceback__))
+    summary = traceback.StackSummary.extract(iter(stack))
+    where = _line(summary)
+    at = f" at {where}{_module_of(stack, model)}" if where else ""
     hint = "its control flow and shapes must not depend on the values of tensors"
+    if any(frame.filename.endswith("flex_attention.py") for frame in summary):
+        return f"The forward of {type(model).__name__} calls flex attention{at}, {FLEX}."
     if isinstance(error, GuardOnDataDependentSymNode):
-        if "layerdrop" in where:
+        made = _making(error)
+        if (origin := _line(made)) not in ("", where):
+            return (
+                f"The forward of {type(model).__name__} cannot be captured: {origin}"
+                f"{_module_of(_still_running(stack, made), model)} makes a size that depends on the values "
+                f"of tensors, and {where} needs it. Keep all rows there, and hide some by a mask, or select "
+                "them before the batch comes to the program."
+            )
+        if "layerdrop" in at:
             hint = "layers that are dropped at random are not supported: set layerdrop to 0"
-        elif "module_dropout" in where:
+        elif "module_dropout" in at:
             hint = "adapters that are dropped at random are not supported: set both their dropouts to 0"
-        return f"The forward of {type(model).__name__} cannot be captured{where}: {hint}."
+        return f"The forward of {type(model).__name__} cannot be captured{at}: {hint}."
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
-        return f"The forward of {type(model).__name__} fails{where}: {type(error).__name__}: {first_line}."
+        return f"The forward of {type(model).__name__} fails{at}: {type(error).__name__}: {first_line}."
     if re.search(r"dtype int|types: Long", first_line):
         hint = "token ids and labels of classes are whole numbers: give them as .long()"
     elif "should be the same" in first_line or "dtype" in first_line:
         hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
-    return f"The forward of {type(model).__name__} cannot be captured{where}: {first_line}; {hint}."
+    return f"The forward of {type(model).__name__} cannot be captured{at}: {first_line}; {hint}."
+
+
+def _line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Return the file, number and text of the innermost line of the user's code, or nothing."""
+    torch_root = str(Path(inspect.getfile(torch)).parent)
+    here = str(Path(__file__).parents[1])
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith((torch_root, here)) and "<" not in frame.filename
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _module_of(stack: Iterable[tuple[FrameType, int]], model: nn.Module) -> str:
+    """Return in which module below the model, the innermost, a stack is."""
+    names = {id(module): f" of {name}" for name, module in model.named_modules() if name}
+    inside = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in stack]
+    return next((name for name in reversed(inside) if name), "")
+
+
+def _still_running(
+    stack: list[tuple[FrameType, int]], earlier: list[traceback.FrameSummary]
+) -> list[tuple[FrameType, int]]:
+    """Return the part of a stack that was under way at an earlier moment."""
+    running: list[tuple[FrameType, int]] = []
+    for (frame, line), before in zip(stack, earlier, strict=False):
+        if frame.f_code.co_name != before.name:
+            break
+        running.append((frame, line))
+        if line != before.lineno:
+            break
+    return running
+
+
+def _making(error: GuardOnDataDependentSymNode) -> list[traceback.FrameSummary]:
+    """Return the stack, from our forward on, at which the size was made that an error does not know."""
+    mode = detect_fake_mode()
+    made = mode.shape_env.var_to_stack if mode is not None and mode.shape_env is not None else {}
+    symbol = min((s for s in error.cond.free_symbols if s in made), key=str, default=None)
+    frames = list(made[symbol].summary()) if symbol is not None else []  # type: ignore[no-untyped-call]
+    ours = [i for i, f in enumerate(frames) if f.filename == __file__ and f.name == _Forward.forward.__name__]
+    return frames[ours[-1] :] if ours else []

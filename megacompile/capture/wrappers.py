@@ -1,10 +1,13 @@
-"""Wrappers of torch around modules, which change how one is called and what its parameters are named.
+"""Wrappers of torch around modules and methods, which change how one is called and what parameters are named.
 
-In: a model that torch.compile, DataParallel or DistributedDataParallel wrapped, or a part of it. Out: the
-module inside, and the names of its tensors as they would be without any wrapper.
+In: a model that torch.compile, DataParallel or DistributedDataParallel wrapped, or a part or a method of it.
+Out: what is inside, and the names of its tensors as they would be without any wrapper.
 """
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 from torch import nn
 
@@ -36,6 +39,15 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
     walk(model, "", "")
     return names
+
+
+def uncompiled(value: Any) -> Any:
+    """Return the function or method that torch.compile was given, where ``value`` is what it returned."""
+    while not isinstance(value, nn.Module) and hasattr(value, "_torchdynamo_orig_callable"):
+        value = value._torchdynamo_orig_callable
+        if inspect.isfunction(value) and inspect.ismethod(inner := getattr(value, "__wrapped__", None)):
+            value = inner  # of a module of torch's own, whose methods it wraps twice
+    return value
 
 
 def _child_of(module: nn.Module) -> str | None:

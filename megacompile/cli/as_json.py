@@ -18,6 +18,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "model": answer.model.name,
         "parameters": answer.model.parameters,
         "active_parameters": answer.model.active_parameters,
+        "trained_parameters": answer.model.trained_parameters,
         "machine": q.profile.name,
         "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
         "optimizer_state": q.optimizer_state,

@@ -57,6 +57,7 @@ NEW = """examples:
 EXPORT = """examples:
   megacompile export out out-model
   megacompile export out/checkpoint-200 out-model --dtype bfloat16
+  megacompile export out out-model --merge    # adapters, into their model
 
 The weights come from the FP32 masters. Needs megacompile[transformers], and no training script."""
 DOCTOR = """examples:

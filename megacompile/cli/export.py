@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,67 @@ def run_export(options: argparse.Namespace) -> int:
     except ImportError as error:
         text = f"export needs transformers ({error}): pip install 'megacompile[transformers]'."
         raise MegacompileError(text) from error
-    from megacompile.pretrained import build_empty
-    from megacompile.storage.export import describe, export_model
-    from megacompile.storage.saved_values import saved_values
+    from megacompile.storage.export import describe, export_model, saved_tensors
 
     checkpoint, folder = _checkpoint(Path(options.source).expanduser()), Path(options.folder).expanduser()
     state = check_checkpoint(checkpoint)
-    if (checkpoint / "adapter_config.json").is_file():
+    adapters = (checkpoint / "adapter_config.json").is_file()
+    if adapters != (options.merge is not None):
         raise MegacompileError(
-            f"{checkpoint} holds adapters, as PEFT loads them: PeftModel.from_pretrained(model, "
-            f"{str(checkpoint)!r}).merge_and_unload().save_pretrained({str(folder)!r})."
+            f"{checkpoint} holds adapters: --merge adds them to the model that they were trained on."
+            if adapters
+            else f"{checkpoint} holds no adapters to merge: leave out --merge."
         )
-    if not (checkpoint / "config.json").is_file():
-        raise MegacompileError(f"{checkpoint} has no config.json, so what model it is of is not known.")
-    model = describe(build_empty(checkpoint))
-    dtype = _dtype(options.dtype, transformers.AutoConfig.from_pretrained(checkpoint, local_files_only=True))
-    export_model(folder, model, saved_values(state, model), dtype)
+    if adapters:
+        config, merged = _merged(checkpoint, options.merge)
+        model, values = describe(merged), iter(saved_tensors(merged).items())
+    else:
+        config, model, values = _whole(checkpoint, state)
+    dtype = _dtype(options.dtype, config)
+    export_model(folder, model, values, dtype)
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         tokenizer.save_pretrained(folder)
     print(f"{checkpoint} in {str(dtype).removeprefix('torch.')}: {folder}")
     return 0
+
+
+def _whole(checkpoint: Path, state: Path) -> tuple[Any, Any, Any]:
+    """Return the config of a checkpoint's model, its description, and its values from the masters."""
+    from transformers import AutoConfig
+
+    from megacompile.pretrained import build_empty
+    from megacompile.storage.export import describe
+    from megacompile.storage.saved_values import saved_values
+
+    if not (checkpoint / "config.json").is_file():
+        raise MegacompileError(f"{checkpoint} has no config.json, so what model it is of is not known.")
+    model = describe(build_empty(checkpoint))
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    return config, model, saved_values(state, model)
+
+
+def _merged(checkpoint: Path, name: str) -> tuple[Any, Any]:
+    """Return the config of the model that adapters were trained on, and the model with them, in FP32."""
+    import torch
+    import transformers
+
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MegacompileError(f"--merge needs PEFT ({error}): pip install peft.") from error
+    known = json.loads((checkpoint / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    name = name or known or ""
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        kind = getattr(transformers, config.architectures[0])
+        base = kind.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise MegacompileError(
+            f"The model that the adapters of {checkpoint} were trained on cannot be loaded from {name!r}: "
+            "give its folder or hub id, as --merge MODEL."
+        ) from error
+    return config, PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload().requires_grad_(False)
 
 
 def _dtype(given: str | None, config: Any) -> Any:

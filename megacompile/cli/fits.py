@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from megacompile.estimate.answer import Question
 from megacompile.estimate.ways import Fit, size_text
 
-_KEPT = ("model", "max_grad_norm", "machine", "host_budget", "host_bandwidth", "nvme_rates", "link",
-         "gpus", "nodes", "fabric", "network", "tokens", "price")  # fmt: skip
+_KEPT = ("model", "lora", "lora_targets", "max_grad_norm", "machine", "host_budget", "host_bandwidth",
+         "nvme_rates", "link", "gpus", "nodes", "fabric", "network", "tokens", "price")  # fmt: skip
 _FOLDER = "DIR"  # on a drive, which the user has to name
 
 

@@ -77,6 +77,8 @@ def _export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("folder", help="a new folder, which from_pretrained loads")
     text = "of the weights (as the model was given)"
     export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=text)
+    text = "add the adapters of a checkpoint to their model (as the adapters name it), in FP32 on the host"
+    export.add_argument("--merge", nargs="?", const="", metavar="MODEL", help=text)
 
 
 def _build() -> tuple[_Parser, dict[str, _Parser]]:
@@ -126,6 +128,10 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
     text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
     add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
+    text = "train PEFT's LoRA adapters of this rank; the rest is frozen, a checkpoint in bfloat16"
+    add("--lora", type=_positive, metavar="RANK", help=text)
+    text = "modules that get adapters, as PEFT's target_modules (all linear layers but the head)"
+    add("--lora-targets", nargs="+", metavar="NAME", help=text)
     add = plan.add_argument_group("on which machine").add_argument
     add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
     add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")

@@ -14,6 +14,9 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     """The model, the cards, and the tokens of a step."""
     q, m = answer.question, answer.model
     active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
+    if m.lora:
+        kept = ", the rest frozen and kept in bfloat16, as a checkpoint in it is" if q.dtype == "bf16" else ""
+        active += f", {format_count(m.trained_parameters)} trained (LoRA of rank {m.lora.rank}){kept}"
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
     moments = "Adam state" if q.optimizer_state == "fp32" else f"{q.optimizer_state} moments"

@@ -20,7 +20,7 @@ from megacompile.compiler import prove
 from megacompile.errors import MegacompileError
 from megacompile.estimate.answer import Answer, Prediction, Question
 from megacompile.estimate.largest import estimate_largest, largest
-from megacompile.estimate.models import load_model
+from megacompile.estimate.models import Lora, load_model
 from megacompile.estimate.study import Study
 from megacompile.estimate.sweeps import Mesh, Point, Split, best_mesh, best_split, sweep
 from megacompile.estimate.ways import ways_out
@@ -62,7 +62,7 @@ def run_plan(options: argparse.Namespace) -> int:
     question = _question(options)
     folder = folder_of(options.dump) if options.dump else None
     progress(f"building {options.model}")
-    study = Study(load_model(options.model), options.dtype, progress)
+    study = Study(load_model(options.model, _lora(options)), options.dtype, progress)
     clip = not options.no_clip
     try:
         if options.sweep:
@@ -84,6 +84,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
     return 0 if answer.fits(clip) else 1
+
+
+def _lora(options: argparse.Namespace) -> Lora | None:
+    if options.lora_targets and options.lora is None:
+        raise MegacompileError("--lora-targets needs --lora RANK.")
+    return None if options.lora is None else Lora(options.lora, tuple(options.lora_targets or ()))
 
 
 def _answer(

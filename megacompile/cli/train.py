@@ -154,6 +154,8 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     import yaml
     from transformers import integrations
 
+    from megacompile.integrations.trl import DPOConfig, SFTConfig
+
     try:
         keys = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -162,7 +164,7 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
         raise MegacompileError(f"{path} holds no keys: write one by megacompile new.")
     given = list(overrides)
     method = given[given.index("--method") + 1] if "--method" in given[:-1] else keys.get("method", "sft")
-    training = trl.DPOConfig if method == "dpo" else trl.SFTConfig
+    training = DPOConfig if method == "dpo" else SFTConfig
     if "use_cpu" not in keys and "--use_cpu" not in given and not torch.cuda.is_available():
         given += ["--use_cpu", "True"]
     kinds = (TrainConfig, trl.ScriptArguments, training, trl.ModelConfig, trl.DatasetMixtureConfig)

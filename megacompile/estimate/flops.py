@@ -8,14 +8,14 @@ from dataclasses import replace
 from megacompile.assemble.workload import BlockWork, Call, Workload
 
 
-def complete_flops(work: Workload, model_flops: float) -> tuple[Workload, float]:
+def complete_flops(work: Workload, forward_flops: float) -> tuple[Workload, float]:
     """The workload with FLOPs that its graph could not count, and the share that was missing.
 
     Products in a grouped kernel (mixture of experts) may have no FLOP formula; what is missing against
     the closed form is spread over the blocks that have FLOPs, in proportion.
     """
     forward = sum((b.policy("none").forward.flops for b in work.blocks), 0)
-    missed = 1 - 3 * forward / model_flops
+    missed = 1 - forward / forward_flops
     if missed < 0.02 or not forward:
         return work, 0.0
     factor = 1 / (1 - missed)

@@ -28,16 +28,32 @@ _NOT_ATTENDING = {"linear_attention", "conv", "mlp", "moe"}  # kinds of layers, 
 
 
 @dataclass(frozen=True)
+class Lora:
+    """PEFT's LoRA of a rank, on the modules of these names; none: on all linear layers but the head."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Model:
-    """A causal language model on the meta device under the name that the user gave."""
+    """A causal language model on the meta device under the name that the user gave.
+
+    ``lora`` are the adapters that alone are trained; None: all of it is.
+    """
 
     name: str
     config: Any
     module: nn.Module
+    lora: Lora | None = None
 
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     @property
     def active_parameters(self) -> int:
@@ -72,9 +88,15 @@ class Model:
         value: int = getattr(c, "v_head_dim", width)
         return 2.0 * pairs * heads * (query + value)
 
+    def forward_flops(self, batch: int, seq: int) -> float:
+        """Model FLOPs of a forward on ``batch`` sequences: 2·P·T, and attention."""
+        return 2.0 * self.matmul_parameters * batch * seq + batch * self.attention_flops(seq)
+
     def step_flops(self, batch: int, seq: int) -> float:
-        """Model FLOPs of a training step on ``batch`` sequences: 6·P·T, and attention three times."""
-        return 6.0 * self.matmul_parameters * batch * seq + 3.0 * batch * self.attention_flops(seq)
+        """Model FLOPs of a training step on ``batch`` sequences: three times its forward's, less those of
+        frozen weights' gradients."""
+        frozen = self.matmul_parameters - self.trained_parameters if self.lora else 0
+        return 3.0 * self.forward_flops(batch, seq) - 2.0 * frozen * batch * seq
 
 
 def _pairs(seq: int, window: int) -> float:
@@ -93,8 +115,9 @@ def _first(config: Any, *names: str) -> int:
     )
 
 
-def load_model(name: str) -> Model:
-    """The model of a preset, a config.json or a hub id, built on the meta device.
+def load_model(name: str, lora: Lora | None = None) -> Model:
+    """The model of a preset, a config.json or a hub id, built on the meta device, with the adapters ``lora``
+    where that is given.
 
     :class:`MegacompileError` names the near presets for an unknown name, and says what is wrong with a
     config that cannot be read or is no causal language model.
@@ -105,11 +128,11 @@ def load_model(name: str) -> Model:
     logging.set_verbosity_error()
     config = _config(name)
     _need_decoder(name, config)
-    return build(name, config)
+    return build(name, config, lora)
 
 
-def build(name: str, config: Any) -> Model:
-    """The model of a transformers config on the meta device."""
+def build(name: str, config: Any, lora: Lora | None = None) -> Model:
+    """The model of a transformers config on the meta device, with the adapters ``lora``."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -121,7 +144,26 @@ def build(name: str, config: Any) -> Model:
         raise MegacompileError(
             f"{name}: no causal language model comes of its config ({kind}): {reason}"
         ) from error
-    return Model(name, config, module)
+    return Model(name, config, module if lora is None else _adapted(module, lora), lora)
+
+
+def _adapted(module: nn.Module, lora: Lora) -> nn.Module:
+    """Return the model with PEFT's adapters, and the rest frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MegacompileError("--lora needs PEFT: pip install peft.") from error
+    targets = list(lora.targets) or "all-linear"
+    config = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, target_modules=targets)
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(module, config)
+    except (ValueError, TypeError) as error:  # of PEFT, about layers that it cannot adapt
+        reason = str(error).strip().splitlines()[0]
+        raise MegacompileError(
+            f"--lora {lora.rank}: PEFT makes no adapters for this model: {reason}"
+        ) from error
+    return adapted
 
 
 def _need_decoder(name: str, config: Any) -> None:

@@ -59,7 +59,7 @@ class Study:
         """A batch that is cut in some way, with all FLOPs and the state in its work, and the share of FLOPs
         that was missed."""
         compiled = candidate.build()
-        work, missed = complete_flops(compiled.assembly.work, self.model.step_flops(*kind[:2]))
+        work, missed = complete_flops(compiled.assembly.work, self.model.forward_flops(*kind[:2]))
         assembly = replace(compiled.assembly, work=work)
         if form != "fp32":
             assembly = with_state(assembly, form)

@@ -48,7 +48,7 @@ class Repeated:
     ) -> None:
         self._model, self._batch, self._ranks, self._replicas = model, batch, ranks, replicas
         frontend = functools.partial(
-            Frontend,
+            _frontend,
             compute_dtype=compute_dtype,
             gathers=not stored and ranks == 1,
             kernels=processors is not None,  # as compile has them unless told
@@ -108,6 +108,13 @@ class Repeated:
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 
+def _frontend(module: nn.Module, **options: Any) -> Frontend:
+    """Return the frontend of a model whose frozen weights are taken to be a checkpoint's in bfloat16."""
+    frontend = Frontend(module, **options)
+    frontend.take_exact(frontend.rounded)
+    return frontend
+
+
 @dataclass(frozen=True)
 class _Layers:
     """The path of a model's list of layers and the kind of each; equal kinds compute the same."""
@@ -159,7 +166,7 @@ def _shorten(model: Model, layers: _Layers) -> Model | None:
         if isinstance(value, (list, tuple)) and len(value) == count:
             setattr(config, name, value[:residency])
     config.num_hidden_layers = residency
-    short = build(model.name, config)
+    short = build(model.name, config, model.lora)
     return short if _kinds(short) == kinds[:residency] else None
 
 

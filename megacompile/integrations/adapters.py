@@ -19,6 +19,13 @@ def learns_prompts(model: Any) -> bool:
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
+def start_without_effect(model: Any) -> bool:
+    """Whether adapters are known to leave the model as it is until they are trained."""
+    settings = vars(model.active_peft_config).items()
+    initial = [how for name, how in settings if name.startswith("init_") and name.endswith("weights")]
+    return bool(initial) and all(how is True or how == "gaussian" for how in initial)
+
+
 def save_adapters(model: Any, program: Program, folder: str) -> None:
     """Write the adapters of a model that a program has."""
     values = program.state_dict(trained=True)

@@ -67,6 +67,10 @@ REFUSED = {
     "liger_kernel_config": "give kernels= of MegacompileConfig",
     "debug": "hooks cannot look into a streamed model; on_nonfinite is an option of megacompile.compile",
 }
+_FORMERLY = {  # names that a field also has, by which TRL sets a default
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
 _OPTIMIZERS: dict[str, StateFormat] = {
     "adamw_torch": "fp32",
     "adamw_torch_fused": "fp32",
@@ -162,7 +166,9 @@ def _is_set(arguments: Any, name: str) -> bool:
     """Whether somebody gave this field a value; what a switch left off brings with it does not count."""
     if name.startswith("torch_compile_"):
         return arguments.torch_compile and getattr(arguments, name) not in (None, "inductor")
-    default = next((f.default for f in dataclasses.fields(arguments) if f.name == name), None)
+    names = (name, _FORMERLY.get(name))
+    defaults = [f.default for f in dataclasses.fields(arguments) if f.name in names]
+    default = next((default for default in defaults if default is not None), None)
     value = getattr(arguments, name, None)  # not in every version
     return bool(value) and value != default
 

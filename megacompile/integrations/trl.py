@@ -17,18 +17,20 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
-from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput
 
+from megacompile.api import compile
 from megacompile.capture.padding import bucket_length, pad_batch
+from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import MegacompileError
-from megacompile.integrations.adapters import learns_prompts, virtual_tokens
-from megacompile.integrations.arguments import MegacompileConfig
+from megacompile.integrations.adapters import learns_prompts, start_without_effect, virtual_tokens
+from megacompile.integrations.arguments import MegacompileConfig, compile_options
 from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row
 from megacompile.integrations.masks import AssistantMasks
 from megacompile.integrations.outside import OutsideModel
 from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
+from megacompile.runtime.ownership import is_owned
 
 __all__ = ["DPOConfig", "DPOTrainer", "MegacompileConfig", "SFTConfig", "SFTTrainer"]
 
@@ -36,6 +38,20 @@ _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
 _PARTS = 16  # in which logits are made for metrics
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    """``trl.SFTConfig`` that leaves what is recomputed to the plan, where TRL's asks for all activations."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class DPOConfig(trl.DPOConfig):
+    """``trl.DPOConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,15 @@ class TokenModel(OutsideModel):
     def outputs(trainer: Any) -> Any:
         return trainer._token_outputs
 
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._trainer.model
+        return model
+
+    def _programmed(self) -> Program:
+        program: Program = self._trainer._programmed()
+        return program
+
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
         trained, batch = self._is_trained(), {n: v for n, v in inputs.items() if n not in _PACKED}
         if not fused_lm_head and trained:
@@ -100,15 +125,16 @@ class TokenModel(OutsideModel):
                 "compute_loss_func, or use megacompile.integrations.transformers.Trainer."
             )
         if not fused_lm_head:
-            batch = as_long_as_others(self._trainer._programmed(), batch)
+            batch = as_long_as_others(self._programmed(), batch)
             return self._laid_out(batch).predict(batch)
         length, batch = batch["input_ids"].shape[1], self._padded(batch)
         if trained:
             outputs = self._awaited(batch)
         else:
-            batch = _lengthened(batch, longest_of(self._trainer._programmed(), batch["input_ids"].shape[1]))
+            longest = longest_of(self._programmed(), batch["input_ids"].shape[1])
+            batch = _lengthened(batch, longest)
             outputs = self._laid_out(batch).predict(batch, outputs=self.outputs(self._trainer))
-        kept = virtual_tokens(self._trainer.model) + length - 1
+        kept = virtual_tokens(self._model) + length - 1
         return FusedCausalLMOutput(**{n: v[:, :kept] if v.dim() == 2 else v for n, v in outputs.items()})
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +183,7 @@ class TokenMixin(Mixin):
         return max(known) if most is None else min(max(known), most)
 
     def _programmed(self) -> Program:
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        vars(model).pop("forward", None)  # TRL's fused head, which the program computes itself
+        _without_fused_head(self.model)
         return super()._programmed()
 
     def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,11 +222,58 @@ def _tell_of_dropped(dropped: int, rows: int, length: int | None) -> None:
     warnings.warn(f"{text}: they are left out.", stacklevel=2)
 
 
+class ReferenceModel(TokenModel):
+    """Gives what TRL's fused head would of a reference that is not the policy, by a program of its own.
+
+    A program trains something: here that is the last of the smallest parameters, which no step is made for;
+    so frozen weights are kept as those of a policy are, and no moments beside them.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        super().__init__(trainer)
+        self._reference = unwrapped(model)
+        _without_fused_head(self._reference)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        last = min(reversed(list(model.parameters())), key=Tensor.numel)
+        model.requires_grad_(False)
+        optimizer = torch.optim.AdamW([last.requires_grad_()])
+        options = compile_options(trainer.args, model, trainer._config)
+        self._program = compile(model, optimizer=optimizer, **options | {"dump": None})
+
+    @staticmethod
+    def outputs(trainer: Any) -> Any:
+        return TokenOutputs(())
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._reference
+
+    def _programmed(self) -> Program:
+        return self._program
+
+    def _laid_out(self, batch: dict[str, Any]) -> Program:
+        if not is_owned(self._reference):
+            self._program.prepare(batch, outputs=self.outputs(self._trainer))
+        return self._program
+
+    def release(self) -> None:
+        """Give the model its values back, and end the program."""
+        self._program.release()
+        self._reference.requires_grad_(False)
+        for parameter in self._trained:
+            parameter.requires_grad_()
+
+
+def _without_fused_head(model: Any) -> None:
+    """Take away what TRL puts in the place of a model's forward, and a program computes itself."""
+    vars(model.get_base_model() if hasattr(model, "get_base_model") else model).pop("forward", None)
+
+
 class DPOTrainer(TokenMixin, trl.DPOTrainer):
     """``trl.DPOTrainer`` for a model whose training state is larger than the device's memory.
 
-    The policy as it is given is the reference: its log-probabilities are computed before training, under the
-    same budget, and no second model is held.
+    The reference's log-probabilities are computed before training, under the same budget. It is the policy as
+    it is given, or ``ref_model``, whose program has ended when the policy's begins.
     """
 
     _token_outputs = TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
@@ -210,28 +282,60 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
     def __init__(
         self, model: Any, ref_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
-        if ref_model is not None:
+        args = args or DPOConfig()
+        if args.sync_ref_model:
             raise MegacompileError(
-                "DPOTrainer(ref_model=...) is not supported: leave it out, and the model as it is given is "
-                "the reference."
+                "DPOConfig(sync_ref_model=True) is not supported, as the reference's log-probabilities are "
+                "computed before training: leave it out."
             )
-        args = args or trl.DPOConfig()
         args.precompute_ref_log_probs = True
-        super().__init__(model, None, args, *rest, **kwargs)
+        super().__init__(model, ref_model, args, *rest, **kwargs)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's, of the reference that was given by a program of its own."""
+        if not isinstance(dataset, Sized):
+            raise MegacompileError(
+                f"The {name} data are a stream, of which no reference can be computed before training: give "
+                "a Dataset that has rows."
+            )
+        given = self.ref_model
+        if given is None:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        self.ref_model = reference = ReferenceModel(self, given)
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        finally:
+            self.ref_model = given
+            reference.release()
 
     def _rows_of_training(self) -> int:
         rows = super()._rows_of_training()
         return rows if self.args.padding_free else 2 * rows  # the chosen ones, then the rejected
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """TRL's, of the policy: nothing has trained it yet, so its adapters need not be switched off."""
-        if learns_prompts(self.model) and "ref" not in self.model.peft_config:
-            raise MegacompileError(
-                "DPOTrainer(peft_config=...) cannot switch new virtual tokens off, as its reference needs: "
-                "give it peft.get_peft_model(model, peft_config) as model, and they belong to the reference."
-            )
+        """TRL's, of the reference that was given, or of the policy: nothing has trained it yet, and adapters
+        change nothing yet, so they need not be switched off."""
+        if self.ref_model is not None:
+            return super().compute_ref_log_probs(model, inputs)
+        self._refuse_other_reference()
         self.ref_model = outside = TokenModel(self, None)
         try:
             return super().compute_ref_log_probs(outside, inputs)
         finally:
             self.ref_model = None
+
+    def _refuse_other_reference(self) -> None:
+        """Refuse adapters that TRL would have to switch off, or to switch to others."""
+        if self.state.global_step:
+            raise MegacompileError(
+                "evaluate() was given data after training, and the policy is the reference no more: give "
+                "DPOTrainer these data as eval_dataset=, or a copy of the model as ref_model=."
+            )
+        if not hasattr(self.model, "peft_config") or "ref" in self.model.peft_config:
+            return
+        if learns_prompts(self.model) or not start_without_effect(self.model):
+            raise MegacompileError(
+                "DPOTrainer(peft_config=...) cannot switch these adapters off, as its reference needs: they "
+                "change the model from the start. Give it a copy of the model as ref_model=; or "
+                "peft.get_peft_model(model, peft_config) as model, and they belong to the reference."
+            )

@@ -19,7 +19,7 @@ from torch import fx
 
 from megacompile.assemble.codec import from_plain, parse_json, to_plain
 from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.text import plan_table
+from megacompile.assemble.text import folded, plan_table
 from megacompile.assemble.workload import Workload
 from megacompile.errors import MegacompileError
 from megacompile.machine.measured import Measured, compare, comparison_table
@@ -143,10 +143,17 @@ class Schedule:
 
     def __str__(self) -> str:
         busy = [f"{s} {format_seconds(self.timeline.busy[s])}" for s in STREAMS if self.timeline.busy[s]]
-        trained = sum(group.elements for group in self.work.groups if group.trainable)
+        groups = [group for group in self.work.groups if group.trainable]
+        trained = sum(group.elements for group in groups)
         lines = [
             f"{self.mode.kind} step, {len(self.step.ops)} operations; {trained:,} of "
             f"{self.work.parameters:,} parameters are trained",
+        ]
+        if trained < self.work.parameters:
+            names = ", ".join(row.title for row in folded((group.name, "") for group in groups))
+            nbytes = sum(group.nbytes + group.state_bytes * group.ranks for group in groups)
+            lines.append(f"  trained   of {names}: {format_bytes(nbytes)} of weights, masters and moments")
+        lines += [
             f"  predicted {format_seconds(self.predicted_seconds)} per step on {self.machine.name} "
             f"({', '.join(busy)})",
         ]

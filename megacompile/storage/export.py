@@ -35,11 +35,16 @@ class Description:
     generation: Any
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model, tied ones once."""
+    kept = persistent_buffers(model)
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept}
+
+
 def describe(model: nn.Module) -> Description:
     """A model's description, which stays as it is when the model changes."""
-    kept = persistent_buffers(model)
     with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
-        named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept}
+        named = saved_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]

@@ -350,6 +350,30 @@ class Branches(nn.Module):
         return h.sum() + y.sum()
 
 
+class Picks(nn.Module):
+    """Chooses rows by their values, and needs to know how many in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.Body()
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Picks.Pairs(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x[x.sum(-1) > 0]
+            return self.first(rows)
+
+    class Pairs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if len(x) > 2 else x
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.body(x).sum() + y.sum()
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -373,6 +397,11 @@ class NoLoss(nn.Module):
     [
         (WithBatchNorm, r"norm\.running_mean"),
         (Branches, r"test_bad_input\.py:\d+ \(if h\.sum\(\) > 0.*\): its control flow"),
+        (
+            Picks,
+            r"captured: test_bad_input\.py:\d+ \(rows = x\[.*\) of body makes a size .*"
+            r"and test_bad_input\.py:\d+ \(return super.*\) needs it\. Keep all rows",
+        ),
         (Noisy, "poisson"),
         (NoLoss, "no scalar loss"),
     ],

@@ -67,6 +67,23 @@ def test_a_dtype(dtype: str | None, run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(v, masters[n].to(loaded.dtype)) for n, v in loaded.state_dict().items())
 
 
+def test_adapters_are_merged_into_their_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    trained(tmp_path / "run", make=lora, max_steps=2)  # the first one's learning rate is 0
+    build("llama", layers=2).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    asked = ["export", str(tmp_path / "run"), str(tmp_path / "model"), "--merge", str(tmp_path / "base")]
+    assert main([*asked, "--dtype", "bfloat16"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "checkpoint-2").merge_and_unload()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    wanted = plain.state_dict()
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(v, wanted[n].bfloat16()) for n, v in loaded.state_dict().items())
+    start = build("llama", layers=2).state_dict()
+    assert not torch.equal(wanted["model.layers.0.self_attn.q_proj.weight"],
+                           start["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
+
+
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -113,10 +130,16 @@ def test_what_cannot_be_exported_says_what_to_do(
     trained(tmp_path / "lora", make=lora)
     (tmp_path / "empty").mkdir()
     for source, target, says in (
-        (tmp_path / "lora", "model", "merge_and_unload"),
+        (tmp_path / "lora", "model", "holds adapters: --merge adds them"),
         (tmp_path / "empty", "model", "is no checkpoint, and holds none that is whole"),
         (tmp_path / "nowhere", "model", "is no folder"),
         (run, "lora", "is not empty"),
     ):
         assert main(["export", str(source), str(tmp_path / target)]) == 2
+        assert says in capsys.readouterr().err
+    for source, says in (
+        (tmp_path / "lora", "cannot be loaded from ''"),  # the test's model is of no folder
+        (run, "holds no adapters to merge"),
+    ):
+        assert main(["export", str(source), str(tmp_path / "model"), "--merge"]) == 2
         assert says in capsys.readouterr().err

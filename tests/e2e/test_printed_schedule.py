@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -53,7 +54,23 @@ def test_blocks_of_a_sequential_are_called_by_what_has_their_weights() -> None:
     assert total == peak
     rest, every = (sum(p.numel() for p in m.parameters()) for m in (model[2:], model))
     assert f"{rest:,} of {every:,} parameters are trained" in printed
+    assert "trained   of 2, 4 (×2): 14.6 kB of weights, masters and moments" in printed  # 12 each, padded
     assert not re.search(r"(?<![\d.])0\.0+ (s|ms|MB)\b", printed.split('"""')[0])
+    program.close()
+
+
+def test_another_program_is_told_of_once_for_each_reason() -> None:
+    batch = batch_for("plain", size=4)
+    program = trained(build("plain"), batch, "1MB", compute_dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (3, 2, 1):
+            program.train_step({name: value[:rows] for name, value in batch.items()})
+        program.model.eval()
+        program.train_step({name: value[:1] for name, value in batch.items()})
+    first, second = (str(w.message) for w in caught)
+    assert "for a batch of (3, " in first and "pad batches to few lengths" in first
+    assert "modes or attributes" in second
     program.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import transformers
 from torch import nn
 
 import megacompile
+from megacompile.integrations.arguments import settle
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
 
@@ -24,6 +27,9 @@ datasets = pytest.importorskip("datasets", reason="datasets is missing: pip inst
 ours = pytest.importorskip("megacompile.integrations.trl")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
+ROUNDED = functools.partial(
+    pytest.approx, rel=2e-6, abs=5e-6
+)  # rewards are tenths of differences of hundreds
 CLOCK = ("runtime", "per_second", "preparation_time")
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -76,11 +82,18 @@ def sft(kind: Any, folder: Path, make: Callable[[], nn.Module], **given: Any) ->
     )
 
 
-def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], peft_config: Any = None, **given: Any) -> Any:
-    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
-    data = datasets.Dataset.from_dict(texts)
+def dpo(
+    kind: Any,
+    folder: Path,
+    make: Callable[[], nn.Module],
+    peft_config: Any = None,
+    ref_model: Callable[[], nn.Module | None] = lambda: None,
+    **given: Any,
+) -> Any:
+    data = preferences()
     return kind(
         model=make(),
+        ref_model=ref_model(),
         args=trl.DPOConfig(output_dir=str(folder), **SETTINGS | given | {"precompute_ref_log_probs": True}),
         train_dataset=data.select(range(4)),
         eval_dataset=data.select(range(4, 8)),
@@ -88,6 +101,11 @@ def dpo(kind: Any, folder: Path, make: Callable[[], nn.Module], peft_config: Any
         peft_config=peft_config,
         **({"hbm_budget": "20MB"} if kind is ours.DPOTrainer else {}),
     )
+
+
+def preferences() -> Any:
+    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
+    return datasets.Dataset.from_dict(texts)
 
 
 def logs(of: Any) -> list[dict[str, float]]:
@@ -130,10 +148,13 @@ def test_dpo_logs_what_trl_does(
     """Also rewards and log-probabilities; the reference is the policy before training, whose programs
     training and evaluation go on with."""
     with caplog.at_level("INFO", "megacompile.compiler"):
-        compare([dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)])
+        trainers = [dpo(kind, tmp_path, make, **given) for kind in (ours.DPOTrainer, trl.DPOTrainer)]
+        compare(trainers)
     compiled = re.findall(r"compiling a program to (\w+): a batch of \((\d+), (\d+)", caplog.text)
     assert len(compiled) == len(set(compiled))
     assert {rows for kind, rows, _ in compiled if kind == "train"} == {"4"}  # two pairs
+    with pytest.raises(ValueError, match="ref_model"):  # of data that came later the policy is none
+        trainers[0].evaluate(preferences().select(range(2, 7)))
 
 
 def test_rows_are_not_padded_to_what_the_longest_could_be(
@@ -149,11 +170,59 @@ def test_rows_are_not_padded_to_what_the_longest_could_be(
     assert lengths and max(lengths) <= longest < 256
 
 
-def test_dpo_refuses_virtual_tokens_that_its_reference_has_not(tmp_path: Path) -> None:
+def test_dpo_refuses_adapters_that_its_reference_has_not(tmp_path: Path) -> None:
     model: Any = virtual_tokens()
-    new = model.peft_config["default"]
-    with pytest.raises(megacompile.MegacompileError, match=r"give it peft\.get_peft_model"):
-        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), peft_config=new)
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    drawn = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    for new in (model.peft_config["default"], drawn):
+        with pytest.raises(megacompile.MegacompileError, match=r"as ref_model=; or peft\.get_peft_model"):
+            dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), peft_config=new)
+
+
+def another() -> nn.Module:
+    """Another model than the policy, and a deeper one."""
+    model, draws = build("llama", layers=2), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draws), alpha=0.02)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "ref_model"),
+    [
+        pytest.param(lambda: build("llama", layers=1), another, id="another model"),
+        pytest.param(lambda: build("llama", layers=1), lambda: build("llama", layers=1), id="an equal one"),
+        pytest.param(virtual_tokens, lambda: build("llama"), id="virtual tokens"),
+    ],
+)
+def test_dpo_beside_a_reference_that_is_given(
+    make: Callable[[], nn.Module], ref_model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """It stays the user's, as it was; data that come after training are compared with it as well."""
+    mine, theirs = (
+        dpo(kind, tmp_path / kind.__module__, make, ref_model=ref_model)
+        for kind in (ours.DPOTrainer, trl.DPOTrainer)
+    )
+    compare([mine, theirs])
+    plain = ref_model()
+    for (name, kept), value in zip(mine.ref_model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(kept, value) and kept.requires_grad == value.requires_grad, name
+    later = [trainer.evaluate(preferences().select(range(2, 7))) for trainer in (mine, theirs)]
+    found, wanted = ({k: v for k, v in e.items() if not any(c in k for c in CLOCK)} for e in later)
+    assert found == ROUNDED(wanted)
+
+
+def test_a_reference_that_changes_or_has_no_data_yet_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(megacompile.MegacompileError, match=r"sync_ref_model=True\) is not supported"):
+        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), sync_ref_model=True)
+    with pytest.raises(megacompile.MegacompileError, match="The train data are a stream"):
+        ours.DPOTrainer(
+            build("llama"),
+            args=trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS | {"eval_strategy": "no"}),
+            train_dataset=preferences().to_iterable_dataset(),
+            processing_class=tokenizer(),
+        )
 
 
 def compare(both: list[Any]) -> None:
@@ -164,7 +233,7 @@ def compare(both: list[Any]) -> None:
     for found, wanted in zip(logs(mine), logs(theirs), strict=True):
         if abs(found.get("rewards/margins", 1.0)) < 1e-6:  # the sign of what rounding left
             del found["rewards/accuracies"], wanted["rewards/accuracies"]
-        assert found == pytest.approx(wanted, rel=2e-6, abs=1e-6)  # rewards are differences near zero
+        assert found == ROUNDED(wanted)
     values = mine.program.state_dict()
     for name, value in theirs.model.named_parameters():
         torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
@@ -188,15 +257,25 @@ def test_logits_are_never_whole_on_the_device() -> None:
     assert refused.value.least_bytes < ids.numel() * 16000 * 2  # of the logits in bf16
 
 
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])
+def test_what_nobody_set_is_not_said_to_have_no_effect(kind: str, tmp_path: Path) -> None:
+    """TRL's configs switch checkpointing on by its former name; ours do not."""
+
+    def warned(config: Any, **given: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            settle(config(str(tmp_path), use_cpu=True, bf16=False, **given), ours.MegacompileConfig())
+        return [str(w.message) for w in caught]
+
+    assert not warned(getattr(ours, kind))
+    assert not [text for text in warned(getattr(trl, kind)) if "no effect" in text]
+    assert [text for text in warned(getattr(ours, kind), gradient_checkpointing=True) if "no effect" in text]
+
+
 def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:
     trainer = sft(ours.SFTTrainer, tmp_path, lambda: build("llama"), label_smoothing_factor=0.1)
     with pytest.raises(megacompile.MegacompileError, match="leave out label_smoothing_factor"):
         trainer.train()
-
-
-def test_a_second_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(megacompile.MegacompileError, match=r"ref_model=...\) is not supported"):
-        ours.DPOTrainer(build("llama"), build("llama"))
 
 
 def test_trls_own_script_runs_with_one_import_changed(tmp_path: Path) -> None:

@@ -28,6 +28,19 @@ def compiled_layers(model: Any) -> Any:
     return model
 
 
+def compiled_forward(model: Any) -> Any:
+    model.forward = compiled(model.forward)
+    return model
+
+
+def compiled_methods(model: Any) -> Any:
+    """The forward of each layer, and of a module of torch's own."""
+    for layer in model.model.layers:
+        compiled_forward(layer)
+        compiled_forward(layer.mlp.down_proj)
+    return model
+
+
 def started(model: nn.Module, **options: Any) -> megacompile.Program:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return megacompile.compile(
@@ -39,6 +52,8 @@ WRAPPERS = {
     "compiled": compiled,
     "both": lambda model: compiled(nn.DataParallel(model)),
     "compiled layers": compiled_layers,
+    "compiled forward": compiled_forward,
+    "compiled methods": compiled_methods,
 }
 
 
@@ -59,7 +74,7 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [compiled, compiled_forward, nn.DataParallel])
 def test_a_wrapped_module_takes_its_batch_and_its_values(wrap: Callable[..., Any]) -> None:
     batch = (torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
 

@@ -16,6 +16,7 @@ SLOW = (
     # cut into pieces, in test_tile.py.
     r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",
     r"test_architectures\.py::test_architecture_is_refused_by_name\[jetmoe",
+    r"test_plan_agrees\.py::test_adapters_and_coded_moments\w+\[(None|lora2)",
     r"test_unroll\.py::test_unrolled_is_what_a_whole_capture_gives\[(?!llama)",
     r"test_fuse\.py::test_placements_of_an_architecture\[(?!Llama|GPT2|GptOss|Gemma3)",
     r"test_fuse\.py::test_programs_with_fused_kernels_compute_the_same\[(?!llama)",
@@ -81,6 +82,7 @@ SLOW = (
     r"test_trainer\.py::test_prompts_are_learned_and_saved_as_by_peft\[PromptEncoder",
     r"test_trl\.py::test_sft_logs_what_trl_does\[(chats|LoRA|virtual)",
     r"test_trl\.py::test_dpo_logs_what_trl_does\[(LoRA|virtual)",
+    r"test_trl\.py::test_dpo_beside_a_reference_that_is_given\[(an equal|virtual)",
     r"test_packing\.py::test_(packed_chats_do_not_see|a_token_has_the_same_loss)",
     r"test_generate\.py::test_(while_a_trainer|beams_stopping|tokens_are\w+\[gpt2)",
     r"test_predict\.py::test_a_transformers_output_with_labels_and_without_after_each_step\[gpt2",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import megacompile
 from megacompile.capture import patching
@@ -121,6 +122,30 @@ def scanned(m: Any, x: Tensor) -> Tensor:
     return scan(lambda c, t: ((c + t).clone(), (c * t).clone()), torch.zeros(8), m.a(x))[1]
 
 
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def flex(m: Any, x: Tensor) -> Tensor:
+    q = m.a(x)[None, None]
+    return flex_attention(q, q, q, block_mask=create_block_mask(causal, None, None, 4, 4, x.device))
+
+
+def masked(m: Any, x: Tensor) -> Tensor:
+    """What the refusal of flex attention proposes."""
+    q, mask = m.a(x)[None, None], create_mask(causal, None, None, 4, 4, x.device)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+def writes_in_vmap(m: Any, x: Tensor) -> Tensor:
+    def row(values: Tensor) -> Tensor:
+        out = torch.zeros_like(values)
+        out[2] = values[1]
+        return out + values
+
+    return torch.vmap(row)(m.a(x).detach() + x) * m.a(x)
+
+
 REFUSED: dict[str, tuple[Forward, str]] = {
     "an operator that writes": (writes, r"calls test_capture_calls\.twice_\..*mutates_args=\(\)"),
     "an operator without a fake kernel": (
@@ -156,6 +181,14 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda m, x: F.gaussian_nll_loss(m.a(x), x, m.b(x).exp()),
         r"gaussian_nll_loss, which looks at the values of var: write it out",
     ),
+    "flex attention": (
+        flex,
+        r"^The forward of Given calls flex attention at test_calls\.py:\d+ \(return flex.*attn_mask= what",
+    ),
+    "flex attention of frozen values": (
+        lambda m, x: flex_attention(*[x[None, None]] * 3)[0, 0] * m.a(x),
+        "^The model calls flex attention, .*attn_mask= what",
+    ),
     "ctc_loss": (
         lambda m, x: F.ctc_loss(m.a(x).log_softmax(-1), torch.tensor([1, 2]), (4,), (2,)),
         r"ctc_loss, .*custom_op",
@@ -187,6 +220,8 @@ TRAINED: dict[str, Forward] = {
     ),
     "an operator around ctc_loss": loss_of_labels,
     "func.jvp": lambda m, x: torch.func.jvp(lambda t: m.a(t).tanh(), (x,), (x,))[1].square(),
+    "the mask of flex attention": masked,
+    "writes within vmap": writes_in_vmap,
     "InstanceNorm's own statistics": lambda m, x: m.norm.eval()(m.a(x)[None]).square(),
 }
 

@@ -156,7 +156,7 @@ def test_the_least_host_budget_is_no_more_than_the_plan_takes(study: Study) -> N
 
 def test_the_graph_counts_the_model_flops(study: Study) -> None:
     work = study.captured(2, 128).assembly.work
-    assert complete_flops(work, study.model.step_flops(2, 128)) == (work, 0.0)
+    assert complete_flops(work, study.model.forward_flops(2, 128)) == (work, 0.0)
     forward = sum(b.policy("none").forward.flops for b in work.blocks)
     norms = 6 * 2 * 128 * 64 * (2 * 4 + 1)  # norm weights, counted in 6·P·T, are in no product
     assert 3 * forward == pytest.approx(study.model.step_flops(2, 128) - norms)
@@ -188,7 +188,7 @@ def test_the_bound_by_hand() -> None:
 
 
 def test_flops_that_the_graph_misses_are_added() -> None:
-    work, missed = complete_flops(_work(100), 3 * 400)
+    work, missed = complete_flops(_work(100), 400)
     assert missed == pytest.approx(0.75)
     assert work.blocks[0].policies[0].forward.flops == 400
     assert work.blocks[0].policies[0].backward is not None
@@ -339,6 +339,17 @@ def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]
     assert p["tokens_per_second"] * p["step_seconds"] == pytest.approx(3 * 256)
 
 
+def test_adapters_are_trained_alone(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    asked = ["plan", "--model", config, "--machine", "rtx-4090", *SHAPE, "--hbm-budget", "3MB", "--no-clip"]
+    assert main([*asked, "--lora", "4", "--lora-targets", "q_proj", "v_proj", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    trained, host = planned["trained_parameters"], planned["host_bytes"]["streamed"]
+    assert trained == 4 * 4 * ((64 + 64) + (64 + 32))
+    assert host["moments"] == 8 * trained
+    assert host["masters"] == 4 * trained + 2 * (planned["parameters"] - trained)
+
+
 def test_several_cards_share_the_state_and_bring_batches_of_their_own(
     plan: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -396,6 +407,8 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--dtype", "fp23"], "fp32"),
         (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "above 0"),
+        (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "above 0"),
+        (["plan", "--model", "x", "--machine", "h200", "--lora-targets", "q_proj"], "needs --lora RANK"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "0.9"], "90%"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "142"], "141 GB"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),

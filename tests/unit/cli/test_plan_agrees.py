@@ -12,8 +12,9 @@ import megacompile
 from megacompile import api
 from megacompile.cli.report import Extras, render
 from megacompile.estimate.answer import Question
-from megacompile.estimate.models import build
+from megacompile.estimate.models import Lora, build
 from megacompile.estimate.study import Study
+from megacompile.host.formats import StateFormat
 from megacompile.machine.catalog import load_machine
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -59,3 +60,57 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     for printed in (render(answer, Extras(True)), str(program.plan), str(schedule)):
         assert text in printed
     program.close()
+
+
+@pytest.mark.parametrize(
+    ("lora", "form"), [(Lora(4), "fp32"), (None, "int8"), (Lora(2, ("q_proj", "v_proj")), "int4")]
+)
+def test_adapters_and_coded_moments_are_planned_as_compiled(
+    lora: Lora | None, form: StateFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters as PEFT makes them over a frozen base: plan, peak, host bytes, and what is trained."""
+    config = transformers.LlamaConfig(**_SHAPE | {"vocab_size": 512})
+    model = transformers.LlamaForCausalLM(config).train()
+    if lora is not None:
+        peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+        targets = list(lora.targets) or "all-linear"
+        given = peft.LoraConfig(task_type="CAUSAL_LM", r=lora.rank, target_modules=targets)
+        model = peft.get_peft_model(model.bfloat16().float(), given)  # as of a checkpoint in it
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    study = Study(build("llama", config, lora), "bf16", lambda message: None)
+    asked = replace(QUESTION, optimizer_state=form)
+    asked = replace(asked, hbm_budget=int(1.2 * study.least(asked)[0].device_bytes))
+    assert study.model.trained_parameters == trained
+    answer = study.answer(asked, both=False)
+    predicted = answer.predictions[True]
+    told = "the rest frozen and kept in bfloat16" in render(answer, Extras(True))
+    assert told == (lora is not None)
+
+    backend = replace(api.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
+    monkeypatch.setattr(api, "open_backend", lambda device, dtype: backend)
+    ids = torch.randint(config.vocab_size, (BATCH, SEQ))
+    program = megacompile.compile(
+        model, f"{asked.hbm_budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        host_budget="1GB", optimizer_state=form, compute_dtype=torch.bfloat16, max_grad_norm=1.0,
+        kernels=True,
+        example_batch={"input_ids": ids, "labels": ids},
+    )  # fmt: skip
+    program.train_step({"input_ids": ids, "labels": ids})
+    held = program.memory.host_bytes
+    assert predicted.work == program.schedule.work and predicted.planned.plan == program.plan
+    assert predicted.planned.peak_bytes == program.memory.predicted_peak_bytes
+    assert (predicted.host.masters, predicted.host.moments) == (held["masters"], held["moments"])
+    assert program._session.runtime is not None
+    assert predicted.host.total == program._session.runtime.state.arena.nbytes
+    program.close()
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
+    """Of the three products of a layer two are left, and those of its adapters."""
+    pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    config = transformers.LlamaConfig(**_SHAPE)
+    whole, adapted = build("llama", config), build("llama", config, Lora(4))
+    products = adapted.matmul_parameters - whole.matmul_parameters
+    assert products == adapted.trained_parameters == 5 * 4 * (2 * 128 + 2 * (64 + 32) + 3 * (64 + 128))
+    fewer = 2 * whole.matmul_parameters * BATCH * SEQ - 6 * products * BATCH * SEQ
+    assert whole.step_flops(BATCH, SEQ) - adapted.step_flops(BATCH, SEQ) == pytest.approx(fewer)
