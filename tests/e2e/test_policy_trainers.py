@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import megacompile
+from tests.support.examples import load_example
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
 
@@ -169,6 +170,18 @@ def test_completions_are_sampled_as_trl_does(tmp_path: Path) -> None:
         for kind in (ours.GRPOTrainer, trl.GRPOTrainer)
     )
     compare(mine, plain)
+
+
+def test_the_example_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a reward below 0.1 to one above 0.4."""
+    monkeypatch.chdir(tmp_path)
+    grpo = load_example("grpo")
+    monkeypatch.setattr(grpo, "UPDATES", 10)
+    grpo.main()
+    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "█" in line]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.4
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("use_transformers_continuous_batching", True)])
