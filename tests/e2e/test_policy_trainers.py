@@ -138,7 +138,12 @@ def compare(mine: Any, plain: Any) -> None:
         ),
         pytest.param({"entropy_coef": 0.05, "top_entropy_quantile": 0.5}, id="entropy bonus"),
         pytest.param(
-            {"use_adaptive_entropy": True, "entropy_target": 3.5, "entropy_coef_delta": 0.01},
+            {
+                "use_adaptive_entropy": True,
+                "entropy_target": 9.0,
+                "entropy_coef": 0.05,
+                "entropy_coef_delta": 0.05,
+            },
             id="adaptive entropy bonus",
         ),
         pytest.param({"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}, id="sequence level"),
