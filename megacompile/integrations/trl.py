@@ -9,6 +9,7 @@ TRL 1.16.
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
@@ -32,7 +33,21 @@ from megacompile.integrations.transformers import Mixin
 from megacompile.program import Program
 from megacompile.runtime.ownership import is_owned
 
-__all__ = ["DPOConfig", "DPOTrainer", "MegacompileConfig", "SFTConfig", "SFTTrainer"]
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "MegacompileConfig",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+]
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
@@ -54,16 +69,47 @@ class DPOConfig(trl.DPOConfig):
     gradient_checkpointing: bool | None = None
 
 
+@dataclass
+class KTOConfig(trl.KTOConfig):
+    """``trl.KTOConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class RewardConfig(trl.RewardConfig):
+    """``trl.RewardConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """``trl.GRPOConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class RLOOConfig(trl.RLOOConfig):
+    """``trl.RLOOConfig`` in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
 @dataclass(frozen=True)
 class TokenOutputs:
     """What TRL's fused head computes of the logits of a causal language model, zero where labels are ignored.
 
-    ``metrics`` are fields of its output beside the log-probabilities, which alone carry a gradient. Called as
-    ``outputs`` of a program: for metrics a sixteenth of the logits is on the device at a time.
+    ``metrics`` are fields of its output beside the log-probabilities, which alone carry a gradient, and the
+    entropy where ``trains_entropy``. All are of logits divided by ``temperature``. Called as ``outputs`` of a
+    program: for metrics without a gradient a sixteenth of the logits is on the device at a time.
     """
 
     metrics: tuple[str, ...]
     inputs: tuple[str, ...] = ("labels",)
+    temperature: float = 1.0
+    trains_entropy: bool = False
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         logits = outputs.logits.detach()
@@ -74,13 +120,19 @@ class TokenOutputs:
         ranges = [slice(start, min(start + size, length)) for start in range(0, length, size)]
         parts = [self._of(logits[:, part], labels[:, part]) for part in ranges]
         found = {name: torch.cat([part[name] for part in parts], dim=1) for name in self.metrics}
-        found["log_probs"] = _log_probs(outputs.logits[:, :-1].float(), labels)
+        trained = self._scaled(outputs.logits[:, :-1])
+        found["log_probs"] = _log_probs(trained, labels)
+        if self.trains_entropy:
+            found["entropy"] = _entropy(trained, labels)
         found = {name: value.masked_fill(~mask, 0) for name, value in found.items()} | {"label_mask": mask}
         aux_loss = getattr(outputs, "aux_loss", None)
         return found if aux_loss is None else found | {"aux_loss": aux_loss}
 
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits.float() if self.temperature == 1 else logits.float() / self.temperature
+
     def _of(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = logits.float()
+        logits = self._scaled(logits)
         return {name: _METRICS[name](logits, labels) for name in self.metrics}
 
 
@@ -269,24 +321,24 @@ def _without_fused_head(model: Any) -> None:
     vars(model.get_base_model() if hasattr(model, "get_base_model") else model).pop("forward", None)
 
 
-class DPOTrainer(TokenMixin, trl.DPOTrainer):
-    """``trl.DPOTrainer`` for a model whose training state is larger than the device's memory.
+class ReferenceMixin(TokenMixin):
+    """A trainer of TRL whose loss compares the policy with a reference; before TRL's class.
 
     The reference's log-probabilities are computed before training, under the same budget. It is the policy as
     it is given, or ``ref_model``, whose program has ended when the policy's begins.
     """
 
-    _token_outputs = TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
+    _defaults: Callable[[], Any]
     ref_model: Any
 
     def __init__(
         self, model: Any, ref_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
-        args = args or DPOConfig()
+        args = args or self._defaults()
         if args.sync_ref_model:
             raise MegacompileError(
-                "DPOConfig(sync_ref_model=True) is not supported, as the reference's log-probabilities are "
-                "computed before training: leave it out."
+                f"{type(args).__name__}(sync_ref_model=True) is not supported, as the reference's "
+                "log-probabilities are computed before training: leave it out."
             )
         args.precompute_ref_log_probs = True
         super().__init__(model, ref_model, args, *rest, **kwargs)
@@ -308,10 +360,6 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
             self.ref_model = given
             reference.release()
 
-    def _rows_of_training(self) -> int:
-        rows = super()._rows_of_training()
-        return rows if self.args.padding_free else 2 * rows  # the chosen ones, then the rejected
-
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """TRL's, of the reference that was given, or of the policy: nothing has trained it yet, and adapters
         change nothing yet, so they need not be switched off."""
@@ -326,16 +374,127 @@ class DPOTrainer(TokenMixin, trl.DPOTrainer):
 
     def _refuse_other_reference(self) -> None:
         """Refuse adapters that TRL would have to switch off, or to switch to others."""
+        name = type(self).__name__
         if self.state.global_step:
             raise MegacompileError(
                 "evaluate() was given data after training, and the policy is the reference no more: give "
-                "DPOTrainer these data as eval_dataset=, or a copy of the model as ref_model=."
+                f"{name} these data as eval_dataset=, or a copy of the model as ref_model=."
             )
         if not hasattr(self.model, "peft_config") or "ref" in self.model.peft_config:
             return
         if learns_prompts(self.model) or not start_without_effect(self.model):
             raise MegacompileError(
-                "DPOTrainer(peft_config=...) cannot switch these adapters off, as its reference needs: they "
+                f"{name}(peft_config=...) cannot switch these adapters off, as its reference needs: they "
                 "change the model from the start. Give it a copy of the model as ref_model=; or "
                 "peft.get_peft_model(model, peft_config) as model, and they belong to the reference."
             )
+
+
+class DPOTrainer(ReferenceMixin, trl.DPOTrainer):
+    """``trl.DPOTrainer`` for a model whose training state is larger than the device's memory."""
+
+    _token_outputs = TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
+    _defaults = DPOConfig
+
+    def _rows_of_training(self) -> int:
+        rows = super()._rows_of_training()
+        return rows if self.args.padding_free else 2 * rows  # the chosen ones, then the rejected
+
+
+class KTOTrainer(ReferenceMixin, trl.KTOTrainer):
+    """``trl.KTOTrainer`` for a model whose training state is larger than the device's memory."""
+
+    _token_outputs = TokenOutputs(("entropy", "mean_logits"))
+    _defaults = KTOConfig
+
+
+class RewardTrainer(Mixin, trl.RewardTrainer):
+    """``trl.RewardTrainer`` for a model whose training state is larger than the device's memory."""
+
+
+class PolicyModel(TokenModel):
+    """Gives what TRL's fused head would to a loss of reinforcement learning.
+
+    Losses run at the update, when gradients are due for all micro-batches; TRL asks whether they were when
+    the micro-batch came.
+    """
+
+    def __init__(self, trainer: Any, compute: Callable[[Any], Tensor] | None = None) -> None:
+        super().__init__(trainer, compute)
+        self._syncs = trainer.accelerator.sync_gradients
+
+    def _awaited(self, batch: dict[str, Any]) -> Any:
+        outputs = super()._awaited(batch)
+        self._trainer.accelerator.gradient_state._set_sync_gradients(self._syncs)
+        return outputs
+
+
+class PolicyMixin(TokenMixin):
+    """A trainer of TRL that learns from completions of its own; before TRL's class.
+
+    The model's own ``generate`` makes the completions on the host, in the model's dtype and with its cache,
+    from values that the program lends it.
+    """
+
+    _outside = PolicyModel
+    _defaults: Callable[[], Any]
+    _entropy_bonus_enabled = False
+    temperature: float
+
+    def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        args = args or self._defaults()
+        refused = {
+            "beta": (args.beta, 0.0),
+            "use_vllm": (args.use_vllm, False),
+            "use_transformers_continuous_batching": (args.use_transformers_continuous_batching, False),
+            "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), False),
+            "world_size": (args.world_size, 1),
+        }
+        for name, (value, supported) in refused.items():
+            if value != supported:
+                raise MegacompileError(
+                    f"{type(self).__name__} does not support {name}={value} yet: set it to {supported}."
+                )
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+
+    @property
+    def _token_outputs(self) -> TokenOutputs:  # type: ignore[override]
+        return TokenOutputs(
+            ("entropy",), temperature=self.temperature, trains_entropy=self._entropy_bonus_enabled
+        )
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As upstream, which counts steps by it: after so many of them it makes new completions."""
+        start = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - start
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    training_step.waits = True  # type: ignore[attr-defined]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # upstream gives the prompts, of which completions are not made yet
+
+    def _predict_longest(self, data: Any) -> None:
+        """Nothing: how long completions get is not known."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; of the policy as it is now by a program."""
+        outside = model if isinstance(model, TokenModel) else TokenModel(self, None)
+        return super()._get_per_token_logps_and_entropies(outside, *args, **kwargs)
+
+
+class GRPOTrainer(PolicyMixin, trl.GRPOTrainer):
+    """``trl.GRPOTrainer`` for a model whose training state is larger than the device's memory."""
+
+    _defaults = GRPOConfig
+
+
+class RLOOTrainer(PolicyMixin, trl.RLOOTrainer):
+    """``trl.RLOOTrainer`` for a model whose training state is larger than the device's memory."""
+
+    _defaults = RLOOConfig

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 SLOW = (
+    r"test_policy_trainers\.py::test_grpo_logs_what_trl_does\[(dapo|entropy|sequence|truncated|LoRA)",
+    r"test_policy_trainers\.py::test_the_example_learns",
     # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train,
     # cut into pieces, in test_tile.py.
     r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",

@@ -1,0 +1,195 @@
+"""Reinforcement learning and reward models by TRL over a program, beside TRL's own: every logged number."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import megacompile
+from tests.support.examples import load_example
+from tests.support.models import build
+from tests.support.text import sentences, tokenizer
+
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # each trainer would say that it was made
+trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
+datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
+ours = pytest.importorskip("megacompile.integrations.trl")
+
+CLOCK = ("runtime", "per_second", "step_time")
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-6,  # else one sign of a gradient near zero moves a weight
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+def share_of_a(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(build("llama", layers=1), settings)
+
+
+class Written:
+    """Completions that were written before: of 3 to 8 tokens, others at each call, some without an end."""
+
+    def __init__(self, eos: int) -> None:
+        self._eos, self._random = eos, torch.Generator().manual_seed(0)
+
+    def __call__(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        lengths = torch.randint(3, 8, (len(prompt_ids),), generator=self._random)
+        made = [torch.randint(5, 60, (int(n),), generator=self._random).tolist() for n in lengths]
+        return [[*ids, self._eos] if i % 3 else ids for i, ids in enumerate(made)]
+
+
+def policy(kind: Any, folder: Path, *, samples: bool = False, peft: bool = False, **given: Any) -> Any:
+    config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
+    settings = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0} | SETTINGS | given
+    data = datasets.Dataset.from_dict({"prompt": sentences(8, 1)})
+    trainer = kind(
+        lora() if peft else build("llama", layers=1),
+        share_of_a,
+        config(output_dir=str(folder), **settings),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        **({"hbm_budget": "20MB"} if kind.__module__.startswith("megacompile") else {}),
+    )
+    if not samples:
+        written = Written(tokenizer().eos_token_id)
+        with_logprobs = not isinstance(trainer, trl.RLOOTrainer)
+        trainer._generate_single_turn = lambda *a: (written(*a), None) if with_logprobs else written(*a)
+    return trainer
+
+
+def preferences(kind: Any, folder: Path, **given: Any) -> Any:
+    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
+    data = datasets.Dataset.from_dict(texts)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    return kind(
+        transformers.LlamaForSequenceClassification(config),
+        args=trl.RewardConfig(output_dir=str(folder), **SETTINGS | {"eval_strategy": "epoch"} | given),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        **({"hbm_budget": "20MB"} if kind is ours.RewardTrainer else {}),
+    )
+
+
+def labelled(kind: Any, folder: Path, **given: Any) -> Any:
+    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "completion"))}
+    data = datasets.Dataset.from_dict(texts | {"label": [i % 2 == 0 for i in range(8)]})
+    return kind(
+        build("llama", layers=1),
+        args=trl.KTOConfig(
+            output_dir=str(folder), **SETTINGS | given | {"precompute_ref_log_probs": True, "max_length": 64}
+        ),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **({"hbm_budget": "20MB"} if kind is ours.KTOTrainer else {}),
+    )
+
+
+def logs(of: Any) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in entry.items() if not any(c in k for c in CLOCK)} for entry in of.state.log_history
+    ]
+
+
+def compare(mine: Any, plain: Any) -> None:
+    for trainer in (mine, plain):
+        torch.manual_seed(0)
+        trainer.train()
+    assert len(logs(mine)) == len(logs(plain)) > 1
+    for entry, other in zip(logs(mine), logs(plain), strict=True):
+        assert entry == pytest.approx(other, abs=2e-6, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"eval_strategy": "steps", "eval_steps": 2}, id="dapo, evaluated"),
+        pytest.param({"temperature": 0.7, "loss_type": "sapo"}, id="temperature"),
+        pytest.param({"loss_type": "grpo", "num_iterations": 2, "max_steps": 4}, id="old log-probabilities"),
+        pytest.param(
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2}, id="generates within a step"
+        ),
+        pytest.param({"entropy_coef": 0.05, "top_entropy_quantile": 0.5}, id="entropy bonus"),
+        pytest.param(
+            {
+                "use_adaptive_entropy": True,
+                "entropy_target": 9.0,
+                "entropy_coef": 0.05,
+                "entropy_coef_delta": 0.05,
+            },
+            id="adaptive entropy bonus",
+        ),
+        pytest.param({"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}, id="sequence level"),
+        pytest.param({"peft": True}, id="LoRA"),
+        pytest.param({"mask_truncated_completions": True, "loss_type": "bnpo"}, id="truncated"),
+    ],
+)
+def test_grpo_logs_what_trl_does(given: Mapping[str, Any], tmp_path: Path) -> None:
+    compare(*(policy(kind, tmp_path, **given) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
+
+
+def test_rloo_logs_what_trl_does(tmp_path: Path) -> None:
+    compare(*(policy(kind, tmp_path, temperature=0.8) for kind in (ours.RLOOTrainer, trl.RLOOTrainer)))
+
+
+def test_reward_model_logs_what_trl_does(tmp_path: Path) -> None:
+    compare(*(preferences(kind, tmp_path) for kind in (ours.RewardTrainer, trl.RewardTrainer)))
+
+
+def test_kto_logs_what_trl_does(tmp_path: Path) -> None:
+    compare(*(labelled(kind, tmp_path) for kind in (ours.KTOTrainer, trl.KTOTrainer)))
+
+
+def test_completions_are_sampled_as_trl_does(tmp_path: Path) -> None:
+    """By the model's own ``generate``, from values that the program lends it."""
+    given = {"samples": True, "learning_rate": 3e-2, "max_steps": 6, "num_generations": 8}
+    mine, plain = (
+        policy(kind, tmp_path, per_device_train_batch_size=8, **given)
+        for kind in (ours.GRPOTrainer, trl.GRPOTrainer)
+    )
+    compare(mine, plain)
+
+
+def test_the_example_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a reward below 0.1 to one above 0.4."""
+    monkeypatch.chdir(tmp_path)
+    grpo = load_example("grpo")
+    monkeypatch.setattr(grpo, "UPDATES", 10)
+    grpo.main()
+    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "█" in line]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.4
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("use_transformers_continuous_batching", True)])
+def test_what_is_not_supported_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(megacompile.MegacompileError, match=f"GRPOTrainer does not support {name}={value}"):
+        policy(ours.GRPOTrainer, tmp_path, **{name: value})
