@@ -134,6 +134,10 @@ def test_dpo_logs_what_trl_does(
     compiled = re.findall(r"compiling a program to (\w+): a batch of \((\d+), (\d+)", caplog.text)
     assert len(compiled) == len(set(compiled))
     assert {rows for kind, rows, _ in compiled if kind == "train"} == {"4"}  # two pairs
+    if make is not virtual_tokens:  # results longer than rows: each length is compiled
+        assert len(compiled) == len({(kind, rows) for kind, rows, _ in compiled}), (
+            "shorter rows run on longer"
+        )
 
 
 def test_rows_are_not_padded_to_what_the_longest_could_be(
