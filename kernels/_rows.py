@@ -5,18 +5,30 @@ holds a 32nd of the copies, and its results stay the same: what it returns for a
 row alone, and sums over rows are accumulated in the wide type.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megacompile.kernels._triton import on_gpu
 
 PARTS, LEAST = 32, 1 << 13
+_MEASURED = 2  # all later chunks hold no more than the second, which meets what the first left
 
 
-def chunks(length: int, row_elements: int) -> Iterator[slice]:
-    """Slices of [0, length): at most 32, each of at least 8k elements (and one row)."""
-    step = max(1, -(-length // PARTS), LEAST // max(row_elements, 1))
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
+def chunks(x: Tensor, row_elements: int | None = None) -> Iterator[slice]:
+    """Slices of the rows of ``x``, of as many elements as it has in one, or of ``row_elements``: at most 32,
+    each of at least 8k elements (and one row).
+
+    Of fake tensors, on which only the memory of a CPU's run is measured, two.
+    """
+    step = max(
+        1, -(-len(x) // PARTS), LEAST // max(x[:1].numel() if row_elements is None else row_elements, 1)
+    )
+    starts = range(0, len(x), step)
+    for start in itertools.islice(starts, _MEASURED if isinstance(x, FakeTensor) and not on_gpu(x) else None):
+        yield slice(start, min(start + step, len(x)))
 
 
 def by_rows(
@@ -30,7 +42,7 @@ def by_rows(
     ``given`` and ``outs`` share their first dimension; ``run`` returns one tensor for each of
     ``outs`` and ``sums``, in this order.
     """
-    for part in chunks(given[0].shape[0], given[0][:1].numel()):
+    for part in chunks(given[0]):
         results = run(*(x[part] for x in given))
         for out, result in zip(outs, results, strict=False):
             out[part] = result

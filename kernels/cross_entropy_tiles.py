@@ -137,7 +137,7 @@ def new_state(logits: Tensor, tokens: int) -> Tensor:
 def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
     """Fold the logits of columns [start, start + logits.shape[1]) into ``state``."""
     if not runs_triton(logits):
-        for part in chunks(*logits.shape):
+        for part in chunks(logits):
             accumulate_reference(state[:, part], logits[part], labels[part], start, terms)
         return
     accumulate_triton(state, logits, labels, start, terms)
@@ -189,7 +189,7 @@ def gradient_(logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start
     if runs_triton(logits):
         gradient_triton(logits, labels, stats, grad, start, terms)
         return
-    for part in chunks(*logits.shape):
+    for part in chunks(logits):
         given = logits[part], labels[part], stats[:, part], grad[part]
         logits[part] = gradient_reference(*given, start, terms)
 

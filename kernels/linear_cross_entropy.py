@@ -70,7 +70,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        for part in chunks(b.shape[0], a.shape[0] + b.shape[1]):
+        for part in chunks(b, a.shape[0] + b.shape[1]):
             total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
 
 

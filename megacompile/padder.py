@@ -166,6 +166,7 @@ class Padder:
         """
         own, at = kind_of(batch), length_of(batch)
         called = LossAtLengths if batch.outputs is None else OutputsAtLengths
+        function = getattr(function, "whole", function)  # more parts of a longer sequence are other calls
         found = called(function, self._model, *self._returned[kind], batch.kwargs)
         checks: dict[tuple[Any, ...], Callable[[], bool]] = {
             (own,): found.ignores_padding,

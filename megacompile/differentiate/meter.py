@@ -127,12 +127,14 @@ class StorageMeter(TorchDispatchMode):
         """Run one of our operators as its Python body. On fake tensors, whose body computes nothing, what a
         call like it took before is counted instead: its highest bytes, and those that its results stand in.
         """
-        fake = not func._schema.is_mutable and any(isinstance(t, FakeTensor) for t in tensors_of(args))
+        returns = bool(func._schema.returns)
+        fresh = not (returns and func._schema.is_mutable)  # what it returns, if anything, is its own
+        fake = fresh and any(isinstance(t, FakeTensor) for t in tensors_of(args))
         key = (func, self._processors, _form(args), _form(kwargs)) if fake else None
         before, highest, first, begin = self.live, self.peak, self._count, len(self.requests)
         if key in _SEEN:
             taken, standing, requests, numbers = _SEEN[key]
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if returns else None
             self.peak = max(highest, before + taken)
             self.requests += [(first + number, nbytes) for number, nbytes in requests]
             self._count += numbers

@@ -12,7 +12,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ __all__ = [
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
-_PARTS = 16  # in which logits are made for metrics
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
 
@@ -110,14 +109,23 @@ class TokenOutputs:
     inputs: tuple[str, ...] = ("labels",)
     temperature: float = 1.0
     trains_entropy: bool = False
+    parts: int = 16  # in which logits are made for metrics
+
+    @property
+    def whole(self) -> TokenOutputs:
+        """The same in one part."""
+        return replace(self, parts=1)
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         logits = outputs.logits.detach()
         virtual = logits.shape[1] - batch["labels"].shape[1]  # tokens that PEFT puts first, without labels
         labels = nn.functional.pad(batch["labels"], (virtual, 0), value=-100)[:, 1:]
         mask, length = labels != -100, labels.shape[1]
-        size = -(-length // _PARTS)
-        ranges = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        size = max(2, -(-length // self.parts))
+        starts = range(
+            0, max(1, length - 1), size
+        )  # no part of one position, which hides where positions are
+        ranges = [slice(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True)]
         parts = [self._of(logits[:, part], labels[:, part]) for part in ranges]
         found = {name: torch.cat([part[name] for part in parts], dim=1) for name in self.metrics}
         trained = self._scaled(outputs.logits[:, :-1])

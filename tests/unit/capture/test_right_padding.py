@@ -163,12 +163,14 @@ def test_attention_over_labels_alone_refutes_the_proof() -> None:
     assert not graph_of(Decoder(attends, shifted), batch, padded_right=True).blind
 
 
-def test_what_trl_reads_of_a_program_needs_no_mask() -> None:
-    """Log-probabilities and metrics, and gradients from any of a loss outside of the program, bit for bit."""
+@pytest.mark.parametrize("more", [2, 40, 41, 42])
+def test_what_trl_reads_of_a_program_needs_no_mask(more: int) -> None:
+    """Log-probabilities and metrics, and gradients from any of a loss outside of the program, bit for bit;
+    also where one position is left over beside parts of several."""
     trl = pytest.importorskip("megacompile.integrations.trl")
     torch.manual_seed(0)
     model = causal("llama").train()
-    batch = {name: torch.cat([x, x[:, -1:].expand(-1, 40)], 1) for name, x in padded_batch(0).items()}
+    batch = {name: torch.cat([x, x[:, -1:].expand(-1, more)], 1) for name, x in padded_batch(0).items()}
     outputs, found = trl.TokenOutputs(("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")), []
     for padded_right in (False, True):
         captured = graph_of(model, batch, padded_right=padded_right, outputs=outputs)
