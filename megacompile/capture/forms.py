@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.capture.coded_weights import coding_of, mark, stored_shape
 from megacompile.capture.snapshot import tensors_of
 
 Form = tuple[torch.dtype, tuple[int, ...]]
@@ -34,6 +35,9 @@ def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, F
     }
     forms: dict[str, Form] = {}
     for name, parameter in model.named_parameters():
+        if coding_of(parameter) is not None:
+            forms[name] = (torch.uint8, (1,))
+            continue
         dtype = parameter.dtype
         if parameter.is_floating_point():
             dtype = torch.float32 if pattern.search(name) else beside.get(id(parameter), compute_dtype)
@@ -53,14 +57,20 @@ def fake_copy(
     with mode:
         for name, parameter in model.named_parameters():
             dtype, strides = forms[name]
-            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
+            fake = torch.empty_strided(stored_shape(parameter), strides, dtype=dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
+            memo[id(vars(parameter).get("quant_state"))] = None  # which holds a coded weight's scales
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
             )
     memo |= {id(t): t for t in tensors_of(model) if id(t) not in memo}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (coding := coding_of(weight)) is not None:
+            mark(copied.get_submodule(name), coding)
+    return copied
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
