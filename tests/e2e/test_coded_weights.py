@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import megacompile
 from tests.e2e.test_trainer import assert_same_logs, logs, trainer
 from tests.e2e.test_trl import sft
+from tests.support.ranks import run_ranks
 
 # The quantiles of NormalFloat, "4-bit NormalFloat" of QLoRA (arXiv 2305.14314), appendix E.
 NF4 = (
@@ -188,6 +189,22 @@ def test_values_come_back_as_codes(nested: bool, tmp_path: Path) -> None:
     program.close()
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def of_rank(rank: int) -> list[float]:
+    """Losses of one of two ranks, or of a process without others (-1), over half of a batch or all of it."""
+    program = compiled(built(Linear4bit), torch.float32)
+    losses = []
+    for step in range(STEPS):
+        parts = [tuple(half) for half in zip(*(x.chunk(2) for x in batch(step)), strict=True)]
+        losses.append(float(program.train_step([parts[rank]] if rank >= 0 else parts).loss))
+    program.close()
+    return losses
+
+
+def test_ranks_share_codes() -> None:
+    """Each keeps a half of them, and gets the other over the fabric."""
+    assert run_ranks(2, of_rank) == [pytest.approx(of_rank(-1), rel=1e-6)] * 2
 
 
 def built_again(nested: bool) -> Any:
