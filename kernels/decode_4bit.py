@@ -5,7 +5,7 @@ One uint8 tensor holds all of a weight: the code book, 16 values in FP32; the sc
 FP32; then the codes, two to a byte, the first in the high half. Element i is ``book[code i] * scale of its
 block``, a product in FP32 that is rounded once, to the result's dtype: bitsandbytes' own, bit for bit.
 
-The kernel takes 1024 elements to a program and reads each code once.
+The kernel takes 1024 elements to a program; the two that share a byte each read it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, tl, triton
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
 
 BOOK_BYTES = 64
 CHUNK = 1 << 18
@@ -55,12 +55,10 @@ def decode_4bit_reference(stored: Tensor, shape: Sequence[int], block: int, dtyp
 def decode_4bit_kernel(
     book_ptr, scales_ptr, codes_ptr, out_ptr, count, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out = book[code] * scale, for two elements of each byte."""
-    byte = tl.program_id(0).to(tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    codes = tl.load(codes_ptr + byte, mask=2 * byte < count, other=0).to(tl.int32)
-    code = tl.join(codes >> 4, codes & 15)
-    at = tl.join(2 * byte, 2 * byte + 1)
-    level = tl.load(book_ptr + code)
+    """out = book[code] * scale."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + at // 2, mask=at < count, other=0).to(tl.int32)
+    level = tl.load(book_ptr + ((codes >> (4 - at % 2 * 4).to(tl.int32)) & 15))
     scale = tl.load(scales_ptr + at // PER_SCALE, mask=at < count, other=0.0)
     tl.store(out_ptr + at, (level * scale).to(out_ptr.dtype.element_ty), mask=at < count)
 
@@ -77,6 +75,22 @@ def decode_4bit_triton(stored: Tensor, shape: Sequence[int], block: int, dtype: 
         BLOCK=BLOCK,
     )
     return out
+
+
+def decode_weight(stored: Tensor, shape: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Decode a weight; it has no gradient.
+
+    Args:
+        stored: uint8 [n], its book, scales and codes (see ``stored_bytes``).
+        shape: of the weight, row by row.
+        block: elements that share a scale.
+        dtype: of the result.
+
+    Returns:
+        The weight, contiguous. (Not a registered operator: the compiler's own is.)
+    """
+    decode = decode_4bit_triton if runs_triton(stored) else decode_4bit_reference
+    return decode(stored, shape, block, dtype)
 
 
 @aot_cases

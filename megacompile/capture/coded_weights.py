@@ -18,13 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.kernels._triton import runs_triton
-from megacompile.kernels.decode_4bit import (
-    decode_4bit_reference,
-    decode_4bit_triton,
-    parts,
-    stored_bytes,
-)
+from megacompile.kernels.decode_4bit import decode_weight, parts, stored_bytes
 
 _CODING = "_megacompile_coding"  # the attribute of a traced module whose weight is coded
 
@@ -45,8 +39,7 @@ class Coding:
 @torch.library.custom_op("megacompile::decode_4bit", mutates_args=())
 def decode_4bit(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     """Decode a weight of 4-bit codes; it has no gradient."""
-    decode = decode_4bit_triton if runs_triton(stored) else decode_4bit_reference
-    return decode(stored, shape, block, dtype)
+    return decode_weight(stored, shape, block, dtype)
 
 
 @decode_4bit.register_fake
