@@ -13,6 +13,7 @@ from megacompile.kernels.attention import (
     flash_attention_forward,
 )
 from megacompile.kernels.clamped_glu import clamped_glu
+from megacompile.kernels.decode_4bit import decode_weight
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.gated_delta_rule import gated_delta_rule
 from megacompile.kernels.glu import glu
@@ -27,6 +28,7 @@ __all__ = [
     "adamw_",
     "add_rms_norm",
     "clamped_glu",
+    "decode_weight",
     "document_bounds",
     "dropout_mask",
     "flash_attention_backward",

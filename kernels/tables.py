@@ -23,6 +23,9 @@ NARROW = {
     # Random numbers come out of nothing but the seed, 8 bytes.
     ("uniform", "bf16", "uniform_kernel"): 8,
     ("uniform", "fp32", "uniform_kernel"): 8,
+    # Eight elements, stored together, are four bytes of codes.
+    ("decode_4bit", "bf16", "decode_4bit_kernel"): 4,
+    ("decode_4bit", "fp32", "decode_4bit_kernel"): 4,
 }
 # Kernels that execute more products than their formula needs, by head widths and chip, and why: warps compute
 # the same rows of the scores where a tile has fewer than 16 per warp; 192 columns are padded to 256, 96 to

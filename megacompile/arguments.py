@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megacompile.capture.coded_weights import is_of_bitsandbytes, why_not_coded
 from megacompile.capture.frozen import refuse_gradient_hooks
 from megacompile.errors import MegacompileError
 from megacompile.host.bucket import is_dense
@@ -80,15 +81,28 @@ def check_model(model: Any, weights: Any) -> None:
 
 def _refuse_coded(model: nn.Module) -> None:
     """Refuse parameters whose values are not their memory's: quantised ones, or a mesh's."""
-    for name, parameter in model.named_parameters():
+    for module, name, parameter in _owned_parameters(model):
+        if is_of_bitsandbytes(parameter):
+            reason = why_not_coded(module, parameter)
+            if reason is not None:
+                raise MegacompileError(f"The parameter {name} {reason}.")
+            continue
         kind = type(parameter)
         codes = kind is not nn.Parameter and not (parameter.is_floating_point() or parameter.is_complex())
         if codes or is_traceable_wrapper_subclass(parameter):
             raise MegacompileError(
                 f"The parameter {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, and "
-                "programs take plain tensors: load the model without quantization_config (frozen weights in "
+                "programs take plain tensors and 4-bit weights of bitsandbytes: load the model with "
+                "BitsAndBytesConfig(load_in_4bit=True) or without quantization_config (frozen weights in "
                 "bfloat16 take 2 bytes each), or call its dequantize(); of a DTensor give the full_tensor()."
             )
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each parameter with its name and the module that it belongs to."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            yield module, name, parameter
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

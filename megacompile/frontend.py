@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.assemble.assembly import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.capture.captured import Captured
+from megacompile.capture.coded_weights import stored_shape
 from megacompile.capture.forms import parameter_forms
 from megacompile.capture.graph import capture
 from megacompile.capture.loss import LossFn
@@ -278,5 +279,7 @@ def _describe(
         # what no optimizer holds is not updated, so it needs no gradient
         trained = p.requires_grad and (optimizer is None or owner >= 0)
         exact = not trained and dtype == p.dtype == torch.bfloat16
-        described[name] = Parameter(name, tuple(p.shape), strides, dtype, owner, trained=trained, exact=exact)
+        described[name] = Parameter(
+            name, stored_shape(p), strides, dtype, owner, trained=trained, exact=exact
+        )
     return described

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.capture.coded_weights import coding_of, mark, stored_shape
 from megacompile.capture.snapshot import modules_of, tensors_of
 from megacompile.capture.wrappers import uncompiled
 
@@ -35,6 +36,9 @@ def parameter_forms(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, F
     }
     forms: dict[str, Form] = {}
     for name, parameter in model.named_parameters():
+        if coding_of(parameter) is not None:
+            forms[name] = (torch.uint8, (1,))
+            continue
         dtype = parameter.dtype
         if parameter.is_floating_point():
             dtype = torch.float32 if pattern.search(name) else beside.get(id(parameter), compute_dtype)
@@ -54,8 +58,9 @@ def fake_copy(
     with mode:
         for name, parameter in model.named_parameters():
             dtype, strides = forms[name]
-            fake = torch.empty_strided(parameter.shape, strides, dtype=dtype, device="cpu")
+            fake = torch.empty_strided(stored_shape(parameter), strides, dtype=dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
+            memo[id(vars(parameter).get("quant_state"))] = None  # which holds a coded weight's scales
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
@@ -64,10 +69,13 @@ def fake_copy(
     copied = copy.deepcopy(model, memo)
     for module in modules_of(model):
         for name, value in vars(module).items():
-            if (
-                method := uncompiled(value)
-            ) is not value:  # which the copy shares, and the model's values with it
+            method = uncompiled(value)
+            if method is not value:  # which the copy shares, and the model's values with it
                 vars(memo[id(module)])[name] = copy.deepcopy(method, memo)
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (coding := coding_of(weight)) is not None:
+            mark(copied.get_submodule(name), coding)
     return copied
 
 

@@ -20,7 +20,7 @@ Function = Callable[..., Any]  # of what the forward returned and the batch: the
 IGNORED = -100  # the label of what no loss counts
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
-_LIBRARIES = {"torch", "transformers", "peft"}
+_LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes"}
 
 
 def reach(model: nn.Module) -> int | None:

@@ -26,7 +26,7 @@ from torch.distributions import Distribution
 from torch.fx import config as fx_config
 from torch.nn.modules import transformer
 
-from megacompile.capture import calls, effects, recurrent, refusals, rotary, substitute
+from megacompile.capture import calls, coded_weights, effects, recurrent, refusals, rotary, substitute
 from megacompile.capture.calls import refused
 from megacompile.capture.mixed_dtypes import MixedDtypes
 
@@ -137,6 +137,11 @@ def _of_transformers(model: nn.Module, sites: substitute.CallSites, positions_gi
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")
 
 
+def _of_bitsandbytes(model: nn.Module) -> Iterator[Patch]:
+    for kind in {type(module) for module in model.modules() if coded_weights.is_marked(module)}:
+        yield Patch(kind, "forward", coded_weights.linear, "its weight is decoded where it is read")
+
+
 @contextlib.contextmanager
 def our_operators(
     model: nn.Module, rng: Tensor, *, positions_given: bool = False, padding: Tensor | None = None
@@ -155,7 +160,7 @@ def our_operators(
     with (
         _lock,
         substitute.numbered(rng, padding) as sites,
-        replaced((*_OURS, *_of_transformers(model, sites, positions_given))),
+        replaced((*_OURS, *_of_bitsandbytes(model), *_of_transformers(model, sites, positions_given))),
         MixedDtypes(),
     ):
         yield

@@ -6,20 +6,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.coded_weights import is_of_bitsandbytes, set_stored
 from megacompile.host import adam as host_adam
 
 _CHUNK = 1 << 22  # elements
 
 
-def nothing_for(parameter: nn.Parameter) -> Tensor:
-    """NaN, or zeros of integers, in the shape of a parameter and the memory of one element."""
+def empty(parameter: nn.Parameter) -> None:
+    """Leave a parameter NaN, or zeros of integers, in its shape and the memory of one element."""
     floating = parameter.is_floating_point() or parameter.is_complex()
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype)
-    return value.expand(parameter.shape)
+    _put(parameter, value.expand(parameter.shape))
 
 
 def set_value(target: Tensor, value: Tensor) -> None:
-    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype."""
+    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype; a coded
+    weight what a program stores of it."""
+    if is_of_bitsandbytes(target):
+        set_stored(target, value)
+    else:
+        _put(target, value)
+
+
+def _put(target: Tensor, value: Tensor) -> None:
     fresh = value.to(target.dtype)
     if not target.is_meta:
         Tensor.data.__set__(target, fresh)  # type: ignore[attr-defined]  # an owned one refuses .data = fresh

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.coded_weights import (
+    copied_weight,
+    is_of_bitsandbytes,
+    is_packed,
+    stored_shape,
+    stored_value,
+)
 from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.host.arena import trim_heap
 from megacompile.host.optimizer import refuse_moments
-from megacompile.host.parameters import is_exact, nothing_for, set_value
+from megacompile.host.parameters import empty, is_exact, set_value
 from megacompile.host.state import HostState, Weights
 from megacompile.runtime import ownership
 from megacompile.units import RESERVE, format_bytes, host_available
@@ -142,7 +149,9 @@ class ModelValues:
     def _take_back(self, name: str) -> None:
         parameter = self._named[name]
         ownership.refuse_own_gradient(parameter, name)
-        value, kept = parameter.detach().cpu(), self._read(name, parameter)
+        value, kept = stored_value(parameter).cpu(), self._read(name, parameter)
+        if is_packed(parameter):
+            value = kept  # inference has turned the codes into an order of its own
         if value.shape != kept.shape:
             raise MegacompileError(
                 f"{name} was trained in shape {tuple(kept.shape)}, and is {tuple(value.shape)} now: "
@@ -150,7 +159,7 @@ class ModelValues:
             )
         if not torch.equal(value, kept.to(value.dtype)):
             self._write(name, parameter, value)
-        set_value(parameter, nothing_for(parameter))
+        empty(parameter)
         ownership.take_again(parameter)
         self.lent.remove(name)
 
@@ -164,6 +173,8 @@ class ModelValues:
         reading, parameter = self._reading(), self._named[name]
         with reading() if reading is not None else nullcontext():
             lent = name in self.lent
+            if is_of_bitsandbytes(parameter):
+                return copied_weight(parameter, self._read(name, parameter))
             value = parameter.detach().clone() if lent else self._read(name, parameter).to(parameter.dtype)
             return nn.Parameter(value, parameter.requires_grad)
 
@@ -233,10 +244,7 @@ class ModelValues:
         targets = self._counterparts(model)
         for name, value in itertools.chain(self._everywhere(), self.buffers().items()):
             for target in targets[name]:
-                if target.is_meta:
-                    set_value(target, value.clone())
-                else:
-                    target.data.copy_(value)
+                _set(target, value)
 
     def _everywhere(self) -> Iterator[tuple[str, Tensor]]:
         """What :meth:`parameters` gives the first of several ranks, on each of them."""
@@ -265,10 +273,10 @@ class ModelValues:
         found: dict[str, list[Tensor]] = defaultdict(list)
         for name, first in ours.items():
             target = given[theirs[name]]
-            if target.shape != targets[first].shape:
+            ours_is, theirs_is = stored_shape(targets[first]), stored_shape(target)
+            if theirs_is != ours_is:
                 raise MegacompileError(
-                    f"{name} has shape {tuple(target.shape)} in the model and "
-                    f"{tuple(targets[first].shape)} in the program."
+                    f"{name} has shape {theirs_is} in the model and {ours_is} in the program."
                 )
             found[first].append(target)
         return found
@@ -285,16 +293,22 @@ class ModelValues:
         """A parameter's value that no program has."""
         if parameter.is_meta and self._source is not None:
             return self._source(name)
-        return parameter.detach()
+        return stored_value(parameter)
 
     def _write(self, name: str, target: Tensor, value: Tensor) -> None:
         if name in self._homes:
             assert self._state is not None
             self._state.write_whole(self._homes[name], value)
-        elif isinstance(target, nn.Parameter) and target.is_meta:
-            set_value(target, value.clone())
         else:
-            target.data.copy_(value)
+            _set(target, value)
+
+
+def _set(target: Tensor, value: Tensor) -> None:
+    """Write a value where a parameter or buffer is, if it is anywhere."""
+    if target.is_meta or is_of_bitsandbytes(target):
+        set_value(target, value.clone())
+    else:
+        target.data.copy_(value)
 
 
 def _move(
@@ -312,7 +326,7 @@ def _move(
     taken, world = [], state.world
     try:
         for name, parameter in model.named_parameters():
-            value = parameter.data
+            value = stored_value(parameter)
             if parameter.is_meta:
                 assert source is not None
                 value = source(name)
@@ -321,10 +335,9 @@ def _move(
             if name in homes:
                 state.write_whole(homes[name], value)
                 taken.append((name, parameter))
-                value = nothing_for(parameter)
-            elif parameter.is_meta:
-                value = value.clone()  # its file may change
-            set_value(parameter, value)
+                empty(parameter)
+            else:
+                set_value(parameter, value.clone() if parameter.is_meta else value)  # its file may change
             del value
             trim_heap()
     except BaseException:
@@ -348,7 +361,7 @@ def _check_value(name: str, value: Any, target: Tensor) -> None:
         raise MegacompileError(f"{name} is no dense tensor with values in the state ({kind}): give one.")
     if value.is_complex() != target.is_complex():
         raise MegacompileError(f"{name} is {value.dtype} in the state and {target.dtype} in the model.")
-    if value.shape != target.shape:
+    if tuple(value.shape) != stored_shape(target):
         raise MegacompileError(
-            f"{name} has shape {tuple(value.shape)} in the state and {tuple(target.shape)} in the model."
+            f"{name} has shape {tuple(value.shape)} in the state and {stored_shape(target)} in the model."
         )

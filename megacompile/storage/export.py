@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.coded_weights import is_of_bitsandbytes
 from megacompile.capture.wrappers import plain_names
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.runtime.ownership import persistent_buffers
@@ -45,6 +46,13 @@ def describe(model: nn.Module) -> Description:
     """A model's description, which stays as it is when the model changes."""
     with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
         named = saved_tensors(model)
+        coded = next((name for name, tensor in named.items() if is_of_bitsandbytes(tensor)), None)
+        if coded is not None:
+            raise MegacompileError(
+                f"{coded} is kept in 4-bit codes, and the base of adapters is not written again: save "
+                "the adapters alone by the trainer's save_model, or, after program.sync_to(model), by "
+                "its save_pretrained."
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]

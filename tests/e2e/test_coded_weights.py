@@ -1,0 +1,328 @@
+"""Frozen weights in 4-bit codes, as QLoRA has them: kept and streamed as codes, decoded in blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import megacompile
+from tests.e2e.test_trainer import assert_same_logs, logs, trainer
+from tests.e2e.test_trl import sft
+from tests.support.ranks import run_ranks
+
+# The quantiles of NormalFloat, "4-bit NormalFloat" of QLoRA (arXiv 2305.14314), appendix E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+BLOCK, WIDTH, STEPS = 64, 64, 3
+STORED = 64 + 4 * 64 + 64 * 64 // 2  # bytes of a weight: its book, its scales and its codes
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes keeps weights."""
+
+
+class Linear4bit(nn.Linear):
+    """A layer of bitsandbytes' names with codes made by hand."""
+
+    compute_type_is_set, compute_dtype = True, None
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.bias.requires_grad_(False)
+        count = width * out
+        weight = Params4bit(torch.randint(0, 256, (count // 2, 1), dtype=torch.uint8), requires_grad=False)
+        scales = torch.rand(count // BLOCK) * 0.2
+        shape = torch.Size((out, width))
+        weight.quant_state = SimpleNamespace(
+            absmax=scales, code=torch.tensor(NF4), blocksize=BLOCK, shape=shape, nested=False
+        )
+        weight.quant_storage = torch.uint8
+        self.weight = weight
+
+
+def decoded_by_hand(layer: Any) -> Tensor:
+    """The weight of a layer's codes, by the definition."""
+    state, codes = layer.weight.quant_state, layer.weight.flatten().tolist()
+    levels = torch.tensor([NF4[half] for byte in codes for half in (byte >> 4, byte & 15)])
+    return (levels.view(-1, BLOCK) * state.absmax[:, None]).view(state.shape)
+
+
+def by_bitsandbytes(**given: Any) -> Callable[[int, int], nn.Module]:
+    def make(width: int, out: int) -> nn.Module:
+        bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install bitsandbytes")
+        plain, layer = nn.Linear(width, out), bnb.nn.Linear4bit(width, out, **given)
+        layer.load_state_dict(plain.state_dict())
+        frozen: nn.Module = layer.to("cpu").requires_grad_(False)
+        return frozen
+
+    return make
+
+
+def decoded_by_bitsandbytes(layer: Any) -> Tensor:
+    import bitsandbytes as bnb
+
+    weight: Tensor = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight
+
+
+class Adapted(nn.Module):
+    """Frozen layers with adapters beside them, and a loss."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module], layers: int = 3) -> None:
+        super().__init__()
+        self.bases = nn.ModuleList(make(WIDTH, WIDTH) for _ in range(layers))
+        self.downs = nn.ModuleList(nn.Linear(WIDTH, 2, bias=False) for _ in range(layers))
+        self.ups = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for base, down, up in zip(self.bases, self.downs, self.ups, strict=True):
+            x = x + torch.tanh(base(x) + up(down(x)))
+        return F.mse_loss(x.float(), y)
+
+
+def built(make: Callable[[int, int], nn.Module]) -> Adapted:
+    torch.manual_seed(0)
+    return Adapted(make)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed)).unbind()
+    return x.to(dtype), y
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def compiled(model: nn.Module, dtype: torch.dtype, budget: str = "1MB", **given: Any) -> megacompile.Program:
+    return megacompile.compile(model, budget, optimizer=optimizer_of(model), compute_dtype=dtype, **given)
+
+
+def trained(program: megacompile.Program, dtype: torch.dtype = torch.float32) -> list[float]:
+    return [float(program.train_step(batch(i, dtype)).loss) for i in range(STEPS)]
+
+
+def frozen_copy(model: Adapted, decode: Callable[[Any], Tensor]) -> Adapted:
+    """The same model over plain layers of the decoded weights."""
+    torch.manual_seed(0)
+    plain = Adapted(lambda width, out: nn.Linear(width, out).requires_grad_(False))
+    state = {n: p.detach() for n, p in model.named_parameters() if not n.startswith("bases")}
+    plain.load_state_dict(state, strict=False)
+    for base, layer in zip(plain.bases, model.bases, strict=True):
+        base.weight.data, base.bias.data = decode(layer), layer.bias.detach().clone()  # type: ignore[union-attr]
+    return plain
+
+
+MAKERS = [
+    pytest.param(Linear4bit, decoded_by_hand, id="by hand"),
+    pytest.param(by_bitsandbytes(quant_type="nf4"), decoded_by_bitsandbytes, id="nf4, nested"),
+    pytest.param(
+        by_bitsandbytes(quant_type="fp4", compress_statistics=False, quant_storage=torch.bfloat16),
+        decoded_by_bitsandbytes,
+        id="fp4 in bf16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "decode"), MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_is_that_over_decoded_weights(make: Any, decode: Any, dtype: torch.dtype) -> None:
+    """Bit for bit; host and link carry codes: half a byte, and a scale for each block."""
+    model = built(make)
+    plain = frozen_copy(model, lambda layer: decode(layer).to(dtype))
+    other = compiled(plain, dtype)
+    want = trained(other, dtype)
+    program = compiled(model, dtype)
+    assert trained(program, dtype) == want
+    codes = [group.nbytes for group in program.schedule.work.groups if group.nbytes == STORED]
+    assert len(codes) == 3
+    ours, theirs = (p.memory.host_bytes["masters"] for p in (program, other))
+    assert theirs - ours >= 3 * (WIDTH * WIDTH * dtype.itemsize - STORED)
+    program.close()
+    other.close()
+
+
+def test_training_is_that_of_bitsandbytes() -> None:
+    """In FP32, bit for bit, whatever the budget."""
+    make = by_bitsandbytes(quant_type="nf4")
+    model = built(make)
+    optimizer, want = optimizer_of(model), []
+    for i in range(STEPS):
+        loss = model(*batch(i))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(float(loss.detach()))
+    for budget in ("1MB", "70kB"):
+        program = compiled(built(make), torch.float32, budget)
+        assert trained(program) == want
+        program.close()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_values_come_back_as_codes(nested: bool, tmp_path: Path) -> None:
+    model = built(by_bitsandbytes(quant_type="nf4", compress_statistics=nested))
+    before = {n: v.clone() for n, v in model.state_dict().items() if n.startswith("bases")}
+    program = compiled(model, torch.bfloat16, offload_dir=tmp_path)
+    trained(program)
+    copied = copy.deepcopy(model)
+    assert torch.equal(decoded_by_bitsandbytes(copied.bases[0]), decoded_by_bitsandbytes(built_again(nested)))
+    state = program.state_dict()
+    assert state["bases.0.weight"].dtype == torch.uint8
+    program.load_state_dict(state)
+    with pytest.raises(megacompile.MegacompileError, match=r"bases\.0\.weight is kept in 4-bit codes"):
+        program.export(tmp_path / "exported")
+    program.sync_to(model)
+    program.close()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def of_rank(rank: int) -> list[float]:
+    """Losses of one of two ranks, or of a process without others (-1), over half of a batch or all of it."""
+    program = compiled(built(Linear4bit), torch.float32)
+    losses = []
+    for step in range(STEPS):
+        parts = [tuple(half) for half in zip(*(x.chunk(2) for x in batch(step)), strict=True)]
+        losses.append(float(program.train_step([parts[rank]] if rank >= 0 else parts).loss))
+    program.close()
+    return losses
+
+
+def test_ranks_share_codes() -> None:
+    """Each keeps a half of them, and gets the other over the fabric."""
+    assert run_ranks(2, of_rank) == [pytest.approx(of_rank(-1), rel=1e-6)] * 2
+
+
+def built_again(nested: bool) -> Any:
+    return built(by_bitsandbytes(quant_type="nf4", compress_statistics=nested)).bases[0]
+
+
+def test_other_scales_are_kept_where_they_come_back() -> None:
+    """A state of another base: what the model then has is that base, whatever its own scales were."""
+    model, other = (built(by_bitsandbytes(quant_type="nf4")) for _ in range(2))
+    for layer in other.bases:
+        layer.weight.quant_state.offset *= 2  # type: ignore[union-attr]
+    theirs = compiled(other, torch.bfloat16)
+    trained(theirs)
+    program = compiled(model, torch.bfloat16)
+    trained(program)
+    program.load_state_dict(theirs.state_dict())
+    theirs.sync_to(other)
+    program.sync_to(model)
+    for mine, its in zip(model.bases, other.bases, strict=True):
+        assert torch.equal(decoded_by_bitsandbytes(mine), decoded_by_bitsandbytes(its))
+
+
+def test_what_cannot_be_kept_as_codes_is_refused_by_name() -> None:
+    for change, words in (
+        ({"quant_state": None}, r'bases\.0\.weight has no codes yet: call model\.to\("cpu"\)'),
+        ({"packing": True}, r"bases\.0\.weight was packed for inference on this CPU"),
+    ):
+        model = built(Linear4bit)
+        weight: Any = model.bases[0].weight
+        if "packing" in change:
+            weight.quant_state.packing_format_for_cpu = True
+        else:
+            weight.quant_state = None
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            compiled(model, torch.float32)
+    model = built(Linear4bit)
+    model.table = nn.Embedding(4, 4)
+    model.table.weight = model.bases[0].weight  # type: ignore[assignment]
+    del model.bases[0]
+    with pytest.raises(megacompile.MegacompileError, match=r"table\.weight is in a Embedding"):
+        compiled(model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return folder
+
+
+def qlora(checkpoint: Path) -> nn.Module:
+    """As QLoRA's users make a model."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install bitsandbytes")
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    codes = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = LlamaForCausalLM.from_pretrained(checkpoint, quantization_config=codes, device_map="cpu")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    adapted: nn.Module = peft.get_peft_model(model, settings)
+    return adapted
+
+
+def test_a_trainer_logs_and_saves_what_transformers_does(checkpoint: Path, tmp_path: Path) -> None:
+    import transformers
+
+    from megacompile.integrations.transformers import Trainer
+
+    settings: dict[str, Any] = {
+        "max_steps": 2,
+        "eval_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    both = []
+    for kind in (Trainer, transformers.Trainer):
+        of = trainer(kind, tmp_path / kind.__module__, make=lambda: qlora(checkpoint), **settings)
+        of.train()
+        of.save_model(str(tmp_path / kind.__module__ / "last"))
+        both.append(of)
+    assert_same_logs(*both)
+    ours, theirs = (load_file(tmp_path / k.__module__ / "last/adapter_model.safetensors")
+                    for k in (Trainer, transformers.Trainer))  # fmt: skip
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(value, theirs[name], atol=1e-6) for name, value in ours.items())
+    mine, its = (of.model.state_dict() for of in both)  # of the trainer's, lent
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(value, its[name]) for name, value in mine.items() if "lora" not in name)
+    resumed = trainer(Trainer, tmp_path / Trainer.__module__, make=lambda: qlora(checkpoint), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / Trainer.__module__ / "checkpoint-1"))
+    assert logs(resumed)[:2] == logs(both[0])[:2]
+    again = load_file(tmp_path / Trainer.__module__ / "checkpoint-2/adapter_model.safetensors")
+    assert all(torch.equal(value, again[name]) for name, value in ours.items())
+
+
+def test_sft_trains_as_trl_does(checkpoint: Path, tmp_path: Path) -> None:
+    """TRL trains adapters over codes in bf16, which rounds what FP32 masters do not."""
+    import trl
+
+    from megacompile.integrations.trl import SFTTrainer
+
+    both = [
+        sft(kind, tmp_path / kind.__module__, lambda: qlora(checkpoint))
+        for kind in (SFTTrainer, trl.SFTTrainer)
+    ]
+    for of in both:
+        of.train()
+    losses = [[entry["loss"] for entry in logs(of) if "loss" in entry] for of in both]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
