@@ -33,6 +33,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.registry import OpSpec, Pass, Twin, declare
 
 BLOCK = 1024
 
@@ -245,6 +246,16 @@ def clamped_glu(both: Tensor, limit: float = 7.0, alpha: float = 1.702, interlea
     """y, differentiable in both; the defaults are GPT-OSS's."""
     y: Tensor = clamped_glu_op(both, limit, alpha, interleaved)
     return y
+
+
+declare(
+    OpSpec(
+        "clamped_glu",
+        backward=Pass(twin=Twin("clamped_glu_backward_", (1,))),
+        along="elements",
+        variant=lambda given: "interleaved" if given["interleaved"] else "halves",
+    )
+)
 
 
 @aot_cases

@@ -26,22 +26,30 @@ The backward is four kernels for each 4,096 tokens of all rows, from right to le
 token and value head. The states' way there and back is rounded to q's type where a product takes it.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
-from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton, runs_kernels
+from megacompile.kernels.gated_delta_launchers import (
+    LAUNCHES,
+    backward_triton,
+    forward_triton,
+    parts_of,
+    runs_kernels,
+)
 from megacompile.kernels.gated_delta_reference import (
     CHUNK,
+    SPAN,
     Inputs,
     backward_reference,
     forward_reference,
     spans_of,
 )
+from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
@@ -98,7 +106,6 @@ def gated_delta_rule(
     return out
 
 
-@register_flop_formula(torch.ops.megacompile.gated_delta_rule)
 def gated_delta_rule_flops(
     q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, products: Any = (2, 2, 3), **__: Any
 ) -> int:
@@ -112,12 +119,39 @@ def gated_delta_rule_flops(
     return int(2 * batch * ceil_div(tokens, CHUNK) * CHUNK * each)
 
 
-@register_flop_formula(torch.ops.megacompile.gated_delta_rule_backward)
 def gated_delta_rule_backward_flops(
     grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
     """The same, of the forward's states once more and of the gradients."""
     return gated_delta_rule_flops(q, k, v, products=(5, 5, 8))
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    return runs_kernels(given["q"], given["k"], given["v"])
+
+
+def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Arguments], int]:
+    """Count our kernels, or in plain torch launches for each span of tokens, and for each chunk."""
+
+    def count(given: Arguments) -> int:
+        q = given["q"]
+        if _runs_kernels(given):
+            forward, part = LAUNCHES
+            return 1 + part * len(parts_of(*q.shape[:2])) if backward else forward
+        return by_span * ceil_div(q.shape[1], SPAN) + by_chunk * ceil_div(q.shape[1], CHUNK)
+
+    return count
+
+
+declare(
+    OpSpec(
+        "gated_delta_rule",
+        Pass(gated_delta_rule_flops, _launches(False, 45, 11)),
+        Pass(gated_delta_rule_backward_flops, _launches(True, 125, 17)),
+        variant=lambda given: f"{given['q'].shape[-1]}/{given['v'].shape[-1]}",
+        runs_kernels=_runs_kernels,
+    )
+)
 
 
 @aot_cases

@@ -29,6 +29,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.registry import OpSpec, Pass, Twin, declare
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
 BLOCK = 1024
@@ -221,6 +222,16 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up, differentiable in both."""
     y: Tensor = glu_op(gate, up, activation)
     return y
+
+
+declare(
+    OpSpec(
+        "glu",
+        backward=Pass(twin=Twin("glu_backward_", (1, 2))),
+        along="elements",
+        variant=lambda given: str(given["activation"]),
+    )
+)
 
 
 @aot_cases

@@ -38,6 +38,7 @@ from megacompile.kernels.norm_reference import (
     layer_norm_backward_reference,
     layer_norm_reference,
 )
+from megacompile.kernels.registry import OpSpec, Pass, declare, row_width
 
 MAX_ROW_BACKWARD = 8192  # dw and db of longer rows would spill; torch takes over
 
@@ -217,6 +218,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
     """y alone, differentiable in x, weight and bias."""
     y: Tensor = layer_norm_op(x, weight, bias, eps)[0]
     return y
+
+
+declare(OpSpec("layer_norm", backward=Pass(launches=5, sums=True), along="rows", variant=row_width))
 
 
 @aot_cases

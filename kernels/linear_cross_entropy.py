@@ -13,7 +13,7 @@ float64). Saves hidden, weight and stats [2, T]. Extra cost: the head's forward 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megacompile.kernels._rows import chunks
-from megacompile.kernels._triton import on_gpu, wide
+from megacompile.kernels._triton import ceil_div, on_gpu, wide
 from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
+from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
 
 WORKSPACE = 256 << 20
 STEP = 256
@@ -172,3 +173,44 @@ def linear_cross_entropy(
     terms = ignore_index, label_smoothing, softcap, workspace
     loss: Tensor = linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
     return loss
+
+
+def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Count one product of hidden and the head's weight, by their shapes."""
+    return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
+
+
+def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Count the logits again, and two products for the gradients."""
+    return 3 * head_flops(hidden, weight)
+
+
+def _launches(fixed: int, for_tile: int) -> Callable[[Arguments], int]:
+    """Count launches beside the tiles of logits, and those for each."""
+
+    def count(given: Arguments) -> int:
+        hidden, vocabulary = given["hidden"], len(given["weight"])
+        width = tile_width(len(hidden), vocabulary, hidden.element_size(), given["workspace"])
+        return fixed + for_tile * ceil_div(vocabulary, width)
+
+    return count
+
+
+def _logits_bytes(passes: int) -> Callable[[Arguments], int]:
+    """Count the bytes of logits that kernels read, and in a backward write."""
+    return lambda given: passes * len(given["hidden"]) * len(given["weight"]) * given["hidden"].element_size()
+
+
+def _vocabulary(given: Arguments) -> str:
+    more = given["label_smoothing"] > 0.0 or given["softcap"] > 0.0
+    return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
+
+
+declare(
+    OpSpec(
+        "linear_cross_entropy",
+        Pass(head_flops, _launches(16, 2), _logits_bytes(1)),
+        Pass(head_backward_flops, _launches(2, 4), _logits_bytes(2)),
+        variant=_vocabulary,
+    )
+)

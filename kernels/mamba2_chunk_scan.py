@@ -26,16 +26,17 @@ times, C B^T three times, its gradient three times for each 16 heads; and about 
 head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
 from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton, runs_kernels
-from megacompile.kernels.mamba2_reference import CHUNK, Inputs, backward_reference, forward_reference
+from megacompile.kernels.mamba2_reference import CHUNK, SPAN, Inputs, backward_reference, forward_reference
+from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())
@@ -87,7 +88,6 @@ def mamba2_chunk_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D:
     return out
 
 
-@register_flop_formula(torch.ops.megacompile.mamba2_chunk_scan)
 def mamba2_chunk_scan_flops(
     x: Any, dt: Any, A: Any, B: Any, *_: Any, out_val: Any = None, products: Any = (1, 1, 2), **__: Any
 ) -> int:
@@ -101,12 +101,56 @@ def mamba2_chunk_scan_flops(
     return int(2 * batch * ceil_div(tokens, CHUNK) * CHUNK * each)
 
 
-@register_flop_formula(torch.ops.megacompile.mamba2_chunk_scan_backward)
 def mamba2_chunk_scan_backward_flops(
     grad: Any, x: Any, dt: Any, A: Any, B: Any, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
     """The same, of the forward's scores and states once more and of the gradients."""
     return mamba2_chunk_scan_flops(x, dt, A, B, products=(3, 2, 6))
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    return runs_kernels(given["x"], given["B"], given["C"])
+
+
+def _launches(backward: bool, kernels: int, by_span: int, by_chunk: int) -> Callable[[Arguments], int]:
+    """Count our kernels, the gradient's copy and sums of tokens among them, with copies of what they do not
+    take as it lies; or in plain torch launches for each span of tokens, and for each chunk."""
+
+    def count(given: Arguments) -> int:
+        if _runs_kernels(given):
+            copies: int = sum(given[name].stride(-1) != 1 for name in "xBC")
+            rounded: int = sum(given[name].dtype != torch.float32 for name in "AD")
+            return kernels + copies + backward * rounded
+        tokens = given["x"].shape[1]
+        return by_span * ceil_div(tokens, SPAN) + by_chunk * ceil_div(tokens, CHUNK)
+
+    return count
+
+
+def _moved(scores: int, heads: int, states: int, groups: int) -> Callable[[Arguments], int]:
+    """Count the bytes of plain torch: how often numbers of these sizes are moved for each token."""
+
+    def count(given: Arguments) -> int:
+        if _runs_kernels(given):
+            return 0
+        batch, tokens, of_heads, width = given["x"].shape
+        of_groups, inner = given["B"].shape[2:]
+        each = of_heads * (scores * CHUNK + heads * width) + states * (of_heads * width * inner // CHUNK)
+        each += groups * of_groups * inner
+        return int(batch * ceil_div(tokens, CHUNK) * CHUNK * each * wide(given["x"].dtype).itemsize)
+
+    return count
+
+
+declare(
+    OpSpec(
+        "mamba2_chunk_scan",
+        Pass(mamba2_chunk_scan_flops, _launches(False, 4, 41, 2), _moved(13, 25, 6, 10)),
+        Pass(mamba2_chunk_scan_backward_flops, _launches(True, 11, 94, 4), _moved(24, 48, 15, 25)),
+        variant=lambda given: f"{given['B'].shape[-1]}/{given['x'].shape[-1]}",
+        runs_kernels=_runs_kernels,
+    )
+)
 
 
 @aot_cases

@@ -44,6 +44,8 @@ from megacompile.kernels.qk_norm_rope_kernels import (
     qk_norm_rope_backward_kernel,
     qk_norm_rope_forward_kernel,
 )
+from megacompile.kernels.registry import OpSpec, Pass, declare
+from megacompile.kernels.rope import turned_heads
 
 MAX_WIDTH = 1024  # of a head; torch takes over beyond
 
@@ -177,6 +179,9 @@ def qk_norm_rope(
     """y alone, differentiable in x and weight."""
     y: Tensor = qk_norm_rope_op(x, weight, cos, sin, eps, offset)[0]
     return y
+
+
+declare(OpSpec("qk_norm_rope", backward=Pass(launches=3, sums=True), along="elements", variant=turned_heads))
 
 
 @aot_cases

@@ -45,6 +45,7 @@ from megacompile.kernels.norm_reference import (
     rms_norm_backward_reference,
     rms_norm_reference,
 )
+from megacompile.kernels.registry import OpSpec, Pass, declare, row_width
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 
@@ -233,6 +234,10 @@ def rms_norm(
     """y alone, differentiable in x and weight."""
     y: Tensor = rms_norm_op(x, weight, eps, offset, cast_early)[0]
     return y
+
+
+# A backward also launches the sum of the shares of dw, and its conversion.
+declare(OpSpec("rms_norm", backward=Pass(launches=3, sums=True), along="rows", variant=row_width))
 
 
 @aot_cases

@@ -35,6 +35,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.registry import Arguments, OpSpec, Pass, Twin, declare
 
 
 @triton.jit
@@ -242,6 +243,26 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """x rotated, differentiable in x."""
     y: Tensor = rope_op(x, cos, sin, interleaved)
     return y
+
+
+def turned_heads(given: Arguments) -> str:
+    """Name heads, their width, and how they are turned: ``32x128 partial``."""
+    shape = given["x" if "x" in given else "grad"].shape
+    words = [f"{shape[1] if len(shape) > 3 else 1}x{shape[-1]}"]
+    words += ["partial"] if given["cos"].shape[-1] < shape[-1] else []
+    words += ["interleaved"] if given.get("interleaved") else []
+    return " ".join(words)
+
+
+declare(
+    OpSpec(
+        "rope",
+        Pass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False))),
+        Pass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True))),
+        along="elements",
+        variant=turned_heads,
+    )
+)
 
 
 @aot_cases

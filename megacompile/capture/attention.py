@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.capture import sdpa
 from megacompile.capture.plain_attention import Drops
@@ -20,6 +19,7 @@ from megacompile.capture.torch_attention import TorchAttention, empty_results
 from megacompile.errors import CaptureError
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
+from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
 
@@ -150,7 +150,6 @@ def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 
 
-@register_flop_formula(torch.ops.megacompile.attention)
 def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Floating-point operations of the two products, the causal half or the window counted once."""
     batch, heads, length, dim = q
@@ -165,10 +164,44 @@ def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **k
     return int(2 * batch * heads * pairs * (dim + v[-1]))
 
 
-@register_flop_formula(torch.ops.megacompile.attention_backward)
 def attention_backward_flops(
     grad: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, rng: Any, out: Any, lse: Any,
     *args: Any, out_val: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Five products where the forward has two."""
     return attention_flops(q, k, v, bias, sinks, rng, *args) * 5 // 2
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    """Return whether our kernel runs a call: on a GPU, while what is for one is ``recording``."""
+    names = "bias", "sinks", "causal", "window", "softcap", "dropout_p", "bias_grad", "bounds"
+    has = sdpa.Features.of(*(given[name] for name in names))
+    return sdpa.choose(given["q"], given["k"], given["v"], has) == "triton"
+
+
+def _variant(given: Arguments) -> str:
+    """``128 window softcap``, ``192/128``, ``64 two-sided``."""
+    keys, values, window = given["k"].shape, given["v"].shape[-1], given["window"]
+    windowed = 0 < window < keys[2]
+    has = {
+        "window": windowed and given["causal"],
+        "two-sided": windowed and not given["causal"],
+        "softcap": given["softcap"] > 0.0,
+        "sinks": given["sinks"] is not None,
+        "packed": given["bounds"] is not None,
+    }
+    width = str(values) if values == keys[-1] else f"{keys[-1]}/{values}"
+    return " ".join([width, *(name for name, there in has.items() if there)])
+
+
+# torch's backward also sums rows and heads, fills zeros and converts.
+declare(
+    OpSpec(
+        "attention",
+        Pass(attention_flops),
+        Pass(attention_backward_flops, lambda given: 3 if _runs_kernels(given) else 9),
+        variant=_variant,
+        runs_kernels=_runs_kernels,
+        draws=(5, 11),
+    )
+)

@@ -23,7 +23,7 @@ from megacompile.bench.cases import OPERATIONS, RECURRENCES, Shape, inputs_of
 from megacompile.bench.plan import operation_of
 from megacompile.differentiate.costs import flops, moved
 from megacompile.differentiate.kernel_calls import Calls, KernelCall
-from megacompile.fuse.head import head_backward_flops, head_flops
+from megacompile.kernels.registry import CALLED
 from megacompile.machine.ceilings import kernel_seconds
 from megacompile.machine.rates import Machine
 
@@ -60,12 +60,10 @@ def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
 
 
 def _seconds(call: KernelCall, machine: Machine) -> float:
-    """Of one call, with the products of a head."""
-    products = 0
-    if call.op == "linear_cross_entropy":
-        products = head_flops(*call.shapes)
-    elif call.op == "linear_cross_entropy_backward":
-        products = head_backward_flops(*call.shapes)
+    """Return the time of one call, with products that are the library's."""
+    op = CALLED[call.op]
+    beside = op.part.flops if op.spec.runs_kernels is None else None
+    products = 0 if beside is None else beside(*call.shapes)
     kernel = KernelWork(call.op, call.dtype, call.variant, call.work)
     return kernel_seconds(kernel, machine) + products / machine.flops
 
