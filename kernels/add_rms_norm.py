@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import MAX_ROW, ROW_WIDTHS, AotCase, aot_cases, runs_triton, wide
 from megacompile.kernels.norm_reference import empty_output, rms_norm_backward_reference, rms_norm_reference
-from megacompile.kernels.registry import OpSpec, Pass, declare, row_width
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 from megacompile.kernels.rms_norm import backward_triton, forward_triton
 
 MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
@@ -91,7 +91,15 @@ def add_rms_norm(
     return y, total
 
 
-declare(OpSpec("add_rms_norm", backward=Pass(launches=3, sums=True), along="rows", variant=row_width))
+declare(
+    OpSpec(
+        "add_rms_norm",
+        OpPass(kernels=(Kernel("add_rms_norm", "rms_norm_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("add_rms_norm", "rms_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+    )
+)
 
 
 @aot_cases

@@ -33,7 +33,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.registry import OpSpec, Pass, Twin, declare
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
 
 BLOCK = 1024
 
@@ -251,7 +251,11 @@ def clamped_glu(both: Tensor, limit: float = 7.0, alpha: float = 1.702, interlea
 declare(
     OpSpec(
         "clamped_glu",
-        backward=Pass(twin=Twin("clamped_glu_backward_", (1,))),
+        OpPass(kernels=(Kernel("clamped_glu", "clamped_glu_forward_kernel"),)),
+        OpPass(
+            twin=Twin("clamped_glu_backward_", (1,)),
+            kernels=(Kernel("clamped_glu", "clamped_glu_backward_kernel"),),
+        ),
         along="elements",
         variant=lambda given: "interleaved" if given["interleaved"] else "halves",
     )

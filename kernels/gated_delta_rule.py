@@ -49,7 +49,7 @@ from megacompile.kernels.gated_delta_reference import (
     forward_reference,
     spans_of,
 )
-from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
@@ -143,11 +143,44 @@ def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Argument
     return count
 
 
+def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel("gated_delta_rule", f"gated_delta_{name}_kernel", each) for name, each in products.items()
+    )
+
+
+def _chunk_flops(width: int, inner: int) -> int:
+    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
+    return gated_delta_rule_flops(q, q, v)
+
+
+def _chunk_backward_flops(width: int, inner: int) -> int:
+    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
+    return gated_delta_rule_backward_flops(v, q, q, v)
+
+
 declare(
     OpSpec(
         "gated_delta_rule",
-        Pass(gated_delta_rule_flops, _launches(False, 45, 11)),
-        Pass(gated_delta_rule_backward_flops, _launches(True, 125, 17)),
+        OpPass(
+            gated_delta_rule_flops,
+            _launches(False, 45, 11),
+            kernels=_kernels(chunk=(2, 0, 0), forward=(0, 2, 3)),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops),
+        ),
+        OpPass(
+            gated_delta_rule_backward_flops,
+            _launches(True, 125, 17),
+            kernels=_kernels(
+                chunk=(2, 0, 0),
+                states=(0, 1, 2),
+                backward_state=(0, 2, 3),
+                backward_pairs=(2, 2, 0),
+                backward_q=(1, 0, 1),
+                backward_k=(2, 0, 2),
+            ),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops),
+        ),
         variant=lambda given: f"{given['q'].shape[-1]}/{given['v'].shape[-1]}",
         runs_kernels=_runs_kernels,
     )

@@ -29,7 +29,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.registry import OpSpec, Pass, Twin, declare
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
 BLOCK = 1024
@@ -227,7 +227,8 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 declare(
     OpSpec(
         "glu",
-        backward=Pass(twin=Twin("glu_backward_", (1, 2))),
+        OpPass(kernels=(Kernel("glu", "glu_forward_kernel"),)),
+        OpPass(twin=Twin("glu_backward_", (1, 2)), kernels=(Kernel("glu", "glu_backward_kernel"),)),
         along="elements",
         variant=lambda given: str(given["activation"]),
     )

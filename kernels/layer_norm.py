@@ -38,7 +38,7 @@ from megacompile.kernels.norm_reference import (
     layer_norm_backward_reference,
     layer_norm_reference,
 )
-from megacompile.kernels.registry import OpSpec, Pass, declare, row_width
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 
 MAX_ROW_BACKWARD = 8192  # dw and db of longer rows would spill; torch takes over
 
@@ -220,7 +220,15 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
     return y
 
 
-declare(OpSpec("layer_norm", backward=Pass(launches=5, sums=True), along="rows", variant=row_width))
+declare(
+    OpSpec(
+        "layer_norm",
+        OpPass(kernels=(Kernel("layer_norm", "layer_norm_forward_kernel"),)),
+        OpPass(launches=5, sums=True, kernels=(Kernel("layer_norm", "layer_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+    )
+)
 
 
 @aot_cases

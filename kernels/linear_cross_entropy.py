@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megacompile.kernels._rows import chunks
 from megacompile.kernels._triton import ceil_div, on_gpu, wide
 from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
-from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
 WORKSPACE = 256 << 20
 STEP = 256
@@ -206,11 +206,12 @@ def _vocabulary(given: Arguments) -> str:
     return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
 
 
+_FORWARD, _BACKWARD = (Kernel("cross_entropy_tiles", f"{name}_kernel") for name in ("accumulate", "gradient"))
 declare(
     OpSpec(
         "linear_cross_entropy",
-        Pass(head_flops, _launches(16, 2), _logits_bytes(1)),
-        Pass(head_backward_flops, _launches(2, 4), _logits_bytes(2)),
+        OpPass(head_flops, _launches(16, 2), _logits_bytes(1), kernels=(_FORWARD,)),
+        OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2), kernels=(_BACKWARD,)),
         variant=_vocabulary,
     )
 )

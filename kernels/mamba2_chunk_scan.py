@@ -36,7 +36,7 @@ from torch import Tensor
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
 from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton, runs_kernels
 from megacompile.kernels.mamba2_reference import CHUNK, SPAN, Inputs, backward_reference, forward_reference
-from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())
@@ -142,11 +142,50 @@ def _moved(scores: int, heads: int, states: int, groups: int) -> Callable[[Argum
     return count
 
 
+# Priced for so many heads of a group, where Dk is N and Dv is P. A token sees 2.5 chunks of its span; two
+# chunks cost the kernel of pairs 0.37 of what one with itself does, whose row counts.
+_HEADS = 16
+
+
+def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel("mamba2_chunk_scan", f"mamba2_{name}_kernel", each) for name, each in products.items()
+    )
+
+
+def _chunk_flops(width: int, inner: int) -> int:
+    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
+    return mamba2_chunk_scan_flops(x, x[:3], (_HEADS,), B)
+
+
+def _chunk_backward_flops(width: int, inner: int) -> int:
+    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
+    return mamba2_chunk_scan_backward_flops(x, x, x[:3], (_HEADS,), B)
+
+
 declare(
     OpSpec(
         "mamba2_chunk_scan",
-        Pass(mamba2_chunk_scan_flops, _launches(False, 4, 41, 2), _moved(13, 25, 6, 10)),
-        Pass(mamba2_chunk_scan_backward_flops, _launches(True, 11, 94, 4), _moved(24, 48, 15, 25)),
+        OpPass(
+            mamba2_chunk_scan_flops,
+            _launches(False, 4, 41, 2),
+            _moved(13, 25, 6, 10),
+            kernels=_kernels(states=(0, 0, _HEADS), scores=(2.5, 0, 0), scan=(0, 2.5 * _HEADS, _HEADS)),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops, _HEADS, moved_bytes=8),
+        ),
+        OpPass(
+            mamba2_chunk_scan_backward_flops,
+            _launches(True, 11, 94, 4),
+            _moved(24, 48, 15, 25),
+            kernels=_kernels(
+                states=(0, 0, _HEADS),
+                scores=(2.5, 0, 0),
+                backward_x=(0, 2.5 * _HEADS, _HEADS),
+                backward_pairs=(0, 25, 0),
+                backward_groups=(5, 0, 2 * _HEADS),
+            ),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops, _HEADS, moved_bytes=12),
+        ),
         variant=lambda given: f"{given['B'].shape[-1]}/{given['x'].shape[-1]}",
         runs_kernels=_runs_kernels,
     )

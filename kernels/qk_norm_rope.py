@@ -44,7 +44,7 @@ from megacompile.kernels.qk_norm_rope_kernels import (
     qk_norm_rope_backward_kernel,
     qk_norm_rope_forward_kernel,
 )
-from megacompile.kernels.registry import OpSpec, Pass, declare
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
 from megacompile.kernels.rope import turned_heads
 
 MAX_WIDTH = 1024  # of a head; torch takes over beyond
@@ -181,7 +181,15 @@ def qk_norm_rope(
     return y
 
 
-declare(OpSpec("qk_norm_rope", backward=Pass(launches=3, sums=True), along="elements", variant=turned_heads))
+declare(
+    OpSpec(
+        "qk_norm_rope",
+        OpPass(kernels=(Kernel("qk_norm_rope", "qk_norm_rope_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("qk_norm_rope", "qk_norm_rope_backward_kernel"),)),
+        along="elements",
+        variant=turned_heads,
+    )
+)
 
 
 @aot_cases

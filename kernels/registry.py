@@ -31,12 +31,42 @@ class Twin:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Kernel:
+    """A kernel of ours, as rows of ``ceilings.csv`` name it.
+
+    ``products``: of attention, parts of those that the operator's formula counts, one for each row of a case;
+    of a recurrence, how many the kernel forms for a token: of its chunk's tokens with Dk, with Dv, and of Dk
+    with Dv.
+    """
+
+    module: str
+    name: str
+    products: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecurrenceChunk:
+    """What a recurrence is timed on: ``tokens`` of ``heads`` value heads that share keys.
+
+    ``span`` are the tokens between two states that are kept, ``flops`` the formula's, by the widths of keys
+    and values, and ``moved_bytes`` what is moved beside products, of each number of such a state.
+    """
+
+    tokens: int
+    span: int
+    flops: Callable[[int, int], int]
+    heads: int = 1
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class OpPass:
     """One torch operator of a declaration, its forward or its backward.
 
     ``flops`` counts its products, by shapes, and is registered with torch. ``launches`` are its kernels on a
     GPU. ``moved`` are the bytes that it reads and writes, where that is not each operand once, or nothing
-    where it has ``flops``. ``sums``: a result without positions is a sum over them.
+    where it has ``flops``. ``sums``: a result without positions is a sum over them. ``kernels`` are those
+    whose ceilings bound its speed, one after the other; ``chunk``, of a recurrence, what they are timed on.
     """
 
     flops: Callable[..., int] | None = None
@@ -44,6 +74,8 @@ class Pass:
     moved: Callable[[Arguments], int] | None = None
     sums: bool = False
     twin: Twin | None = None
+    kernels: tuple[Kernel, ...] = ()
+    chunk: RecurrenceChunk | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +90,8 @@ class OpSpec:
     """
 
     name: str
-    forward: Pass = Pass()
-    backward: Pass | None = None
+    forward: OpPass = OpPass()
+    backward: OpPass | None = None
     along: Literal["elements", "rows", "mixing"] = "mixing"
     variant: Callable[[Arguments], str] = lambda _: ""
     runs_kernels: Callable[[Arguments], bool] | None = None
@@ -71,7 +103,7 @@ class Called:
     """A torch operator of ours: its declaration, and which of its passes it is."""
 
     spec: OpSpec
-    part: Pass
+    part: OpPass
 
 
 SPECS: dict[str, OpSpec] = {}

@@ -45,7 +45,7 @@ from megacompile.kernels.norm_reference import (
     rms_norm_backward_reference,
     rms_norm_reference,
 )
-from megacompile.kernels.registry import OpSpec, Pass, declare, row_width
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 
@@ -237,7 +237,15 @@ def rms_norm(
 
 
 # A backward also launches the sum of the shares of dw, and its conversion.
-declare(OpSpec("rms_norm", backward=Pass(launches=3, sums=True), along="rows", variant=row_width))
+declare(
+    OpSpec(
+        "rms_norm",
+        OpPass(kernels=(Kernel("rms_norm", "rms_norm_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("rms_norm", "rms_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+    )
+)
 
 
 @aot_cases

@@ -35,7 +35,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.registry import Arguments, OpSpec, Pass, Twin, declare
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Twin, declare
 
 
 @triton.jit
@@ -254,11 +254,12 @@ def turned_heads(given: Arguments) -> str:
     return " ".join(words)
 
 
+_KERNELS = (Kernel("rope", "rope_kernel"),)
 declare(
     OpSpec(
         "rope",
-        Pass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False))),
-        Pass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True))),
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False)), kernels=_KERNELS),
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True)), kernels=_KERNELS),
         along="elements",
         variant=turned_heads,
     )

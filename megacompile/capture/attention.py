@@ -19,7 +19,7 @@ from megacompile.capture.torch_attention import TorchAttention, empty_results
 from megacompile.errors import CaptureError
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
-from megacompile.kernels.registry import Arguments, OpSpec, Pass, declare
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
 
@@ -198,8 +198,16 @@ def _variant(given: Arguments) -> str:
 declare(
     OpSpec(
         "attention",
-        Pass(attention_flops),
-        Pass(attention_backward_flops, lambda given: 3 if _runs_kernels(given) else 9),
+        OpPass(attention_flops, kernels=(Kernel("attention", "attention_forward_kernel", (1.0,)),)),
+        OpPass(
+            attention_backward_flops,
+            lambda given: 3 if _runs_kernels(given) else 9,
+            kernels=(
+                Kernel("attention", "attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
+                Kernel("attention", "attention_backward_kv_kernel", (0.8,)),  # scores, gradient, dk, dv
+                Kernel("attention", "attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
+            ),
+        ),
         variant=_variant,
         runs_kernels=_runs_kernels,
         draws=(5, 11),

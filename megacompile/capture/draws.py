@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.kernels import uniform as kernel
-from megacompile.kernels.registry import OpSpec, called, declare
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, called, declare
 
 aten = torch.ops.aten
 _APART = 1 << 32  # sites of draws lie beyond those of dropout and attention, which count from 0
@@ -37,7 +37,7 @@ def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tenso
     return torch.empty(shape, dtype=dtype, device=rng.device)
 
 
-declare(OpSpec("uniform", draws=(0, 3)))
+declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform", "uniform_kernel"),)), draws=(0, 3)))
 
 
 def site_of(target: Any, args: Sequence[Any]) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import wide
 from megacompile.kernels.linear_cross_entropy import add_product_, head_backward_flops, head_flops, tiles
-from megacompile.kernels.registry import OpSpec, Pass, declare
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 
 
 @torch.library.custom_op("megacompile::head_tile", mutates_args=())
@@ -171,7 +171,7 @@ take_rows.register_autograd(_take_backward, setup_context=_rows_setup)
 put_rows.register_autograd(_put_backward, setup_context=_rows_setup)
 
 
-declare(OpSpec("head_tile", Pass(head_flops), Pass(head_backward_flops)))
+declare(OpSpec("head_tile", OpPass(head_flops), OpPass(head_backward_flops)))
 declare(OpSpec("take_rows"))
 declare(OpSpec("put_rows"))
 
