@@ -18,6 +18,7 @@ from megacompile.fuse.match import (
     Emitter,
     Match,
     NearMissError,
+    Pattern,
     aten,
     is_call,
     is_cast,
@@ -172,3 +173,6 @@ def workspace_bytes(hidden: Tensor, weight: Tensor) -> int:
     """
     return max(min(WORKSPACE, weight.numel() * weight.element_size() // _SHARE),
                hidden.numel() * hidden.element_size())  # fmt: skip
+
+
+PATTERNS: dict[str, Pattern] = {"linear_cross_entropy": linear_cross_entropy}
