@@ -7,7 +7,11 @@ row alone, and sums over rows are accumulated in the wide type.
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from megacompile.kernels._triton import wide
 
 PARTS, LEAST = 32, 1 << 13
 
@@ -41,3 +45,22 @@ def by_rows(
 def flat(x: Tensor) -> Tensor:
     """x as [rows, columns]; a copy only where no view does."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
+    """[B, T, H, ...] as [B, ``heads``, chunks, size, ...], wide; zeros fill the last, heads are repeated."""
+    missing = -x.shape[1] % size
+    x = F.pad(x.to(wide(x.dtype)), (0, 0) * (x.ndim - 2) + (0, missing)).transpose(1, 2)
+    x = x.repeat_interleave(heads // x.shape[1], 1)
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
+def decays(c: Tensor) -> Tensor:
+    """exp(c_i - c_j) for i >= j of each chunk, else zero."""
+    lower = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
+    return (c[..., :, None] - c[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+
+
+def out_of_chunks(x: Tensor, tokens: int) -> Tensor:
+    """[B, H, chunks, size, width] as [B, T, H, width]."""
+    return x.flatten(2, 3)[:, :, :tokens].transpose(1, 2)

@@ -26,14 +26,16 @@ The backward is four kernels for each 4,096 tokens of all rows, from right to le
 token and value head. The states' way there and back is rounded to q's type where a product takes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.gated_delta_launchers import (
     LAUNCHES,
     backward_triton,
@@ -46,6 +48,7 @@ from megacompile.kernels.gated_delta_reference import (
     SPAN,
     Inputs,
     backward_reference,
+    eager,
     forward_reference,
     spans_of,
 )
@@ -159,6 +162,27 @@ def _chunk_backward_flops(width: int, inner: int) -> int:
     return gated_delta_rule_backward_flops(v, q, q, v)
 
 
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, v = (batch, tokens, groups, width), (batch, tokens, heads, inner)
+    keys, values = 2 * torch.Size(q).numel() * itemsize, 2 * torch.Size(v).numel() * itemsize
+    forward, backward = gated_delta_rule_flops(q, q, v), gated_delta_rule_backward_flops(v, q, q, v)
+    return Cost(keys + values, forward), Cost(2 * keys + 3 * values // 2, backward)
+
+
+def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, k = (normal(g, batch, tokens, groups, width) for _ in range(2))
+    gates = -F.softplus(normal(g, batch, tokens, heads))
+    beta = normal(g, batch, tokens, heads).sigmoid()
+    return [q, k, normal(g, batch, tokens, heads, inner), gates, beta]
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape | None:
+    (batch, tokens, groups, width), _, (*_, heads, inner) = shapes[:3]
+    return (batch, groups, heads, tokens, width, inner) if tuple(constants) == ("True",) else None
+
+
 declare(
     OpSpec(
         "gated_delta_rule",
@@ -183,6 +207,19 @@ declare(
         ),
         variant=lambda given: f"{given['q'].shape[-1]}/{given['v'].shape[-1]}",
         runs_kernels=_runs_kernels,
+        benchmarks=(
+            Operation(
+                "gated_delta_rule",
+                ("batch", "groups", "heads", "tokens", "width", "inner"),
+                ((2, 16, 32, 4096, 128, 128),),
+                _inputs,
+                5,
+                eager,
+                _costs,
+                gated_delta_rule,
+                _shape_of,
+            ),
+        ),
     )
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import (
     MAX_ROW,
@@ -33,6 +34,7 @@ from megacompile.kernels._triton import (
     tl,
     triton,
 )
+from megacompile.kernels.benchmark import EPS, Operation, elementwise, normal, rows_of
 from megacompile.kernels.norm_reference import (
     empty_outputs,
     layer_norm_backward_reference,
@@ -220,6 +222,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
     return y
 
 
+def _eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """torch's."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
+
+
 declare(
     OpSpec(
         "layer_norm",
@@ -227,6 +234,20 @@ declare(
         OpPass(launches=5, sums=True, kernels=(Kernel("layer_norm", "layer_norm_backward_kernel"),)),
         along="rows",
         variant=row_width,
+        benchmarks=(
+            Operation(
+                "layer_norm",
+                ("tokens", "width"),
+                ((8192, 4096),),
+                lambda s, g: [normal(g, *s), normal(g, s[1]), normal(g, s[1])],
+                3,
+                _eager,
+                elementwise(1, 1, 3),
+                lambda x, w, b: layer_norm(x, w, b, EPS),
+                rows_of,
+                lambda liger, x, w, b: liger.liger_layer_norm(x, w, b, EPS),
+            ),
+        ),
     )
 )
 

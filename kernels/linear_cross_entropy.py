@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from megacompile.kernels._rows import chunks
 from megacompile.kernels._triton import ceil_div, on_gpu, wide
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
@@ -206,6 +208,23 @@ def _vocabulary(given: Arguments) -> str:
     return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
 
 
+def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """A head and its mean loss over tokens, from logits in at least float32, as transformers' losses."""
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels)
+
+
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    tokens, width, vocabulary = shape
+    product, nbytes = 2 * tokens * width * vocabulary, (tokens + vocabulary) * width * itemsize
+    return Cost(nbytes, product), Cost(2 * nbytes, 2 * product)
+
+
+def _inputs(s: Shape, g: torch.Generator) -> list[Tensor]:
+    labels = torch.randint(0, s[2], (s[0],), generator=g, device=g.device)
+    return [normal(g, s[0], s[1]), normal(g, s[2], s[1], scale=s[1] ** -0.5), labels]
+
+
 _FORWARD, _BACKWARD = (Kernel("cross_entropy_tiles", f"{name}_kernel") for name in ("accumulate", "gradient"))
 declare(
     OpSpec(
@@ -213,5 +232,19 @@ declare(
         OpPass(head_flops, _launches(16, 2), _logits_bytes(1), kernels=(_FORWARD,)),
         OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2), kernels=(_BACKWARD,)),
         variant=_vocabulary,
+        benchmarks=(
+            Operation(
+                "linear_cross_entropy",
+                ("tokens", "width", "vocabulary"),
+                ((4096, 4096, 128256), (8192, 2048, 151936)),
+                _inputs,
+                2,
+                _eager,
+                _costs,
+                lambda x, w, labels: linear_cross_entropy(x, w, labels).mean(),
+                lambda shapes, _: (*shapes[0], shapes[1][0]),
+                lambda liger, x, w, labels: liger.liger_fused_linear_cross_entropy(x, w, labels),
+            ),
+        ),
     )
 )

@@ -26,16 +26,25 @@ times, C B^T three times, its gradient three times for each 16 heads; and about 
 head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton, runs_kernels
-from megacompile.kernels.mamba2_reference import CHUNK, SPAN, Inputs, backward_reference, forward_reference
+from megacompile.kernels.mamba2_reference import (
+    CHUNK,
+    SPAN,
+    Inputs,
+    backward_reference,
+    eager,
+    forward_reference,
+)
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 
@@ -163,6 +172,28 @@ def _chunk_backward_flops(width: int, inner: int) -> int:
     return mamba2_chunk_scan_backward_flops(x, x, x[:3], (_HEADS,), B)
 
 
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """What is read in x's type, and results and their gradients in float32."""
+    batch, groups, heads, tokens, width, inner = shape
+    x, B = (batch, tokens, heads, width), (batch, tokens, groups, inner)
+    values, read = torch.Size(x).numel(), (torch.Size(x).numel() + 2 * torch.Size(B).numel()) * itemsize
+    given = x, x[:3], (heads,), B
+    forward, backward = mamba2_chunk_scan_flops(*given), mamba2_chunk_scan_backward_flops(x, *given)
+    return Cost(read + 4 * values, forward), Cost(2 * read + 4 * values, backward)
+
+
+def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    B, C = (normal(g, batch, tokens, groups, inner) for _ in range(2))
+    dt, A = F.softplus(normal(g, batch, tokens, heads)), -normal(g, heads).exp()
+    return [normal(g, batch, tokens, heads, width), dt, A, B, C, normal(g, heads)]
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape:
+    (batch, tokens, heads, width), _, _, (*_, groups, inner) = shapes[:4]
+    return batch, groups, heads, tokens, width, inner
+
+
 declare(
     OpSpec(
         "mamba2_chunk_scan",
@@ -188,6 +219,19 @@ declare(
         ),
         variant=lambda given: f"{given['B'].shape[-1]}/{given['x'].shape[-1]}",
         runs_kernels=_runs_kernels,
+        benchmarks=(
+            Operation(
+                "mamba2_chunk_scan",
+                ("batch", "groups", "heads", "tokens", "width", "inner"),
+                ((1, 8, 128, 4096, 64, 128),),
+                _inputs,
+                6,
+                eager,
+                _costs,
+                mamba2_chunk_scan,
+                _shape_of,
+            ),
+        ),
     )
 )
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from megacompile.kernels.benchmark import Operation
+
 Arguments = Mapping[str, Any]
 """A call's arguments by their names in the schema; tensors may be fake."""
 
@@ -86,7 +88,7 @@ class OpSpec:
     dimension alone, or together, which is always right. ``variant`` says in the words of the ahead-of-time
     gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
     whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
-    draws random numbers.
+    draws random numbers. ``benchmarks`` hold its eager form.
     """
 
     name: str
@@ -96,6 +98,7 @@ class OpSpec:
     variant: Callable[[Arguments], str] = lambda _: ""
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
+    benchmarks: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,21 @@ with known cost. Which kernel runs a call is decided in :mod:`megacompile.captur
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.capture import sdpa
 from megacompile.capture.plain_attention import Drops
 from megacompile.capture.torch_attention import TorchAttention, empty_results
 from megacompile.errors import CaptureError
+from megacompile.kernels._triton import wide
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
+from megacompile.kernels.benchmark import Cost, Costs, Function, Operation, Shape, normal
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
@@ -194,6 +198,60 @@ def _variant(given: Arguments) -> str:
     return " ".join([width, *(name for name, there in has.items() if there)])
 
 
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention with grouped heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _capped_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Gemma's: a causal window and capped scores."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).to(wide(q.dtype))
+    scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
+    at = torch.arange(q.shape[2], device=q.device)
+    distance = at[:, None] - at
+    scores = scores.masked_fill((distance < 0) | (distance >= WINDOW), float("-inf"))
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def _costs(window: int) -> Costs:
+    def costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+        batch, heads, groups, tokens, width = shape
+        reach = min(window or tokens, tokens)
+        pairs = reach * tokens - reach * (reach - 1) // 2
+        flops = 4 * batch * heads * pairs * width
+        q, kv = (batch * n * tokens * width * itemsize for n in (heads, 2 * groups))
+        return Cost(2 * q + kv, flops), Cost(4 * q + 2 * kv, flops * 5 // 2)
+
+    return costs
+
+
+def _qkv(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, heads, groups, tokens, width = shape
+    return [normal(g, batch, tokens, n, width).transpose(1, 2) for n in (heads, groups, groups)]
+
+
+def _ours(softcap: float, window: int) -> Function:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        out: Tensor = attention(q, k, v, None, None, None, scale, True, window, softcap, 0.0, 0, False)[0]
+        return out
+
+    return run
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape | None:
+    """Return the shape of plain causal attention, forward or backward."""
+    (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]
+    plain = "True" in constants and "0.0" in constants and len(shapes) in (3, 5)
+    return (batch, heads, groups, tokens, width) if plain else None
+
+
+SOFTCAP, WINDOW = 50.0, 1024
+_SIZES = "batch", "heads", "groups", "tokens", "width"
+
+
 # torch's backward also sums rows and heads, fills zeros and converts.
 declare(
     OpSpec(
@@ -211,5 +269,29 @@ declare(
         variant=_variant,
         runs_kernels=_runs_kernels,
         draws=(5, 11),
+        benchmarks=(
+            Operation(
+                "attention",
+                _SIZES,
+                ((2, 32, 8, 4096, 128),),
+                _qkv,
+                3,
+                _eager,
+                _costs(0),
+                _ours(0.0, 0),
+                _shape_of,
+            ),
+            Operation(
+                "capped_attention",
+                _SIZES,
+                ((2, 16, 8, 4096, 128),),
+                _qkv,
+                3,
+                _capped_eager,
+                _costs(WINDOW),
+                _ours(SOFTCAP, WINDOW),
+                lambda *_: None,
+            ),
+        ),
     )
 )

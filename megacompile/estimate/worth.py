@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.assemble.workload import KernelWork
-from megacompile.bench.cases import OPERATIONS, RECURRENCES, Shape, inputs_of
+from megacompile.bench.cases import OPERATIONS, inputs_of
 from megacompile.bench.plan import operation_of
 from megacompile.differentiate.costs import flops, moved
 from megacompile.differentiate.kernel_calls import Calls, KernelCall
+from megacompile.kernels.benchmark import Shape
 from megacompile.kernels.registry import CALLED
 from megacompile.machine.ceilings import kernel_seconds
 from megacompile.machine.rates import Machine
@@ -77,9 +78,10 @@ def _eager(call: KernelCall) -> _Cost | None:
     if found is None:
         return None
     operation, shape, kind = found
-    tokens = shape[3] if operation in RECURRENCES else 1
+    chunked = CALLED[call.op].part.chunk is not None
+    tokens = shape[3] if chunked else 1
     few = min(tokens, _TRACED)
-    shape = (*shape[:3], few, *shape[4:]) if operation in RECURRENCES else shape
+    shape = (*shape[:3], few, *shape[4:]) if chunked else shape
     nbytes, products = _traced(operation, shape, call.dtype)[kind == "backward"]
     return nbytes * tokens // few, products * tokens // few
 

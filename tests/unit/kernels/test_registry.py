@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import megacompile
 import megacompile.cli.main  # noqa: F401
 from megacompile.kernels.registry import CALLED, SPECS, called
 from megacompile.tile import operators  # noqa: F401
+from tests.support import figures
+
+ROOT = Path(__file__).parents[3]
 
 
 def registered() -> set[str]:
@@ -46,3 +50,42 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
     if part.twin is not None:
         written = [a.name for a in part.twin.target._schema.arguments if a.alias_info is not None]
         assert len(part.twin.over) == len(written) == len(overload(name)._schema.returns)
+
+
+EXCEPTIONS = {
+    "megacompile/capture/patching.py": "transformers' functions that ours stand for, by their names there",
+    "megacompile/capture/positions.py": "torch's own operators of these names",
+    "megacompile/capture/substitute.py": "transformers' functions that ours stand for, with their arguments",
+    "megacompile/cli/first_run.py": "the switch of an operator that has none of its own",
+    "megacompile/differentiate/codegen.py": "the product that is added up within, which other code emits too",
+    "megacompile/fuse/check.py": "inputs of a head, whose labels are integers",
+    "megacompile/fuse/gates.py": "a pattern",
+    "megacompile/fuse/head.py": "a pattern",
+    "megacompile/fuse/norms.py": "a pattern",
+    "megacompile/fuse/placement.py": "a module of patterns that has its operator's name",
+    "megacompile/fuse/qk_norm.py": "a pattern over results of others",
+    "megacompile/fuse/rope.py": "a pattern",
+    "megacompile/tile/head.py": "a head of which pieces are made",
+    "megacompile/tile/operators.py": "operators of tiles, declared there",
+    "megacompile/tile/rewrite.py": "a head of which pieces are made",
+}
+ORDINARY = {
+    "attention",
+    "dropout",
+    "uniform",
+    "adamw",
+}  # words of the field, which other things are called too
+
+
+def test_nothing_else_in_the_product_names_an_operator() -> None:
+    naming = figures.naming(figures.product(ROOT))
+    assert naming.keys() - {"adamw"} == {name for name in SPECS if name != "adamw_"}
+    files = {str(file) for name in naming.keys() - ORDINARY for file in naming[name]}
+    outside = {file for file in files if not file.startswith("kernels/")}
+    assert outside == EXCEPTIONS.keys(), "declare it in kernels/, or say here why not"
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_what_is_chunked_by_elements_or_rows_has_an_eager_form(name: str) -> None:
+    spec = SPECS[name]
+    assert spec.along == "mixing" or (spec.benchmarks and spec.forward.kernels and spec.backward is not None)
