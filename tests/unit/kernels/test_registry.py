@@ -69,12 +69,7 @@ EXCEPTIONS = {
     "megacompile/tile/operators.py": "operators of tiles, declared there",
     "megacompile/tile/rewrite.py": "a head of which pieces are made",
 }
-ORDINARY = {
-    "attention",
-    "dropout",
-    "uniform",
-    "adamw",
-}  # words of the field, which other things are called too
+ORDINARY = {"attention", "dropout", "uniform", "adamw"}  # other things are called so too
 
 
 def test_nothing_else_in_the_product_names_an_operator() -> None:
