@@ -8,10 +8,12 @@ row alone, and sums over rows are accumulated in the wide type.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
-from megacompile.kernels._triton import on_gpu
+from megacompile.kernels._triton import on_gpu, wide
 
 PARTS, LEAST = 32, 1 << 13
 _MEASURED = 2  # all later chunks hold no more than the second, which meets what the first left
@@ -23,9 +25,8 @@ def chunks(x: Tensor, row_elements: int | None = None) -> Iterator[slice]:
 
     Of fake tensors, on which only the memory of a CPU's run is measured, two.
     """
-    step = max(
-        1, -(-len(x) // PARTS), LEAST // max(x[:1].numel() if row_elements is None else row_elements, 1)
-    )
+    elements = x[:1].numel() if row_elements is None else row_elements
+    step = max(1, -(-len(x) // PARTS), LEAST // max(elements, 1))
     starts = range(0, len(x), step)
     for start in itertools.islice(starts, _MEASURED if isinstance(x, FakeTensor) and not on_gpu(x) else None):
         yield slice(start, min(start + step, len(x)))
@@ -53,3 +54,22 @@ def by_rows(
 def flat(x: Tensor) -> Tensor:
     """x as [rows, columns]; a copy only where no view does."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
+    """[B, T, H, ...] as [B, ``heads``, chunks, size, ...], wide; zeros fill the last, heads are repeated."""
+    missing = -x.shape[1] % size
+    x = F.pad(x.to(wide(x.dtype)), (0, 0) * (x.ndim - 2) + (0, missing)).transpose(1, 2)
+    x = x.repeat_interleave(heads // x.shape[1], 1)
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
+def decays(c: Tensor) -> Tensor:
+    """exp(c_i - c_j) for i >= j of each chunk, else zero."""
+    lower = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
+    return (c[..., :, None] - c[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+
+
+def out_of_chunks(x: Tensor, tokens: int) -> Tensor:
+    """[B, H, chunks, size, width] as [B, T, H, width]."""
+    return x.flatten(2, 3)[:, :, :tokens].transpose(1, 2)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
+from megacompile.kernels.registry import OpSpec, declare
 
 BLOCK = 1024
 State = tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -174,6 +175,9 @@ def adamw_(
     constants = Constants.of(lr, beta1, beta2, eps, weight_decay, step)
     run = adamw_triton if runs_triton(weight) else adamw_reference
     run((weight, low, exp_avg, exp_avg_sq), grad, constants, scale)
+
+
+declare(OpSpec("adamw_"))
 
 
 @aot_cases

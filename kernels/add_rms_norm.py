@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import MAX_ROW, ROW_WIDTHS, AotCase, aot_cases, runs_triton, wide
+from megacompile.kernels.benchmark import EPS, Operation, elementwise, normal, rows_of
 from megacompile.kernels.norm_reference import empty_output, rms_norm_backward_reference, rms_norm_reference
-from megacompile.kernels.rms_norm import backward_triton, forward_triton
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
+from megacompile.kernels.rms_norm import backward_triton, eager, forward_triton
 
 MAX_ROW_BACKWARD = 8192  # the second gradient takes registers: longer rows would spill, torch takes over
 
@@ -88,6 +90,37 @@ def add_rms_norm(
     """(y, sum), differentiable in x, residual and weight."""
     y, total, _ = add_rms_norm_op(x, residual, weight, eps, offset, cast_early)
     return y, total
+
+
+def _eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A residual addition and Llama's norm of the sum."""
+    total = x + residual
+    return eager(total, weight), total
+
+
+declare(
+    OpSpec(
+        "add_rms_norm",
+        OpPass(kernels=(Kernel("add_rms_norm", "rms_norm_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("add_rms_norm", "rms_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+        benchmarks=(
+            Operation(
+                "add_rms_norm",
+                ("tokens", "width"),
+                ((8192, 4096), (16384, 8192)),
+                lambda s, g: [normal(g, *s), normal(g, *s), normal(g, s[1])],
+                3,
+                _eager,
+                elementwise(2, 2, 4),
+                add_rms_norm,
+                rows_of,
+                lambda liger, x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

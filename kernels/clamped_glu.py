@@ -33,6 +33,8 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
 
 BLOCK = 1024
 
@@ -245,6 +247,39 @@ def clamped_glu(both: Tensor, limit: float = 7.0, alpha: float = 1.702, interlea
     """y, differentiable in both; the defaults are GPT-OSS's."""
     y: Tensor = clamped_glu_op(both, limit, alpha, interleaved)
     return y
+
+
+def _eager(both: Tensor) -> Tensor:
+    """GPT-OSS's, of gate and up in alternating columns."""
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+declare(
+    OpSpec(
+        "clamped_glu",
+        OpPass(kernels=(Kernel("clamped_glu", "clamped_glu_forward_kernel"),)),
+        OpPass(
+            twin=Twin("clamped_glu_backward_", (1,)),
+            kernels=(Kernel("clamped_glu", "clamped_glu_backward_kernel"),),
+        ),
+        along="elements",
+        variant=lambda given: "interleaved" if given["interleaved"] else "halves",
+        benchmarks=(
+            Operation(
+                "clamped_glu",
+                ("tokens", "columns"),
+                ((16384, 5760),),
+                lambda s, g: [normal(g, *s, scale=4.0)],
+                1,
+                _eager,
+                lambda s, itemsize: elementwise(2, 1, 5)((s[0], s[1] // 2), itemsize),
+                clamped_glu,
+                rows_of,
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

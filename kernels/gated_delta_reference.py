@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.kernels._rows import decays, in_chunks, out_of_chunks
 from megacompile.kernels._triton import ceil_div, wide
 
 CHUNK = 64  # tokens whose updates of the state are solved for together
@@ -228,3 +229,25 @@ def _gradients(span: Span, trail: Trail, d_out: Tensor, normalised: bool) -> tup
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Over the last dimension, which stays with size one."""
     return (a * b).sum(-1, keepdim=True)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Qwen3-Next's linear attention; shapes and formulas are those of ``kernels/gated_delta_rule.py``."""
+    tokens, heads, dtype = v.shape[1], v.shape[2], q.dtype
+    q, k, v, beta = (in_chunks(x, CHUNK, heads) for x in (q, k, v, beta[..., None]))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    c = in_chunks(g[..., None], CHUNK, heads)[..., 0].cumsum(-1)
+    decay, risen, z = decays(c), c.exp()[..., None], c[..., -1:, None]
+    system = (beta * (k @ k.mT) * decay).tril(-1) + torch.eye(CHUNK, dtype=c.dtype, device=c.device)
+    solved = torch.linalg.solve_triangular(system, beta * torch.cat((v, risen * k), -1), upper=False)
+    values, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
+    scores, writes = q @ k.mT * decay, k * (z - c[..., None]).exp()
+    state = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0])
+    outs = []
+    of_chunks = (x.unbind(2) for x in (values, reads, risen * q, scores, writes.mT, z.exp()))
+    for value, read, query, score, write, carried in zip(*of_chunks, strict=True):
+        written = value - read @ state
+        outs.append(query @ state + score @ written)
+        state = state * carried + write @ written
+    return out_of_chunks(torch.stack(outs, 2), tokens).to(dtype)

@@ -26,22 +26,33 @@ The backward is four kernels for each 4,096 tokens of all rows, from right to le
 token and value head. The states' way there and back is rounded to q's type where a product takes it.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
-from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton, runs_kernels
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
+from megacompile.kernels.gated_delta_launchers import (
+    LAUNCHES,
+    backward_triton,
+    forward_triton,
+    parts_of,
+    runs_kernels,
+)
 from megacompile.kernels.gated_delta_reference import (
     CHUNK,
+    SPAN,
     Inputs,
     backward_reference,
+    eager,
     forward_reference,
     spans_of,
 )
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())
@@ -98,7 +109,6 @@ def gated_delta_rule(
     return out
 
 
-@register_flop_formula(torch.ops.megacompile.gated_delta_rule)
 def gated_delta_rule_flops(
     q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, products: Any = (2, 2, 3), **__: Any
 ) -> int:
@@ -112,12 +122,106 @@ def gated_delta_rule_flops(
     return int(2 * batch * ceil_div(tokens, CHUNK) * CHUNK * each)
 
 
-@register_flop_formula(torch.ops.megacompile.gated_delta_rule_backward)
 def gated_delta_rule_backward_flops(
     grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
     """The same, of the forward's states once more and of the gradients."""
     return gated_delta_rule_flops(q, k, v, products=(5, 5, 8))
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    return runs_kernels(given["q"], given["k"], given["v"])
+
+
+def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Arguments], int]:
+    """Count our kernels, or in plain torch launches for each span of tokens, and for each chunk."""
+
+    def count(given: Arguments) -> int:
+        q = given["q"]
+        if _runs_kernels(given):
+            forward, part = LAUNCHES
+            return 1 + part * len(parts_of(*q.shape[:2])) if backward else forward
+        return by_span * ceil_div(q.shape[1], SPAN) + by_chunk * ceil_div(q.shape[1], CHUNK)
+
+    return count
+
+
+def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel("gated_delta_rule", f"gated_delta_{name}_kernel", each) for name, each in products.items()
+    )
+
+
+def _chunk_flops(width: int, inner: int) -> int:
+    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
+    return gated_delta_rule_flops(q, q, v)
+
+
+def _chunk_backward_flops(width: int, inner: int) -> int:
+    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
+    return gated_delta_rule_backward_flops(v, q, q, v)
+
+
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, v = (batch, tokens, groups, width), (batch, tokens, heads, inner)
+    keys, values = 2 * torch.Size(q).numel() * itemsize, 2 * torch.Size(v).numel() * itemsize
+    forward, backward = gated_delta_rule_flops(q, q, v), gated_delta_rule_backward_flops(v, q, q, v)
+    return Cost(keys + values, forward), Cost(2 * keys + 3 * values // 2, backward)
+
+
+def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    q, k = (normal(g, batch, tokens, groups, width) for _ in range(2))
+    gates = -F.softplus(normal(g, batch, tokens, heads))
+    beta = normal(g, batch, tokens, heads).sigmoid()
+    return [q, k, normal(g, batch, tokens, heads, inner), gates, beta]
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape | None:
+    (batch, tokens, groups, width), _, (*_, heads, inner) = shapes[:3]
+    return (batch, groups, heads, tokens, width, inner) if tuple(constants) == ("True",) else None
+
+
+declare(
+    OpSpec(
+        "gated_delta_rule",
+        OpPass(
+            gated_delta_rule_flops,
+            _launches(False, 45, 11),
+            kernels=_kernels(chunk=(2, 0, 0), forward=(0, 2, 3)),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops),
+        ),
+        OpPass(
+            gated_delta_rule_backward_flops,
+            _launches(True, 125, 17),
+            kernels=_kernels(
+                chunk=(2, 0, 0),
+                states=(0, 1, 2),
+                backward_state=(0, 2, 3),
+                backward_pairs=(2, 2, 0),
+                backward_q=(1, 0, 1),
+                backward_k=(2, 0, 2),
+            ),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops),
+        ),
+        variant=lambda given: f"{given['q'].shape[-1]}/{given['v'].shape[-1]}",
+        runs_kernels=_runs_kernels,
+        benchmarks=(
+            Operation(
+                "gated_delta_rule",
+                ("batch", "groups", "heads", "tokens", "width", "inner"),
+                ((2, 16, 32, 4096, 128, 128),),
+                _inputs,
+                5,
+                eager,
+                _costs,
+                gated_delta_rule,
+                _shape_of,
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

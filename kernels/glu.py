@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
@@ -29,6 +30,8 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
 BLOCK = 1024
@@ -221,6 +224,36 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up, differentiable in both."""
     y: Tensor = glu_op(gate, up, activation)
     return y
+
+
+def _eager(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's product."""
+    return F.silu(gate) * up
+
+
+declare(
+    OpSpec(
+        "glu",
+        OpPass(kernels=(Kernel("glu", "glu_forward_kernel"),)),
+        OpPass(twin=Twin("glu_backward_", (1, 2)), kernels=(Kernel("glu", "glu_backward_kernel"),)),
+        along="elements",
+        variant=lambda given: str(given["activation"]),
+        benchmarks=(
+            Operation(
+                "glu",
+                ("tokens", "width"),
+                ((8192, 14336), (8192, 28672)),
+                lambda s, g: [normal(g, *s), normal(g, *s)],
+                2,
+                _eager,
+                elementwise(2, 1, 5),
+                glu,
+                rows_of,
+                lambda liger, gate, up: liger.liger_swiglu(gate, up),
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import (
     MAX_ROW,
@@ -33,11 +34,13 @@ from megacompile.kernels._triton import (
     tl,
     triton,
 )
+from megacompile.kernels.benchmark import EPS, Operation, elementwise, normal, rows_of
 from megacompile.kernels.norm_reference import (
     empty_outputs,
     layer_norm_backward_reference,
     layer_norm_reference,
 )
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 
 MAX_ROW_BACKWARD = 8192  # dw and db of longer rows would spill; torch takes over
 
@@ -217,6 +220,36 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps
     """y alone, differentiable in x, weight and bias."""
     y: Tensor = layer_norm_op(x, weight, bias, eps)[0]
     return y
+
+
+def _eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """torch's."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
+
+
+declare(
+    OpSpec(
+        "layer_norm",
+        OpPass(kernels=(Kernel("layer_norm", "layer_norm_forward_kernel"),)),
+        OpPass(launches=5, sums=True, kernels=(Kernel("layer_norm", "layer_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+        benchmarks=(
+            Operation(
+                "layer_norm",
+                ("tokens", "width"),
+                ((8192, 4096),),
+                lambda s, g: [normal(g, *s), normal(g, s[1]), normal(g, s[1])],
+                3,
+                _eager,
+                elementwise(1, 1, 3),
+                lambda x, w, b: layer_norm(x, w, b, EPS),
+                rows_of,
+                lambda liger, x, w, b: liger.liger_layer_norm(x, w, b, EPS),
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

@@ -13,16 +13,19 @@ float64). Saves hidden, weight and stats [2, T]. Extra cost: the head's forward 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from megacompile.kernels._rows import chunks
-from megacompile.kernels._triton import on_gpu, wide
+from megacompile.kernels._triton import ceil_div, on_gpu, wide
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
 WORKSPACE = 256 << 20
 STEP = 256
@@ -172,3 +175,76 @@ def linear_cross_entropy(
     terms = ignore_index, label_smoothing, softcap, workspace
     loss: Tensor = linear_cross_entropy_op(hidden, weight, bias, labels, *terms)[0]
     return loss
+
+
+def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Count one product of hidden and the head's weight, by their shapes."""
+    return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
+
+
+def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Count the logits again, and two products for the gradients."""
+    return 3 * head_flops(hidden, weight)
+
+
+def _launches(fixed: int, for_tile: int) -> Callable[[Arguments], int]:
+    """Count launches beside the tiles of logits, and those for each."""
+
+    def count(given: Arguments) -> int:
+        hidden, vocabulary = given["hidden"], len(given["weight"])
+        width = tile_width(len(hidden), vocabulary, hidden.element_size(), given["workspace"])
+        return fixed + for_tile * ceil_div(vocabulary, width)
+
+    return count
+
+
+def _logits_bytes(passes: int) -> Callable[[Arguments], int]:
+    """Count the bytes of logits that kernels read, and in a backward write."""
+    return lambda given: passes * len(given["hidden"]) * len(given["weight"]) * given["hidden"].element_size()
+
+
+def _vocabulary(given: Arguments) -> str:
+    more = given["label_smoothing"] > 0.0 or given["softcap"] > 0.0
+    return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
+
+
+def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """A head and its mean loss over tokens, from logits in at least float32, as transformers' losses."""
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels)
+
+
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    tokens, width, vocabulary = shape
+    product, nbytes = 2 * tokens * width * vocabulary, (tokens + vocabulary) * width * itemsize
+    return Cost(nbytes, product), Cost(2 * nbytes, 2 * product)
+
+
+def _inputs(s: Shape, g: torch.Generator) -> list[Tensor]:
+    labels = torch.randint(0, s[2], (s[0],), generator=g, device=g.device)
+    return [normal(g, s[0], s[1]), normal(g, s[2], s[1], scale=s[1] ** -0.5), labels]
+
+
+_FORWARD, _BACKWARD = (Kernel("cross_entropy_tiles", f"{name}_kernel") for name in ("accumulate", "gradient"))
+declare(
+    OpSpec(
+        "linear_cross_entropy",
+        OpPass(head_flops, _launches(16, 2), _logits_bytes(1), kernels=(_FORWARD,)),
+        OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2), kernels=(_BACKWARD,)),
+        variant=_vocabulary,
+        benchmarks=(
+            Operation(
+                "linear_cross_entropy",
+                ("tokens", "width", "vocabulary"),
+                ((4096, 4096, 128256), (8192, 2048, 151936)),
+                _inputs,
+                2,
+                _eager,
+                _costs,
+                lambda x, w, labels: linear_cross_entropy(x, w, labels).mean(),
+                lambda shapes, _: (*shapes[0], shapes[1][0]),
+                lambda liger, x, w, labels: liger.liger_fused_linear_cross_entropy(x, w, labels),
+            ),
+        ),
+    )
+)

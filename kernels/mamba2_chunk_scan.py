@@ -26,16 +26,26 @@ times, C B^T three times, its gradient three times for each 16 heads; and about 
 head.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn import functional as F
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, wide
+from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton, runs_kernels
-from megacompile.kernels.mamba2_reference import CHUNK, Inputs, backward_reference, forward_reference
+from megacompile.kernels.mamba2_reference import (
+    CHUNK,
+    SPAN,
+    Inputs,
+    backward_reference,
+    eager,
+    forward_reference,
+)
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())
@@ -87,7 +97,6 @@ def mamba2_chunk_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D:
     return out
 
 
-@register_flop_formula(torch.ops.megacompile.mamba2_chunk_scan)
 def mamba2_chunk_scan_flops(
     x: Any, dt: Any, A: Any, B: Any, *_: Any, out_val: Any = None, products: Any = (1, 1, 2), **__: Any
 ) -> int:
@@ -101,12 +110,130 @@ def mamba2_chunk_scan_flops(
     return int(2 * batch * ceil_div(tokens, CHUNK) * CHUNK * each)
 
 
-@register_flop_formula(torch.ops.megacompile.mamba2_chunk_scan_backward)
 def mamba2_chunk_scan_backward_flops(
     grad: Any, x: Any, dt: Any, A: Any, B: Any, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
     """The same, of the forward's scores and states once more and of the gradients."""
     return mamba2_chunk_scan_flops(x, dt, A, B, products=(3, 2, 6))
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    return runs_kernels(given["x"], given["B"], given["C"])
+
+
+def _launches(backward: bool, kernels: int, by_span: int, by_chunk: int) -> Callable[[Arguments], int]:
+    """Count our kernels, the gradient's copy and sums of tokens among them, with copies of what they do not
+    take as it lies; or in plain torch launches for each span of tokens, and for each chunk."""
+
+    def count(given: Arguments) -> int:
+        if _runs_kernels(given):
+            copies: int = sum(given[name].stride(-1) != 1 for name in "xBC")
+            rounded: int = sum(given[name].dtype != torch.float32 for name in "AD")
+            return kernels + copies + backward * rounded
+        tokens = given["x"].shape[1]
+        return by_span * ceil_div(tokens, SPAN) + by_chunk * ceil_div(tokens, CHUNK)
+
+    return count
+
+
+def _moved(scores: int, heads: int, states: int, groups: int) -> Callable[[Arguments], int]:
+    """Count the bytes of plain torch: how often numbers of these sizes are moved for each token."""
+
+    def count(given: Arguments) -> int:
+        if _runs_kernels(given):
+            return 0
+        batch, tokens, of_heads, width = given["x"].shape
+        of_groups, inner = given["B"].shape[2:]
+        each = of_heads * (scores * CHUNK + heads * width) + states * (of_heads * width * inner // CHUNK)
+        each += groups * of_groups * inner
+        return int(batch * ceil_div(tokens, CHUNK) * CHUNK * each * wide(given["x"].dtype).itemsize)
+
+    return count
+
+
+# Priced for so many heads of a group, where Dk is N and Dv is P. A token sees 2.5 chunks of its span; two
+# chunks cost the kernel of pairs 0.37 of what one with itself does, whose row counts.
+_HEADS = 16
+
+
+def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel("mamba2_chunk_scan", f"mamba2_{name}_kernel", each) for name, each in products.items()
+    )
+
+
+def _chunk_flops(width: int, inner: int) -> int:
+    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
+    return mamba2_chunk_scan_flops(x, x[:3], (_HEADS,), B)
+
+
+def _chunk_backward_flops(width: int, inner: int) -> int:
+    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
+    return mamba2_chunk_scan_backward_flops(x, x, x[:3], (_HEADS,), B)
+
+
+def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """What is read in x's type, and results and their gradients in float32."""
+    batch, groups, heads, tokens, width, inner = shape
+    x, B = (batch, tokens, heads, width), (batch, tokens, groups, inner)
+    values, read = torch.Size(x).numel(), (torch.Size(x).numel() + 2 * torch.Size(B).numel()) * itemsize
+    given = x, x[:3], (heads,), B
+    forward, backward = mamba2_chunk_scan_flops(*given), mamba2_chunk_scan_backward_flops(x, *given)
+    return Cost(read + 4 * values, forward), Cost(2 * read + 4 * values, backward)
+
+
+def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, groups, heads, tokens, width, inner = shape
+    B, C = (normal(g, batch, tokens, groups, inner) for _ in range(2))
+    dt, A = F.softplus(normal(g, batch, tokens, heads)), -normal(g, heads).exp()
+    return [normal(g, batch, tokens, heads, width), dt, A, B, C, normal(g, heads)]
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape:
+    (batch, tokens, heads, width), _, _, (*_, groups, inner) = shapes[:4]
+    return batch, groups, heads, tokens, width, inner
+
+
+declare(
+    OpSpec(
+        "mamba2_chunk_scan",
+        OpPass(
+            mamba2_chunk_scan_flops,
+            _launches(False, 4, 41, 2),
+            _moved(13, 25, 6, 10),
+            kernels=_kernels(states=(0, 0, _HEADS), scores=(2.5, 0, 0), scan=(0, 2.5 * _HEADS, _HEADS)),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops, _HEADS, moved_bytes=8),
+        ),
+        OpPass(
+            mamba2_chunk_scan_backward_flops,
+            _launches(True, 11, 94, 4),
+            _moved(24, 48, 15, 25),
+            kernels=_kernels(
+                states=(0, 0, _HEADS),
+                scores=(2.5, 0, 0),
+                backward_x=(0, 2.5 * _HEADS, _HEADS),
+                backward_pairs=(0, 25, 0),
+                backward_groups=(5, 0, 2 * _HEADS),
+            ),
+            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops, _HEADS, moved_bytes=12),
+        ),
+        variant=lambda given: f"{given['B'].shape[-1]}/{given['x'].shape[-1]}",
+        runs_kernels=_runs_kernels,
+        benchmarks=(
+            Operation(
+                "mamba2_chunk_scan",
+                ("batch", "groups", "heads", "tokens", "width", "inner"),
+                ((1, 8, 128, 4096, 64, 128),),
+                _inputs,
+                6,
+                eager,
+                _costs,
+                mamba2_chunk_scan,
+                _shape_of,
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.kernels._rows import decays, in_chunks, out_of_chunks
 from megacompile.kernels._triton import ceil_div, wide
 
 CHUNK = 64  # tokens that see each other by scores, and earlier ones through the state
@@ -221,3 +222,21 @@ def _between(pairs: Tensor) -> Tensor:
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Over the last dimension."""
     return (a * b).sum(-1)
+
+
+def eager(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """Mamba-2's scan; shapes and formulas are those of ``kernels/mamba2_chunk_scan.py``."""
+    tokens, heads = x.shape[1:3]
+    skip = D[:, None] * x.to(wide(x.dtype))
+    x, B, C = (in_chunks(y, SPAN, heads) for y in (x, B, C))
+    dt = in_chunks(dt, SPAN, heads)
+    c = (dt * A[:, None, None]).cumsum(-1)
+    z, x = c[..., -1:], x * dt[..., None]
+    added = (B * (z - c).exp()[..., None]).mT @ x
+    state = torch.zeros_like(added[:, :, 0])
+    states = []
+    for carried, more in zip(z.exp()[..., None].unbind(2), added.unbind(2), strict=True):
+        states.append(state)
+        state = state * carried + more
+    out = (C @ B.mT * decays(c)) @ x + c.exp()[..., None] * (C @ torch.stack(states, 2))
+    return out_of_chunks(out, tokens) + skip

@@ -34,6 +34,7 @@ from megacompile.kernels._triton import (
     persistent,
     runs_triton,
 )
+from megacompile.kernels.benchmark import Operation, Shape, elementwise, heads_of, normal
 from megacompile.kernels.norm_reference import (
     empty_heads,
     empty_rstd,
@@ -44,6 +45,10 @@ from megacompile.kernels.qk_norm_rope_kernels import (
     qk_norm_rope_backward_kernel,
     qk_norm_rope_forward_kernel,
 )
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.rms_norm import eager as normed
+from megacompile.kernels.rope import eager as rotated
+from megacompile.kernels.rope import turned, turned_heads
 
 MAX_WIDTH = 1024  # of a head; torch takes over beyond
 
@@ -177,6 +182,40 @@ def qk_norm_rope(
     """y alone, differentiable in x and weight."""
     y: Tensor = qk_norm_rope_op(x, weight, cos, sin, eps, offset)[0]
     return y
+
+
+def _eager(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen3's, of each head."""
+    return rotated(normed(x, weight), cos, sin)
+
+
+def _normed(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    x, cos, sin = turned(shape, g)
+    return [x, normal(g, shape[-1]), cos, sin]
+
+
+declare(
+    OpSpec(
+        "qk_norm_rope",
+        OpPass(kernels=(Kernel("qk_norm_rope", "qk_norm_rope_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("qk_norm_rope", "qk_norm_rope_backward_kernel"),)),
+        along="elements",
+        variant=turned_heads,
+        benchmarks=(
+            Operation(
+                "qk_norm_rope",
+                ("batch", "heads", "tokens", "width"),
+                ((2, 32, 8192, 128), (2, 8, 8192, 128)),
+                _normed,
+                2,
+                _eager,
+                elementwise(1, 1, 3),
+                qk_norm_rope,
+                heads_of,
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

@@ -39,12 +39,14 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.benchmark import EPS, Operation, elementwise, normal, rows_of
 from megacompile.kernels.norm_reference import (
     Variant,
     empty_output,
     rms_norm_backward_reference,
     rms_norm_reference,
 )
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 
@@ -233,6 +235,38 @@ def rms_norm(
     """y alone, differentiable in x and weight."""
     y: Tensor = rms_norm_op(x, weight, eps, offset, cast_early)[0]
     return y
+
+
+def eager(x: Tensor, weight: Tensor) -> Tensor:
+    """As Llama's: the product with the weight is in x's type."""
+    y = x.to(wide(x.dtype))
+    return weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+# A backward also launches the sum of the shares of dw, and its conversion.
+declare(
+    OpSpec(
+        "rms_norm",
+        OpPass(kernels=(Kernel("rms_norm", "rms_norm_forward_kernel"),)),
+        OpPass(launches=3, sums=True, kernels=(Kernel("rms_norm", "rms_norm_backward_kernel"),)),
+        along="rows",
+        variant=row_width,
+        benchmarks=(
+            Operation(
+                "rms_norm",
+                ("tokens", "width"),
+                ((8192, 4096), (16384, 8192)),
+                lambda s, g: [normal(g, *s), normal(g, s[1])],
+                2,
+                eager,
+                elementwise(1, 1, 3),
+                rms_norm,
+                rows_of,
+                lambda liger, x, w: liger.liger_rms_norm(x, w, EPS),
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

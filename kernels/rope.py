@@ -35,6 +35,8 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.benchmark import Operation, Shape, elementwise, heads_of, normal
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Twin, declare
 
 
 @triton.jit
@@ -242,6 +244,60 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """x rotated, differentiable in x."""
     y: Tensor = rope_op(x, cos, sin, interleaved)
     return y
+
+
+def turned_heads(given: Arguments) -> str:
+    """Name heads, their width, and how they are turned: ``32x128 partial``."""
+    shape = given["x" if "x" in given else "grad"].shape
+    words = [f"{shape[1] if len(shape) > 3 else 1}x{shape[-1]}"]
+    words += ["partial"] if given["cos"].shape[-1] < shape[-1] else []
+    words += ["interleaved"] if given.get("interleaved") else []
+    return " ".join(words)
+
+
+def eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Llama's, on [batch, heads, tokens, width]."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+def turned(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, heads, tokens, width = shape
+    angles = torch.outer(torch.arange(tokens), 1e4 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)
+    x = normal(g, batch, tokens, heads, width).transpose(1, 2)
+    return [x, angles.cos().double()[None, None], angles.sin().double()[None, None]]
+
+
+def _liger(liger: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate half of the heads as queries and half as keys, which Liger rotates together."""
+    q, k = x.chunk(2, 1)
+    return torch.cat(liger.liger_rope(q, k, cos[:, 0], sin[:, 0]), 1)
+
+
+_KERNELS = (Kernel("rope", "rope_kernel"),)
+declare(
+    OpSpec(
+        "rope",
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False)), kernels=_KERNELS),
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True)), kernels=_KERNELS),
+        along="elements",
+        variant=turned_heads,
+        benchmarks=(
+            Operation(
+                "rope",
+                ("batch", "heads", "tokens", "width"),
+                ((2, 32, 8192, 128), (2, 8, 8192, 128)),
+                turned,
+                1,
+                eager,
+                elementwise(1, 1, 2),
+                rope,
+                heads_of,
+                _liger,
+            ),
+        ),
+    )
+)
 
 
 @aot_cases

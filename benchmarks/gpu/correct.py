@@ -13,9 +13,10 @@ import megacompile
 import megacompile.capture.attention  # registers the operator
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
-from megacompile.bench.cases import OPERATIONS, Operation
+from megacompile.bench.cases import OPERATIONS
 from megacompile.bench.kernels import check
 from megacompile.bench.providers import OURS
+from megacompile.kernels.benchmark import Operation
 from megacompile.units import parse_bytes
 
 _DTYPES = (torch.bfloat16, torch.float32)

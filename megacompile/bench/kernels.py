@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.bench.cases import Cost, Function, Operation, Shape, gradients_like, inputs_of
+from megacompile.bench.cases import gradients_like, inputs_of
 from megacompile.bench.providers import Provider
 from megacompile.bench.timing import Roofline, Timer
+from megacompile.kernels.benchmark import Cost, Function, Operation, Shape
 
 SLACK = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 MODES = ("forward", "backward", "full")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megacompile.assemble.codec import from_plain, parse_json
-from megacompile.bench.cases import OPERATIONS, Shape
+from megacompile.bench.cases import OPERATIONS
 from megacompile.bench.kernels import Row, shape_text
 from megacompile.differentiate.kernel_calls import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
-
-ROWS = ("rms_norm", "add_rms_norm", "layer_norm", "glu")
-HEADS = ("rope", "qk_norm_rope")
+from megacompile.kernels.benchmark import Shape
+from megacompile.kernels.registry import CALLED
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,18 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
 
 def operation_of(call: KernelCall) -> tuple[str, Shape, str] | None:
     """(operation, its shape, which pass) of a call."""
-    name, kind = call.op.removesuffix("_backward"), "forward"
-    shapes = call.shapes
-    if name != call.op:
-        kind = "backward"
-        shapes = shapes if name in (*ROWS, *HEADS) else shapes[1:]
-    if name in (*ROWS, "clamped_glu"):
-        return name, (math.prod(shapes[0][:-1]), shapes[0][-1]), kind
-    if name in HEADS and len(shapes[0]) == 4:
-        return name, shapes[0], kind
-    if name == "linear_cross_entropy":
-        return name, (*shapes[0], shapes[1][0]), kind
-    if name == "gated_delta_rule" and call.constants == ("True",):
-        (batch, tokens, groups, width), _, (*_, heads, inner) = shapes[:3]
-        return name, (batch, groups, heads, tokens, width, inner), kind
-    if name == "mamba2_chunk_scan":
-        (batch, tokens, heads, width), _, _, (*_, groups, inner) = shapes[:4]
-        return name, (batch, groups, heads, tokens, width, inner), kind
-    plain = "True" in call.constants and "0.0" in call.constants and len(shapes) in (3, 5)
-    if name == "attention" and plain:
-        (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]
-        return name, (batch, heads, groups, tokens, width), kind
-    return None
+    op = CALLED.get(call.op)
+    if op is None or not op.spec.benchmarks:
+        return None
+    operation, *_ = op.spec.benchmarks
+    backward = op.part is op.spec.backward
+    read, first = (
+        [a.name for a in getattr(torch.ops.megacompile, name).default._schema.arguments]
+        for name in (call.op, op.spec.name)
+    )
+    behind = backward and first[0] in read  # else the gradient, of the same shape, stands in its place
+    shape = operation.shape_of(call.shapes[behind:], call.constants)
+    return None if shape is None else (operation.name, shape, "backward" if backward else "forward")
 
 
 def worth(made: Sequence[Target], rows: Sequence[Row]) -> str:

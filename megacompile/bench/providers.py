@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from megacompile import kernels
-from megacompile.bench.cases import ALPHA, EPS, LIMIT, OPERATIONS, SOFTCAP, WINDOW, Function
+from megacompile.bench.cases import OPERATIONS
 from megacompile.errors import MegacompileError
+from megacompile.kernels.benchmark import Function
 
 Provider = Callable[[str], Function | None]
 
@@ -34,31 +33,7 @@ def providers(files: Sequence[str], device: torch.device) -> dict[str, Provider]
     return found
 
 
-def _attention(softcap: float, window: int) -> Function:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = q.shape[-1] ** -0.5
-        out: Tensor = torch.ops.megacompile.attention(
-            q, k, v, None, None, None, scale, True, window, softcap, 0.0, 0, False
-        )[0]
-        return out
-
-    return run
-
-
-OURS: dict[str, Function] = {
-    "rms_norm": lambda x, w: kernels.rms_norm(x, w, EPS),
-    "add_rms_norm": lambda x, r, w: kernels.add_rms_norm(x, r, w, EPS),
-    "layer_norm": lambda x, w, b: kernels.layer_norm(x, w, b, EPS),
-    "glu": kernels.glu,
-    "clamped_glu": lambda both: kernels.clamped_glu(both, LIMIT, ALPHA),
-    "rope": kernels.rope,
-    "qk_norm_rope": lambda x, w, cos, sin: kernels.qk_norm_rope(x, w, cos, sin, EPS),
-    "linear_cross_entropy": lambda x, w, labels: kernels.linear_cross_entropy(x, w, labels).mean(),
-    "attention": _attention(0.0, 0),
-    "capped_attention": _attention(SOFTCAP, WINDOW),
-    "gated_delta_rule": kernels.gated_delta_rule,
-    "mamba2_chunk_scan": kernels.mamba2_chunk_scan,
-}
+OURS: dict[str, Function] = {name: operation.ours for name, operation in OPERATIONS.items()}
 
 
 def _compiled(name: str) -> Function:
@@ -69,24 +44,10 @@ def _compiled(name: str) -> Function:
 
 
 def _liger(name: str) -> Function | None:
-    """Liger-Kernel's functional interface; names as of its version 0.6."""
-    liger = importlib.import_module("liger_kernel.transformers.functional")
-
-    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # it rotates queries and keys together: half of the heads as each
-        q, k = x.chunk(2, 1)
-        turned = liger.liger_rope(q, k, cos[:, 0], sin[:, 0])
-        return torch.cat(turned, 1)
-
-    known: dict[str, Callable[..., Any]] = {
-        "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, EPS),
-        "add_rms_norm": lambda x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
-        "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
-        "glu": lambda gate, up: liger.liger_swiglu(gate, up),
-        "rope": rope,
-        "linear_cross_entropy": lambda x, w, labels: liger.liger_fused_linear_cross_entropy(x, w, labels),
-    }
-    return known.get(name)
+    """Liger-Kernel's functional interface."""
+    run = OPERATIONS[name].liger
+    interface = importlib.import_module("liger_kernel.transformers.functional")
+    return None if run is None else partial(run, interface)
 
 
 def from_file(path: Path) -> Provider:

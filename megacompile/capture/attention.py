@@ -8,18 +8,22 @@ with known cost. Which kernel runs a call is decided in :mod:`megacompile.captur
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn import functional as F
 
 from megacompile.capture import sdpa
 from megacompile.capture.plain_attention import Drops
 from megacompile.capture.torch_attention import TorchAttention, empty_results
 from megacompile.errors import CaptureError
+from megacompile.kernels._triton import wide
 from megacompile.kernels.attention import flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_reference import Rule
+from megacompile.kernels.benchmark import Cost, Costs, Function, Operation, Shape, normal
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``
 
@@ -150,7 +154,6 @@ def _attention_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_attention_grad, setup_context=_attention_setup)
 
 
-@register_flop_formula(torch.ops.megacompile.attention)
 def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Floating-point operations of the two products, the causal half or the window counted once."""
     batch, heads, length, dim = q
@@ -165,10 +168,130 @@ def attention_flops(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **k
     return int(2 * batch * heads * pairs * (dim + v[-1]))
 
 
-@register_flop_formula(torch.ops.megacompile.attention_backward)
 def attention_backward_flops(
     grad: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, rng: Any, out: Any, lse: Any,
     *args: Any, out_val: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Five products where the forward has two."""
     return attention_flops(q, k, v, bias, sinks, rng, *args) * 5 // 2
+
+
+def _runs_kernels(given: Arguments) -> bool:
+    """Return whether our kernel runs a call: on a GPU, while what is for one is ``recording``."""
+    names = "bias", "sinks", "causal", "window", "softcap", "dropout_p", "bias_grad", "bounds"
+    has = sdpa.Features.of(*(given[name] for name in names))
+    return sdpa.choose(given["q"], given["k"], given["v"], has) == "triton"
+
+
+def _variant(given: Arguments) -> str:
+    """``128 window softcap``, ``192/128``, ``64 two-sided``."""
+    keys, values, window = given["k"].shape, given["v"].shape[-1], given["window"]
+    windowed = 0 < window < keys[2]
+    has = {
+        "window": windowed and given["causal"],
+        "two-sided": windowed and not given["causal"],
+        "softcap": given["softcap"] > 0.0,
+        "sinks": given["sinks"] is not None,
+        "packed": given["bounds"] is not None,
+    }
+    width = str(values) if values == keys[-1] else f"{keys[-1]}/{values}"
+    return " ".join([width, *(name for name, there in has.items() if there)])
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention with grouped heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _capped_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Gemma's: a causal window and capped scores."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).to(wide(q.dtype))
+    scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
+    at = torch.arange(q.shape[2], device=q.device)
+    distance = at[:, None] - at
+    scores = scores.masked_fill((distance < 0) | (distance >= WINDOW), float("-inf"))
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def _costs(window: int) -> Costs:
+    def costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+        batch, heads, groups, tokens, width = shape
+        reach = min(window or tokens, tokens)
+        pairs = reach * tokens - reach * (reach - 1) // 2
+        flops = 4 * batch * heads * pairs * width
+        q, kv = (batch * n * tokens * width * itemsize for n in (heads, 2 * groups))
+        return Cost(2 * q + kv, flops), Cost(4 * q + 2 * kv, flops * 5 // 2)
+
+    return costs
+
+
+def _qkv(shape: Shape, g: torch.Generator) -> list[Tensor]:
+    batch, heads, groups, tokens, width = shape
+    return [normal(g, batch, tokens, n, width).transpose(1, 2) for n in (heads, groups, groups)]
+
+
+def _ours(softcap: float, window: int) -> Function:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        out: Tensor = attention(q, k, v, None, None, None, scale, True, window, softcap, 0.0, 0, False)[0]
+        return out
+
+    return run
+
+
+def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape | None:
+    """Return the shape of plain causal attention, forward or backward."""
+    (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]
+    plain = "True" in constants and "0.0" in constants and len(shapes) in (3, 5)
+    return (batch, heads, groups, tokens, width) if plain else None
+
+
+SOFTCAP, WINDOW = 50.0, 1024
+_SIZES = "batch", "heads", "groups", "tokens", "width"
+
+
+# torch's backward also sums rows and heads, fills zeros and converts.
+declare(
+    OpSpec(
+        "attention",
+        OpPass(attention_flops, kernels=(Kernel("attention", "attention_forward_kernel", (1.0,)),)),
+        OpPass(
+            attention_backward_flops,
+            lambda given: 3 if _runs_kernels(given) else 9,
+            kernels=(
+                Kernel("attention", "attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
+                Kernel("attention", "attention_backward_kv_kernel", (0.8,)),  # scores, gradient, dk, dv
+                Kernel("attention", "attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
+            ),
+        ),
+        variant=_variant,
+        runs_kernels=_runs_kernels,
+        draws=(5, 11),
+        benchmarks=(
+            Operation(
+                "attention",
+                _SIZES,
+                ((2, 32, 8, 4096, 128),),
+                _qkv,
+                3,
+                _eager,
+                _costs(0),
+                _ours(0.0, 0),
+                _shape_of,
+            ),
+            Operation(
+                "capped_attention",
+                _SIZES,
+                ((2, 16, 8, 4096, 128),),
+                _qkv,
+                3,
+                _capped_eager,
+                _costs(WINDOW),
+                _ours(SOFTCAP, WINDOW),
+                lambda *_: None,
+            ),
+        ),
+    )
+)

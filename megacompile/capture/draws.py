@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.kernels import uniform as kernel
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, called, declare
 
 aten = torch.ops.aten
 _APART = 1 << 32  # sites of draws lie beyond those of dropout and attention, which count from 0
@@ -36,11 +37,13 @@ def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tenso
     return torch.empty(shape, dtype=dtype, device=rng.device)
 
 
+declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform", "uniform_kernel"),)), draws=(0, 3)))
+
+
 def site_of(target: Any, args: Sequence[Any]) -> tuple[int, int] | None:
     """Where a call of one of our operators that draws has its ``rng`` and its site among its arguments."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "megacompile":
-        return None
-    places = _SITES.get(target._schema.name.partition("::")[2])
+    call = called(target)
+    places = None if call is None or call.part is not call.spec.forward else call.spec.draws
     return None if places is None or args[places[0]] is None else places
 
 
@@ -198,9 +201,6 @@ def _integers(one: Draw) -> Any:
 def _permutation(one: Draw) -> Any:
     return one.call(aten.argsort.default, one.uniform(torch.float64))
 
-
-_SITES = {"dropout": (1, 2), "attention": (5, 11), "uniform": (0, 3)}
-"""Our operators that draw, with the positions of ``rng`` and the site."""
 
 _RULES: dict[Any, Callable[[Draw], Any]] = {
     aten.rand.default: _rand,

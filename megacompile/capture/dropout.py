@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import runs_triton
 from megacompile.kernels.dropout import dropout_mask, dropout_triton
+from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
 
 
 @torch.library.custom_op("megacompile::dropout", mutates_args=())
@@ -42,3 +43,4 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
 
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
+declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout", "dropout_kernel"),)), draws=(1, 2)))

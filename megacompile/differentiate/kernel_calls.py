@@ -7,15 +7,14 @@ writes beside the plan, so that ``megacompile bench kernels --plan`` can time th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from megacompile.capture.positions import arguments
-from megacompile.differentiate.costs import flops, moved, runs_our_attention, runs_recurrence_kernels
+from megacompile.differentiate.costs import flops, moved, values
+from megacompile.kernels.registry import called
 
 
 @dataclass(frozen=True, order=True)
@@ -37,10 +36,6 @@ class KernelCall:
 
 
 Calls = tuple[tuple[KernelCall, int], ...]
-
-
-# Whose columns the states of recurrences have.
-_RECURRENCES = {"gated_delta_rule": ("q", "v"), "mamba2_chunk_scan": ("B", "x")}
 
 
 def kernel_calls(graph: fx.Graph) -> Calls:
@@ -78,57 +73,9 @@ def _call(node: fx.Node) -> KernelCall:
 
 
 def _variant_and_work(node: fx.Node) -> tuple[str, int]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    op = node.target._schema.name.removeprefix("megacompile::").removesuffix("_backward")
-    given = {n: a.meta["val"] if isinstance(a, fx.Node) else a for n, a in arguments(node).items()}
-    if op == "attention":
-        return _attention_variant(given), flops(node) if runs_our_attention(node) else 0
-    if op in _RECURRENCES:
-        keys, values = (given[name].shape[-1] for name in _RECURRENCES[op])
-        return f"{keys}/{values}", flops(node) if runs_recurrence_kernels(node) else 0
-    return _VARIANTS[op](given) if op in _VARIANTS else "", moved(node)
-
-
-def _attention_variant(given: dict[str, Any]) -> str:
-    """``128 window softcap``, ``192/128``, ``64 two-sided``."""
-    keys, values, window = given["k"].shape, given["v"].shape[-1], given["window"]
-    windowed = 0 < window < keys[2]
-    has = {
-        "window": windowed and given["causal"],
-        "two-sided": windowed and not given["causal"],
-        "softcap": given["softcap"] > 0.0,
-        "sinks": given["sinks"] is not None,
-        "packed": given["bounds"] is not None,
-    }
-    width = str(values) if values == keys[-1] else f"{keys[-1]}/{values}"
-    return " ".join([width, *(name for name, there in has.items() if there)])
-
-
-def _rope_variant(given: dict[str, Any]) -> str:
-    """``32x128 partial``: heads, their width, and how they are turned."""
-    shape = given["x" if "x" in given else "grad"].shape
-    words = [f"{shape[1] if len(shape) > 3 else 1}x{shape[-1]}"]
-    words += ["partial"] if given["cos"].shape[-1] < shape[-1] else []
-    words += ["interleaved"] if given.get("interleaved") else []
-    return " ".join(words)
-
-
-def _head_variant(given: dict[str, Any]) -> str:
-    more = given["label_smoothing"] > 0.0 or given["softcap"] > 0.0
-    return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
-
-
-def _width(given: dict[str, Any]) -> str:
-    return str(next(v for v in given.values() if isinstance(v, Tensor)).shape[-1])
-
-
-_VARIANTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "rms_norm": _width,
-    "add_rms_norm": _width,
-    "layer_norm": _width,
-    "glu": lambda given: str(given["activation"]),
-    "clamped_glu": lambda given: "interleaved" if given["interleaved"] else "halves",
-    "rope": _rope_variant,
-    "qk_norm_rope": _rope_variant,
-    "linear_cross_entropy": _head_variant,
-}
+    call = called(node.target)
+    assert call is not None
+    given = values(node)
+    if call.spec.runs_kernels is None:
+        return call.spec.variant(given), moved(node)
+    return call.spec.variant(given), flops(node) if call.spec.runs_kernels(given) else 0

@@ -9,40 +9,19 @@ the function owns it (it made it, or it was donated) and no later node reads any
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-import megacompile.kernels  # noqa: F401  registers the operators
 from megacompile.capture.views import is_view, storage_nbytes, view_base
-
-ops = torch.ops.megacompile
-
-
-@dataclass(frozen=True)
-class _Twin:
-    """``target`` does the same as an operator, but writes result i over argument ``over[i]``."""
-
-    target: Any
-    over: tuple[int, ...]
-    arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
-
-
-_TWINS: dict[Any, _Twin] = {
-    ops.rope.default: _Twin(ops.rope_.default, (0,), lambda a: (*(*a, False)[:4], False)),
-    ops.rope_backward.default: _Twin(ops.rope_.default, (0,), lambda a: (*a[:4], True)),
-    ops.glu_backward.default: _Twin(ops.glu_backward_.default, (1, 2), tuple),
-    ops.clamped_glu_backward.default: _Twin(ops.clamped_glu_backward_.default, (1,), tuple),
-}
+from megacompile.kernels.registry import called
 
 
 def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
     """Rewrite ``graph``; ``owned`` are the placeholders whose storage it may overwrite."""
     for node in list(graph.nodes):
-        twin = _TWINS.get(node.target)
+        call = called(node.target)
+        twin = None if call is None else call.part.twin
         if twin is None or node.kwargs:
             continue
         if _may_write(graph, node, twin.over, owned):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megacompile.kernels  # noqa: F401  registers the operators
 from megacompile.differentiate.saved import Joint, joint_of
+from megacompile.kernels.registry import called
 from megacompile.partition.blocks import Template
 
-aten, ops = torch.ops.aten, torch.ops.megacompile
+aten = torch.ops.aten
 CHUNKS = (32768, 8192, 2048)  # positions, those that are tried one after the other
 WHOLE = -1
 _WIDEST = 2**30  # bytes of one value of a chunk
@@ -37,19 +37,7 @@ _OF_ONE_DIMENSION = (
     aten._log_softmax.default, aten.slice_backward.default, aten.select_backward.default,
 )  # fmt: skip
 _PLACE = {aten.split.Tensor: 2, aten.slice_backward.default: 2, aten.select_backward.default: 2}
-_OF_ROWS = (
-    ops.rms_norm.default, ops.rms_norm_backward.default, ops.add_rms_norm.default,
-    ops.add_rms_norm_backward.default, ops.layer_norm.default, ops.layer_norm_backward.default,
-)  # fmt: skip
-_OF_ELEMENTS = (
-    ops.glu.default, ops.glu_backward.default, ops.rope.default, ops.rope_backward.default,
-    ops.qk_norm_rope.default, ops.qk_norm_rope_backward.default,
-)  # fmt: skip
-_SUMMING = (
-    aten.native_layer_norm_backward.default, aten.nll_loss_forward.default,
-    ops.rms_norm_backward.default, ops.add_rms_norm_backward.default, ops.layer_norm_backward.default,
-    ops.qk_norm_rope_backward.default,
-)  # fmt: skip  # those that give sums over positions beside what is local
+_SUMMING = aten.native_layer_norm_backward.default, aten.nll_loss_forward.default  # beside what is local
 MEAN, SUM = 1, 2  # reductions of a loss
 _SPREADS = (aten.slice_backward.default, aten.select_backward.default)
 _SOFTMAX_BACKWARDS = (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
@@ -155,7 +143,9 @@ def role(node: fx.Node) -> Role:
         return "mixing"
     if node.target is operator.getitem:
         source: Any = node.args[0]
-        if source.target in _SUMMING and node.meta["along"] is None:
+        call = called(source.target)
+        sums = source.target in _SUMMING or (call is not None and call.part.sums)
+        if sums and node.meta["along"] is None:
             return "sum" if role(source) == "local" else "mixing"
         return "local" if role(source) == "local" and node.meta["along"] is not None else "mixing"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
@@ -214,10 +204,11 @@ def _is_local(node: fx.Node, out: Any) -> bool:
         return along == 0 and args[2] is None and args[3] == SUM
     if target is aten.nll_loss_backward.default:
         return along is None and out == 0
-    if target in _OF_ROWS:
+    call = called(target)
+    if call is not None and call.spec.along == "rows":
         rows = [a for a in node.all_input_nodes if a.meta["along"] is not None]
         return along is not None and along < _dim(first) - 1 and all(_before(a) == 1 for a in rows)
-    if target in _OF_ELEMENTS:
+    if call is not None and call.spec.along == "elements":
         behind = {_dim(a) - a.meta["along"] for a in node.all_input_nodes if a.meta["along"] is not None}
         return along is not None and len(behind) == 1
     return along is not None and _keeps_dimension(node, args, along, out)

@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.assemble.workload import KernelWork
-from megacompile.bench.cases import OPERATIONS, RECURRENCES, Shape, inputs_of
+from megacompile.bench.cases import OPERATIONS, inputs_of
 from megacompile.bench.plan import operation_of
 from megacompile.differentiate.costs import flops, moved
 from megacompile.differentiate.kernel_calls import Calls, KernelCall
-from megacompile.fuse.head import head_backward_flops, head_flops
+from megacompile.kernels.benchmark import Shape
+from megacompile.kernels.registry import CALLED
 from megacompile.machine.ceilings import kernel_seconds
 from megacompile.machine.rates import Machine
 
@@ -60,12 +61,10 @@ def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
 
 
 def _seconds(call: KernelCall, machine: Machine) -> float:
-    """Of one call, with the products of a head."""
-    products = 0
-    if call.op == "linear_cross_entropy":
-        products = head_flops(*call.shapes)
-    elif call.op == "linear_cross_entropy_backward":
-        products = head_backward_flops(*call.shapes)
+    """Return the time of one call, with products that are the library's."""
+    op = CALLED[call.op]
+    beside = op.part.flops if op.spec.runs_kernels is None else None
+    products = 0 if beside is None else beside(*call.shapes)
     kernel = KernelWork(call.op, call.dtype, call.variant, call.work)
     return kernel_seconds(kernel, machine) + products / machine.flops
 
@@ -79,9 +78,10 @@ def _eager(call: KernelCall) -> _Cost | None:
     if found is None:
         return None
     operation, shape, kind = found
-    tokens = shape[3] if operation in RECURRENCES else 1
+    chunked = CALLED[call.op].part.chunk is not None
+    tokens = shape[3] if chunked else 1
     few = min(tokens, _TRACED)
-    shape = (*shape[:3], few, *shape[4:]) if operation in RECURRENCES else shape
+    shape = (*shape[:3], few, *shape[4:]) if chunked else shape
     nbytes, products = _traced(operation, shape, call.dtype)[kind == "backward"]
     return nbytes * tokens // few, products * tokens // few
 

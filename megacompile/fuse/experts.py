@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, is_tensor, operands, value
+from megacompile.fuse.match import (
+    Emitter,
+    Match,
+    NearMissError,
+    Pattern,
+    aten,
+    is_call,
+    is_tensor,
+    operands,
+    value,
+)
 
 
 def is_product(node: Any) -> bool:
@@ -61,3 +71,6 @@ def _weighted(node: fx.Node, result: fx.Node, weights: fx.Node) -> Match | None:
 
     inputs = x, stacked, offsets, weights
     return Match("routing_weights", node, (result, node), inputs, build, result, reordered=True)
+
+
+PATTERNS: dict[str, Pattern] = {"routing_weights": routing_weights}

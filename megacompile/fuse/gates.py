@@ -13,6 +13,7 @@ from megacompile.fuse.match import (
     Emitter,
     Match,
     NearMissError,
+    Pattern,
     aten,
     halves,
     is_call,
@@ -144,3 +145,6 @@ def _packed(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, set[fx.Node], bool] | 
         if even and [stepped(gate), stepped(up)] == [(x, last, start, 2) for start in (0, 1)]:
             return x, {gate, up}, True
     return None
+
+
+PATTERNS: dict[str, Pattern] = {"glu": glu}

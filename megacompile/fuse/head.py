@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.fuse.match import (
     Emitter,
     Match,
     NearMissError,
+    Pattern,
     aten,
     is_call,
     is_cast,
@@ -175,15 +175,4 @@ def workspace_bytes(hidden: Tensor, weight: Tensor) -> int:
                hidden.numel() * hidden.element_size())  # fmt: skip
 
 
-def head_flops(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
-    """One product of hidden and the head's weight, by their shapes."""
-    return 2 * int(hidden[0]) * int(hidden[1]) * int(weight[0])
-
-
-def head_backward_flops(grad: Any, hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
-    """The logits again, and two products for the gradients."""
-    return 3 * head_flops(hidden, weight)
-
-
-register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(head_flops)
-register_flop_formula(torch.ops.megacompile.linear_cross_entropy_backward)(head_backward_flops)
+PATTERNS: dict[str, Pattern] = {"linear_cross_entropy": linear_cross_entropy}

@@ -62,6 +62,9 @@ class Match:
         return (new,) if isinstance(new, fx.Node) else new
 
 
+Pattern = Callable[[fx.Node], Match | None]
+
+
 class Emitter:
     """Adds calls to a graph and computes each one's value as it goes, inside ``context``."""
 

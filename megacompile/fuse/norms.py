@@ -16,6 +16,7 @@ from megacompile.fuse.match import (
     Emitter,
     Match,
     NearMissError,
+    Pattern,
     aten,
     is_call,
     is_cast,
@@ -215,3 +216,6 @@ def add_rms_norm(node: fx.Node) -> Match | None:
     return Match(
         "add_rms_norm", node, inside, inputs, build, node, also=(total,), takes=(("rms_norm", node),)
     )
+
+
+PATTERNS: dict[str, Pattern] = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm}

@@ -11,7 +11,7 @@ carries a value of its result and stands in the module whose work it does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,26 +20,16 @@ from torch import fx
 
 from megacompile.capture.captured import Captured, module_path
 from megacompile.errors import MegacompileError
+from megacompile.fuse import experts, gates, head, norms, qk_norm, rope
 from megacompile.fuse.check import disagreement, signature
-from megacompile.fuse.experts import routing_weights
-from megacompile.fuse.gates import glu
-from megacompile.fuse.head import linear_cross_entropy
-from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, outside_user
+from megacompile.fuse.match import Emitter, Match, NearMissError, Pattern, aten, is_call, outside_user
 from megacompile.fuse.narrow import narrow
-from megacompile.fuse.norms import add_rms_norm, layer_norm, rms_norm
-from megacompile.fuse.qk_norm import qk_norm_rope
 from megacompile.fuse.report import Fusions, NearMiss, Placement
-from megacompile.fuse.rope import rope
 
-PATTERNS: dict[str, Callable[[fx.Node], Match | None]] = {
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "layer_norm": layer_norm,
-    "rope": rope,
-    "qk_norm_rope": qk_norm_rope,
-    "glu": glu,
-    "routing_weights": routing_weights,
-    "linear_cross_entropy": linear_cross_entropy,
+PATTERNS: dict[str, Pattern] = {  # tried in this order: some take over what an earlier one placed
+    name: pattern
+    for module in (norms, rope, qk_norm, gates, experts, head)
+    for name, pattern in module.PATTERNS.items()
 }
 
 
@@ -86,7 +76,7 @@ class _Rewriter:
         self._restrided: set[fx.Node] = set()
         self._graded = self._carries_gradient()
 
-    def run(self, name: str, pattern: Callable[[fx.Node], Match | None]) -> None:
+    def run(self, name: str, pattern: Pattern) -> None:
         """Try one pattern at every node."""
         for node in list(self.graph.nodes):
             if node in self._gone or node.op != "call_function":

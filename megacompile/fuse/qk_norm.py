@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from megacompile.fuse.match import Emitter, Match, NearMissError, aten, is_call, operands, ordered, value
+from megacompile.fuse.match import (
+    Emitter,
+    Match,
+    NearMissError,
+    Pattern,
+    aten,
+    is_call,
+    operands,
+    ordered,
+    value,
+)
 
 ops = torch.ops.megacompile
 
@@ -45,3 +55,6 @@ def qk_norm_rope(node: fx.Node) -> Match | None:
     return Match(
         "qk_norm_rope", node, inside, (given, weight, cos, sin), build, node, fixed=(2, 3), takes=takes
     )
+
+
+PATTERNS: dict[str, Pattern] = {"qk_norm_rope": qk_norm_rope}

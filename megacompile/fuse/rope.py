@@ -13,6 +13,7 @@ from megacompile.fuse.match import (
     Emitter,
     Match,
     NearMissError,
+    Pattern,
     aten,
     halves,
     is_call,
@@ -168,3 +169,6 @@ def _partial(
     if not matches or slice_range(rest) != (rotary, value(whole).shape[-1]) or operands(user)[1:] != (-1,):
         return x, root, inside
     return whole, user, inside | head | {rest, user}
+
+
+PATTERNS: dict[str, Pattern] = {"rope": rope}

@@ -13,96 +13,21 @@ import math
 import operator
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 
+import megacompile.capture.draws
+import megacompile.tile.operators  # noqa: F401  declares operators, as attention and draws do
 from megacompile.assemble.workload import Call, KernelWork
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling
-from megacompile.kernels.gated_delta_reference import CHUNK, SPAN
-from megacompile.kernels.gated_delta_rule import gated_delta_rule_backward_flops, gated_delta_rule_flops
-from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan_backward_flops, mamba2_chunk_scan_flops
+from megacompile.kernels.registry import CALLED, Called, Kernel, OpPass
 from megacompile.kernels.tables import read_ceilings
 from megacompile.machine.rates import Machine
 from megacompile.step.operations import Op
 
 # What attention reaches of a ceiling, assumed: FlashAttention 2 on an H100 reaches 306 and, in its
 # deterministic backward, 166 TFLOP/s (catalog.py) of the 622 that mma.sync gives there (arXiv:2402.13499).
+# Recurrences are assumed to reach what attention's backward does: nobody has timed them.
 REACHED, REACHED_BACKWARD = 0.49, 0.27
-_ATTENTION = {  # kernels of an operator, and the products of each as parts of those that its formula counts
-    "attention": (("attention_forward_kernel", (1.0,)),),
-    "attention_backward": (
-        ("attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
-        ("attention_backward_kv_kernel", (0.8,)),  # scores, their gradient, dk, dv
-        ("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
-    ),
-}
-
-
-@dataclass(frozen=True)
-class _Recurrence:
-    """How a recurrence's operator is priced, for value heads that share keys.
-
-    ``kernels``: how many products each forms for a token of these heads: of its chunk's tokens with Dk, with
-    Dv, and of Dk with Dv. ``moved_bytes`` beside products, of each number of a state that is kept.
-    """
-
-    kernels: dict[str, tuple[float, float, float]]
-    heads: int = 1
-    moved_bytes: int = 0
-
-
-# Recurrences are assumed to reach what attention's backward does: nobody has timed them. In Mamba-2's (Dk is
-# N, Dv is P) a token sees 2.5 chunks of its span; two chunks cost the kernel of pairs 0.37 of what one with
-# itself does, whose row counts.
-_RECURRENCES = {
-    "gated_delta_rule": _Recurrence({"gated_delta_chunk": (2, 0, 0), "gated_delta_forward": (0, 2, 3)}),
-    "gated_delta_rule_backward": _Recurrence(
-        {
-            "gated_delta_chunk": (2, 0, 0),
-            "gated_delta_states": (0, 1, 2),
-            "gated_delta_backward_state": (0, 2, 3),
-            "gated_delta_backward_pairs": (2, 2, 0),
-            "gated_delta_backward_q": (1, 0, 1),
-            "gated_delta_backward_k": (2, 0, 2),
-        }
-    ),
-    "mamba2_chunk_scan": _Recurrence(
-        {"mamba2_states": (0, 0, 16), "mamba2_scores": (2.5, 0, 0), "mamba2_scan": (0, 40, 16)},
-        heads=16,
-        moved_bytes=8,
-    ),
-    "mamba2_chunk_scan_backward": _Recurrence(
-        {
-            "mamba2_states": (0, 0, 16),
-            "mamba2_scores": (2.5, 0, 0),
-            "mamba2_backward_x": (0, 40, 16),
-            "mamba2_backward_pairs": (0, 25, 0),
-            "mamba2_backward_groups": (5, 0, 32),
-        },
-        heads=16,
-        moved_bytes=12,
-    ),
-}
-_KERNELS = {  # operator: module and kernel, as the table names them
-    **{
-        name + suffix: (name, f"{kernel}_{'backward' if suffix else 'forward'}_kernel")
-        for name, kernel in (
-            ("rms_norm", "rms_norm"),
-            ("add_rms_norm", "rms_norm"),
-            ("layer_norm", "layer_norm"),
-            ("glu", "glu"),
-            ("clamped_glu", "clamped_glu"),
-            ("qk_norm_rope", "qk_norm_rope"),
-        )
-        for suffix in ("", "_backward")
-    },
-    "rope": ("rope", "rope_kernel"),
-    "rope_backward": ("rope", "rope_kernel"),
-    "linear_cross_entropy": ("cross_entropy_tiles", "accumulate_kernel"),
-    "linear_cross_entropy_backward": ("cross_entropy_tiles", "gradient_kernel"),
-    "dropout": ("dropout", "dropout_kernel"),
-    "uniform": ("uniform", "uniform_kernel"),
-}
 _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 
@@ -113,23 +38,30 @@ def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
     known = machine.chip in CHIPS
     if not (known or attends):
         return 0.0
-    kernels = (k for k in call.kernels if (k.op in _RECURRENCES or (known and k.op in _ATTENTION)) == attends)
-    return sum(kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine) for kernel in kernels)
+    delay = 0.0
+    for kernel in call.kernels:
+        op = CALLED[kernel.op]
+        products = op.spec.runs_kernels is not None and (known or op.part.chunk is not None)
+        if products == attends:
+            delay += kernel_seconds(kernel, machine) - _nominal_seconds(kernel, machine)
+    return delay
 
 
 def kernel_seconds(kernel: KernelWork, machine: Machine) -> float:
     """Seconds that calls of one kernel take."""
     found = rate(kernel.op, kernel.dtype, kernel.variant, machine)
-    if found is None and kernel.op in _RECURRENCES:
+    if found is None and CALLED[kernel.op].part.chunk is not None:
         found = machine.attention_backward
     return kernel.amount / found if found else _nominal_seconds(kernel, machine)
 
 
 def _nominal_seconds(kernel: KernelWork, machine: Machine) -> float:
-    rates = {"attention": machine.attention_forward, "attention_backward": machine.attention_backward}
-    nominal = machine.flops if kernel.op in _RECURRENCES else machine.memory_bandwidth
-    if kernel.op in rates:
-        nominal = rates[kernel.op] or machine.flops
+    op = CALLED[kernel.op]
+    if op.spec.runs_kernels is None:
+        return kernel.amount / machine.memory_bandwidth
+    backward = op.part is op.spec.backward
+    attention = machine.attention_backward if backward else machine.attention_forward
+    nominal = (attention if op.part.chunk is None else None) or machine.flops
     return kernel.amount / nominal
 
 
@@ -138,14 +70,13 @@ def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
     """Bytes, or FLOPs of products, per second of an operator; None where no kernel of it is in the table."""
     if machine.chip not in CHIPS:
         return None
-    if op in _ATTENTION:
-        return _attention_rate(op, dtype, variant, machine)
-    if op in _RECURRENCES:
-        return _recurrence_rate(op, dtype, variant, machine)
-    if op not in _KERNELS:
-        return None
-    rows = _rows(*_KERNELS[op], machine.chip)
-    return min(_bytes_rate(row, machine) for row in nearest(rows, dtype, variant))
+    call = CALLED[op]
+    if call.part.chunk is not None:
+        return _recurrence_rate(call.part, dtype, variant, machine)
+    if call.spec.runs_kernels is not None:
+        return _attention_rate(call, dtype, variant, machine)
+    rows = (row for k in call.part.kernels for row in nearest(_rows(k, machine.chip), dtype, variant))
+    return min((_bytes_rate(row, machine) for row in rows), default=None)
 
 
 def _bytes_rate(row: Ceiling, machine: Machine) -> float:
@@ -156,48 +87,34 @@ def _bytes_rate(row: Ceiling, machine: Machine) -> float:
     return min(machine.memory_bandwidth, flying, row.bytes * processors * CHIPS[row.arch].clock / part)
 
 
-def _attention_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
+def _attention_rate(call: Called, dtype: str, variant: str, machine: Machine) -> float:
     """FLOPs of the formula per second: of the kernels one after the other, at what is reached of ceilings."""
     assert machine.chip is not None
     chip = CHIPS[machine.chip]
     more = (machine.processors or chip.processors) / chip.processors
     seconds = 0.0
-    for kernel, parts in _ATTENTION[op]:
-        found = nearest(_rows("attention", kernel, machine.chip), dtype, variant)
-        if len(found) == len(parts):
-            seconds += sum(part / (row.rate * 1e12) for part, row in zip(parts, found, strict=True))
-    return (REACHED if op == "attention" else REACHED_BACKWARD) * more / seconds
+    for kernel in call.part.kernels:
+        rows = nearest(_rows(kernel, machine.chip), dtype, variant)
+        if len(rows) == len(kernel.products):
+            seconds += sum(p / (row.rate * 1e12) for p, row in zip(kernel.products, rows, strict=True))
+    return (REACHED if call.part is call.spec.forward else REACHED_BACKWARD) * more / seconds
 
 
-def _recurrence_rate(op: str, dtype: str, variant: str, machine: Machine) -> float:
+def _recurrence_rate(part: OpPass, dtype: str, variant: str, machine: Machine) -> float:
     """FLOPs of the formula per second, of a chunk: of the kernels one after the other, each at what is
     reached of its ceilings' mean, and of the states that are moved beside."""
-    assert machine.chip is not None
-    chip, name, of = CHIPS[machine.chip], op.removesuffix("_backward"), _RECURRENCES[op]
+    assert machine.chip is not None and part.chunk is not None
+    chip, chunk = CHIPS[machine.chip], part.chunk
     (width, *_, inner) = 2 * _read(variant)[0]
-    sizes, seconds = (CHUNK * width, CHUNK * inner, width * inner), 0.0
-    for kernel, products in of.kernels.items():
-        rows = nearest(_rows(name, f"{kernel}_kernel", machine.chip), dtype, variant)
-        work = 2 * CHUNK * sum(map(operator.mul, products, sizes))
+    sizes, seconds = (chunk.tokens * width, chunk.tokens * inner, width * inner), 0.0
+    for kernel in part.kernels:
+        rows = nearest(_rows(kernel, machine.chip), dtype, variant)
+        work = 2 * chunk.tokens * sum(map(operator.mul, kernel.products, sizes))
         seconds += work * sum(1e-12 / row.rate for row in rows) / len(rows)
     seconds /= REACHED_BACKWARD * (machine.processors or chip.processors) / chip.processors
-    kept = of.heads * width * inner * CHUNK / SPAN
-    seconds += of.moved_bytes * kept / machine.memory_bandwidth
-    return _FORMULAS[name](of.heads, width, inner, op != name) / seconds
-
-
-def _delta_rule(heads: int, width: int, inner: int, backward: bool) -> int:
-    q, v = (1, CHUNK, heads, width), (1, CHUNK, heads, inner)
-    return gated_delta_rule_backward_flops(v, q, q, v) if backward else gated_delta_rule_flops(q, q, v)
-
-
-def _scan(heads: int, width: int, inner: int, backward: bool) -> int:
-    x, B = (1, CHUNK, heads, inner), (1, CHUNK, 1, width)
-    given = x, x[:3], (heads,), B
-    return mamba2_chunk_scan_backward_flops(x, *given) if backward else mamba2_chunk_scan_flops(*given)
-
-
-_FORMULAS = {"gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _scan}
+    kept = chunk.heads * width * inner * chunk.tokens / chunk.span
+    seconds += chunk.moved_bytes * kept / machine.memory_bandwidth
+    return chunk.flops(width, inner) / seconds
 
 
 @cache
@@ -208,8 +125,8 @@ def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
     return found
 
 
-def _rows(module: str, kernel: str, chip: int) -> list[Ceiling]:
-    return _table()[module, kernel, chip]
+def _rows(kernel: Kernel, chip: int) -> list[Ceiling]:
+    return _table()[kernel.module, kernel.name, chip]
 
 
 def nearest(rows: Iterable[Ceiling], dtype: str, variant: str) -> list[Ceiling]:

@@ -18,6 +18,7 @@ from torch import fx
 from megacompile.capture.cut import SHARE
 from megacompile.fuse.experts import is_product
 from megacompile.fuse.match import aten, is_call, operands, value
+from megacompile.kernels.registry import called
 from megacompile.tile.graph import TileEmitter, TileGraph
 from megacompile.tile.operators import PUT_ROWS, TAKE_ROWS
 
@@ -125,9 +126,9 @@ def _acts_by_row(node: fx.Node) -> bool:
     target = node.target
     if target in _ROWWISE:
         return not is_call(node, *_ROWWISE - {operator.getitem}) or _keeps_rows(node)
-    if target in (torch.ops.megacompile.glu.default, torch.ops.megacompile.clamped_glu.default):
-        return True
+    call = called(target)
     pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    pointwise |= call is not None and call.spec.along == "elements"
     return pointwise and all(value(a).ndim == 2 for a in node.all_input_nodes)
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.fuse.head import head_backward_flops, head_flops
 from megacompile.kernels._triton import wide
-from megacompile.kernels.linear_cross_entropy import add_product_, tiles
+from megacompile.kernels.linear_cross_entropy import add_product_, head_backward_flops, head_flops, tiles
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 
 
 @torch.library.custom_op("megacompile::head_tile", mutates_args=())
@@ -172,8 +171,9 @@ take_rows.register_autograd(_take_backward, setup_context=_rows_setup)
 put_rows.register_autograd(_put_backward, setup_context=_rows_setup)
 
 
-register_flop_formula(torch.ops.megacompile.head_tile)(head_flops)
-register_flop_formula(torch.ops.megacompile.head_tile_backward)(head_backward_flops)
+declare(OpSpec("head_tile", OpPass(head_flops), OpPass(head_backward_flops)))
+declare(OpSpec("take_rows"))
+declare(OpSpec("put_rows"))
 
 HEAD_TILE = torch.ops.megacompile.head_tile.default
 TAKE_ROWS = torch.ops.megacompile.take_rows.default

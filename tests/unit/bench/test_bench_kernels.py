@@ -15,7 +15,7 @@ import torch
 
 import megacompile
 from megacompile.bench import kernels
-from megacompile.bench.cases import OPERATIONS, Shape
+from megacompile.bench.cases import OPERATIONS
 from megacompile.bench.kernels import Bench, Row
 from megacompile.bench.plan import read_calls, targets, worth
 from megacompile.bench.providers import providers
@@ -23,6 +23,7 @@ from megacompile.bench.tables import compare, markdown, read_rows, write
 from megacompile.bench.timing import Roofline, Times
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
+from megacompile.kernels.benchmark import Shape
 from tests.support.models import batch_for, build
 
 CPU = torch.device("cpu")
@@ -192,7 +193,7 @@ def test_check_runs_on_the_cpu(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--op", "rmsnorm"], "choose from rms_norm"),
+        (["--op", "rmsnorm"], "choose from add_rms_norm"),
         (["--shape", "3x4"], "give one --op"),
         (["--op", "glu", "--shape", "3xa"], "it takes tokensxwidth"),
         (["--op", "glu", "--provider", "missing.py", "--check", "--shape", "1x1"], "no such file"),

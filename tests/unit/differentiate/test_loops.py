@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from megacompile.capture.batch import read_batch
@@ -91,6 +93,29 @@ def test_only_attention_mixes_positions_in_a_layer(kind: str) -> None:
         "megacompile.attention.default",
         "megacompile.attention_backward.default",
     }
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_clamped_gate_acts_on_each_position_alone(interleaved: bool) -> None:
+    ops = torch.ops.megacompile
+
+    def passes(both: Tensor, grad: Tensor) -> list[Tensor]:
+        return [
+            ops.clamped_glu(both, 1.0, 1.7, interleaved),
+            ops.clamped_glu_backward(grad, both, 1.0, 1.7, interleaved),
+        ]
+
+    inputs = [torch.randn(1, LENGTH, 12), torch.randn(1, LENGTH, 6)]
+    long, short = (
+        SimpleNamespace(graph=make_fx(passes, tracing_mode="fake")(*(x[:, :n] for x in inputs)).graph)
+        for n in (LENGTH, 24)
+    )
+    assert sequence.compare(long, LENGTH, short, 24) is None  # type: ignore[arg-type]
+    calls = [node for node in long.graph.nodes if node.op == "call_function"]
+    assert len(calls) == 2 and all(sequence.role(node) == "local" for node in calls)
+    chunks = [passes(*part) for part in zip(*(x.split(7, 1) for x in inputs), strict=True)]
+    for whole, *parts in zip(passes(*inputs), *chunks, strict=True):
+        torch.testing.assert_close(whole, torch.cat(parts, 1))
 
 
 def test_a_loop_holds_what_a_chunk_needs_and_no_logits_of_all_positions() -> None:

@@ -1,0 +1,138 @@
+"""One declaration for each operator: all that the compiler knows of it beside its code.
+
+In: :func:`declare`, called in the module that registers the operator's torch operators. Out: :data:`SPECS`
+by the operator's name, and :func:`called`, which finds the declaration behind a node's target. Costs, chunk
+loops, in-place writes, the random numbers of a forward and prices read it; none of them names an operator.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from megacompile.kernels.benchmark import Operation
+
+Arguments = Mapping[str, Any]
+"""A call's arguments by their names in the schema; tensors may be fake."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The operator ``name``, which writes result i of another one over that one's argument ``over[i]``."""
+
+    name: str
+    over: tuple[int, ...]
+    arguments: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
+
+    @property
+    def target(self) -> Any:
+        """What a graph calls."""
+        return getattr(torch.ops.megacompile, self.name).default
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of ours, as rows of ``ceilings.csv`` name it.
+
+    ``products``: of attention, parts of those that the operator's formula counts, one for each row of a case;
+    of a recurrence, how many the kernel forms for a token: of its chunk's tokens with Dk, with Dv, and of Dk
+    with Dv.
+    """
+
+    module: str
+    name: str
+    products: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecurrenceChunk:
+    """What a recurrence is timed on: ``tokens`` of ``heads`` value heads that share keys.
+
+    ``span`` are the tokens between two states that are kept, ``flops`` the formula's, by the widths of keys
+    and values, and ``moved_bytes`` what is moved beside products, of each number of such a state.
+    """
+
+    tokens: int
+    span: int
+    flops: Callable[[int, int], int]
+    heads: int = 1
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class OpPass:
+    """One torch operator of a declaration, its forward or its backward.
+
+    ``flops`` counts its products, by shapes, and is registered with torch. ``launches`` are its kernels on a
+    GPU. ``moved`` are the bytes that it reads and writes, where that is not each operand once, or nothing
+    where it has ``flops``. ``sums``: a result without positions is a sum over them. ``kernels`` are those
+    whose ceilings bound its speed, one after the other; ``chunk``, of a recurrence, what they are timed on.
+    """
+
+    flops: Callable[..., int] | None = None
+    launches: int | Callable[[Arguments], int] = 1
+    moved: Callable[[Arguments], int] | None = None
+    sums: bool = False
+    twin: Twin | None = None
+    kernels: tuple[Kernel, ...] = ()
+    chunk: RecurrenceChunk | None = None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """The operator ``megacompile::name``, and ``megacompile::name_backward`` where it has a ``backward``.
+
+    ``along`` says how it treats the positions of a sequence: each element alone, each row of the last
+    dimension alone, or together, which is always right. ``variant`` says in the words of the ahead-of-time
+    gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
+    whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
+    draws random numbers. ``benchmarks`` hold its eager form.
+    """
+
+    name: str
+    forward: OpPass = OpPass()
+    backward: OpPass | None = None
+    along: Literal["elements", "rows", "mixing"] = "mixing"
+    variant: Callable[[Arguments], str] = lambda _: ""
+    runs_kernels: Callable[[Arguments], bool] | None = None
+    draws: tuple[int, int] | None = None
+    benchmarks: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Called:
+    """A torch operator of ours: its declaration, and which of its passes it is."""
+
+    spec: OpSpec
+    part: OpPass
+
+
+SPECS: dict[str, OpSpec] = {}
+CALLED: dict[str, Called] = {}
+"""By the names of torch operators, which dumps of a program hold too."""
+
+
+def declare(spec: OpSpec) -> None:
+    """Register the declaration of an operator whose torch operators are registered."""
+    SPECS[spec.name] = spec
+    for name, part in ((spec.name, spec.forward), (f"{spec.name}_backward", spec.backward)):
+        if part is None:
+            continue
+        CALLED[name] = Called(spec, part)
+        if part.flops is not None:
+            register_flop_formula(getattr(torch.ops.megacompile, name))(part.flops)
+
+
+def called(target: Any) -> Called | None:
+    """Return the declaration behind what a node of a graph calls, None where that is no operator of ours."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "megacompile":
+        return None
+    return CALLED.get(target._schema.name.partition("::")[2])
+
+
+def row_width(given: Arguments) -> str:
+    """Name the width of rows, which the speed of an operator by rows depends on."""
+    first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+    return str(first.shape[-1])

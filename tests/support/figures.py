@@ -1,0 +1,136 @@
+"""Print the figures of the source tree that the rules of CONTRIBUTING.md are about.
+
+    python -m tests.support.figures [CHECKOUT]
+
+Counted is the product: ``megacompile``, ``kernels`` and ``passes``. A file names an operator where it has the
+operator's name as an identifier, an attribute of anything but torch's own namespaces, or a whole string.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = ("megacompile", "kernels", "passes")
+_RELATIVE = re.compile(r"(What|Whether|Where|How|Which|Of)\b")
+_REGISTERED = re.compile(r'custom_op\(\s*"megacompile::(\w+)"')
+_TORCHS = {"aten", "F", "functional", "torch", "nn"}
+
+
+def product(root: Path) -> dict[Path, str]:
+    """Return the text of each product file."""
+    files = sorted(file for room in ROOMS for file in (root / room).rglob("*.py"))
+    return {file.relative_to(root): file.read_text() for file in files}
+
+
+def operators(texts: dict[Path, str]) -> set[str]:
+    """Return the names of our operators; a backward or an operator in place counts to its own."""
+    names = {name for text in texts.values() for name in _REGISTERED.findall(text)}
+    return {re.sub(r"(_backward)?_?$", "", name) for name in names}
+
+
+def words(tree: ast.AST) -> Iterator[str]:
+    """Yield identifiers and strings of a file, but the names of torch's own functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in _TORCHS):
+                yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.partition("::")[2] or node.value
+
+
+def naming(texts: dict[Path, str]) -> dict[str, list[Path]]:
+    """Return, for each operator, the files that name it or one of its torch operators."""
+    names = operators(texts)
+    forms = {name + suffix: name for name in names for suffix in ("", "_backward", "_", "_backward_")}
+    files: dict[str, list[Path]] = {name: [] for name in sorted(names)}
+    for file, text in texts.items():
+        for name in {forms[word] for word in words(ast.parse(text)) if word in forms}:
+            files[name].append(file)
+    return files
+
+
+def imports(texts: dict[Path, str]) -> Counter[str]:
+    """Count for each product module the other modules that import it."""
+    modules = {str(f.with_suffix("")).replace("/", "."): f for f in texts}
+    modules = {f"megacompile.{n.removeprefix('megacompile.')}": f for n, f in modules.items()}
+    importers: Counter[str] = Counter(dict.fromkeys(modules, 0))
+    for file, text in texts.items():
+        wanted = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+            elif isinstance(node, ast.Import):
+                wanted |= {a.name for a in node.names}
+        importers.update(name for name in wanted if name in modules and modules[name] != file)
+    return importers
+
+
+def assigned_outside(text: str) -> int:
+    """Count assignments to an attribute of something that is neither ``self``, ``cls`` nor ``ctx``."""
+    count = 0
+    for node in ast.walk(ast.parse(text)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else targets
+        flat = [x for t in targets for x in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        count += sum(
+            isinstance(t, ast.Attribute)
+            and not (isinstance(t.value, ast.Name) and t.value.id in ("self", "cls", "ctx"))
+            for t in flat
+        )
+    return count
+
+
+def docstrings(text: str) -> Iterator[str]:
+    """Yield the docstrings of a file."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def repeated(names: list[str]) -> int:
+    """Count the names that occur more than once."""
+    return sum(count > 1 for count in Counter(names).values())
+
+
+def figures(root: Path) -> dict[str, int | str]:
+    """Return the figures of a checkout, each under what it counts."""
+    texts = product(root)
+    trees = [ast.parse(text) for text in texts.values()]
+    classes = [n.name for t in trees for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
+    names = naming(texts)
+    most = max(names, key=lambda name: len(names[name]), default="")
+    contract = re.search(r"^layers = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.M | re.S)
+    return {
+        "lines of the product": sum(len(text.splitlines()) for text in texts.values()),
+        "files": len(texts),
+        "modules with a single importer": sum(count == 1 for count in imports(texts).values()),
+        "file names that occur twice": repeated([f.stem for f in texts if f.stem != "__init__"]),
+        "public class names that occur twice": repeated([n for n in classes if not n.startswith("_")]),
+        "layers of the import contract": len(re.findall(r'"megacompile', contract[1])) if contract else 0,
+        "files that name rms_norm": len(names.get("rms_norm", ())),
+        "files that name an operator, at most": f"{len(names[most])} ({most})" if most else 0,
+        "attributes assigned from outside": sum(map(assigned_outside, texts.values())),
+        "docstrings that begin with a relative clause": sum(
+            bool(_RELATIVE.match(doc)) for text in texts.values() for doc in docstrings(text)
+        ),
+    }
+
+
+if __name__ == "__main__":
+    for what, value in figures(Path(*sys.argv[1:2])).items():
+        print(f"{value!s:>12}  {what}")
+    for operator, files in naming(product(Path(*sys.argv[1:2]))).items():
+        print(f"{len(files):>12}  {operator}: {', '.join(map(str, files))}")

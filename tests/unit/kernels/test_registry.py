@@ -1,0 +1,86 @@
+"""The declarations of operators: each is whole, and nothing else in the product names an operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megacompile
+import megacompile.cli.main  # noqa: F401
+from megacompile.kernels.registry import CALLED, SPECS, called
+from megacompile.tile import operators  # noqa: F401
+from tests.support import figures
+
+ROOT = Path(__file__).parents[3]
+
+
+def registered() -> set[str]:
+    """The names of our torch operators."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.partition("::")[2] for name in names if name.startswith("megacompile::")}
+
+
+def overload(name: str) -> Any:
+    return getattr(torch.ops.megacompile, name).default
+
+
+def test_every_operator_is_declared_once() -> None:
+    twins = {c.part.twin.name for c in CALLED.values() if c.part.twin is not None}
+    assert registered() == CALLED.keys() | twins and not CALLED.keys() & twins
+    for name, call in CALLED.items():
+        assert called(overload(name)) is call and call.spec is SPECS[call.spec.name]
+    assert called(torch.ops.aten.add.Tensor) is None and called(len) is None
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_a_declaration_has_what_its_role_needs(name: str) -> None:
+    call = CALLED[name]
+    spec, part = call.spec, call.part
+    arguments = overload(name)._schema.arguments
+    names = [a.name for a in arguments]
+    if spec.runs_kernels is not None:
+        assert part.flops is not None, "its speed is that of products"
+    if spec.along == "rows" and part is spec.backward:
+        assert part.sums, "weights of rows have gradients that are sums"
+    if spec.draws is not None and part is spec.forward:
+        assert [names[i] for i in spec.draws] == ["rng", "site"]
+    if part.twin is not None:
+        written = [a.name for a in part.twin.target._schema.arguments if a.alias_info is not None]
+        assert len(part.twin.over) == len(written) == len(overload(name)._schema.returns)
+
+
+EXCEPTIONS = {
+    "megacompile/capture/patching.py": "transformers' functions that ours stand for, by their names there",
+    "megacompile/capture/positions.py": "torch's own operators of these names",
+    "megacompile/capture/substitute.py": "transformers' functions that ours stand for, with their arguments",
+    "megacompile/cli/first_run.py": "the switch of an operator that has none of its own",
+    "megacompile/differentiate/codegen.py": "the product that is added up within, which other code emits too",
+    "megacompile/fuse/check.py": "inputs of a head, whose labels are integers",
+    "megacompile/fuse/gates.py": "a pattern",
+    "megacompile/fuse/head.py": "a pattern",
+    "megacompile/fuse/norms.py": "a pattern",
+    "megacompile/fuse/placement.py": "a module of patterns that has its operator's name",
+    "megacompile/fuse/qk_norm.py": "a pattern over results of others",
+    "megacompile/fuse/rope.py": "a pattern",
+    "megacompile/tile/head.py": "a head of which pieces are made",
+    "megacompile/tile/operators.py": "operators of tiles, declared there",
+    "megacompile/tile/rewrite.py": "a head of which pieces are made",
+}
+ORDINARY = {"attention", "dropout", "uniform", "adamw"}  # other things are called so too
+
+
+def test_nothing_else_in_the_product_names_an_operator() -> None:
+    naming = figures.naming(figures.product(ROOT))
+    assert naming.keys() - {"adamw"} == {name for name in SPECS if name != "adamw_"}
+    files = {str(file) for name in naming.keys() - ORDINARY for file in naming[name]}
+    outside = {file for file in files if not file.startswith("kernels/")}
+    assert outside == EXCEPTIONS.keys(), "declare it in kernels/, or say here why not"
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_what_is_chunked_by_elements_or_rows_has_an_eager_form(name: str) -> None:
+    spec = SPECS[name]
+    assert spec.along == "mixing" or (spec.benchmarks and spec.forward.kernels and spec.backward is not None)
