@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
+from megacompile.host.foreign import Foreign, GroupSettings
 from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
@@ -266,11 +267,12 @@ class Session:
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
         self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
+        updates = mode.kind in ("train", "update")
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
             seeds=micro_seeds(self.seed, self.calls, len(micro), self.world),
             loss_weights=list(weights),
-            hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
+            hypers=hypers(self.optimizer, self.settings.optimizer_state) if updates else (),
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
             losses_count=self.settings.on_nonfinite is not None,
@@ -278,6 +280,8 @@ class Session:
         )
         with whole_step(), self._noting_faults(), self.world.together():
             results = runtime.run(bound, inputs)
+        if updates and isinstance(self.settings.optimizer_state, Foreign):
+            self.settings.optimizer_state.advance(cast("Sequence[GroupSettings]", inputs.hypers))
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
             self.unreported.append(results)
