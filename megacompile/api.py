@@ -146,6 +146,11 @@ def compile(
             raise MegacompileError(
                 f"{form} cannot run over several ranks yet: train in one process, or use torch.optim.AdamW."
             )
+        if isinstance(form, Foreign) and form.writes_settings and on_nonfinite is not None:
+            raise MegacompileError(
+                f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "
+                "groups, before it is known whether an update is made: leave on_nonfinite out."
+            )
         if world.rank == 0:
             _announce(compute_dtype)
         settings = Settings(

@@ -146,7 +146,7 @@ class Foreign:
         self.elementwise = tuple(name_of(type(m)) in ELEMENTWISE for m in self._members)
         self._values = [_settings(group) for group in optimizer.param_groups]
         self._initial = [
-            _initial(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
+            initial_state(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
         ]
         self._entries: dict[tuple[int, tuple[int, ...]], tuple[Entry, ...]] = {}
         self._scratch: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -527,7 +527,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _initial(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+def initial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
     """Return the state that a group's parameters have before any step: what fills it, and whether there is
     one for each element. A state of which steps were taken is refused."""
     states = [(p, optimizer.state[p]) for p in group["params"] if optimizer.state.get(p)]

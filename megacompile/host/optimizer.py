@@ -13,7 +13,7 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.host.adam import AdamHyper
-from megacompile.host.foreign import Foreign, GroupSettings, Numbers, Several, members_of
+from megacompile.host.foreign import Foreign, GroupSettings, Numbers, Several, initial_state, members_of
 from megacompile.host.formats import Form, StateFormat
 
 DEFAULT_LR = 1e-5
@@ -51,6 +51,8 @@ def adopt(
                 "The optimizer has step hooks, which would never run: remove them, and do their work in the "
                 "loop."
             )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise MegacompileError("The optimizer holds a complex parameter: train its real and imaginary parts.")
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         if takes_our_steps(optimizer):
@@ -87,8 +89,12 @@ def form_of(optimizer: torch.optim.Optimizer, form: StateFormat) -> Form:
 
 
 def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of ours that has moments: a program starts with its own, which are zero."""
-    if optimizer.state and takes_our_steps(optimizer):
+    """Refuse an optimizer that has taken steps: a program starts with a state of its own."""
+    if not takes_our_steps(optimizer):
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                initial_state(member, group)
+    elif optimizer.state:
         raise MegacompileError(
             "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
         )

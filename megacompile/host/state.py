@@ -91,11 +91,12 @@ class HostState:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in RAM by kind: "masters", "moments", the "window" over what is on storage, "copies" for a
-        checkpoint."""
+        checkpoint, "scratch" of updates by an optimizer's own class."""
         kept = [a for place in self._places for a in place.in_ram]
         sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
         window = self._window * sum(buffer_bytes(self._places))
-        return sizes | {"window": window, "copies": self.copies.nbytes}
+        scratch = {"scratch": self.scratch_bytes} if self.scratch_bytes else {}
+        return sizes | {"window": window, "copies": self.copies.nbytes} | scratch
 
     def move(self, group: int, device: torch.device) -> None:
         """Bring a group's arrays to a device, or back to where they lay on the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.host import foreign
+from megacompile.differentiate.meter import StorageMeter
+from megacompile.host import foreign, needs
 from tests.support.models import Plain
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -184,7 +186,12 @@ def test_masters_of_bfloat16_weights_are_stepped_in_fp32(name: str) -> None:
                 grad[slot.offset :][: p.numel()] = p.grad.reshape(-1)
             form = state.form
             assert isinstance(form, foreign.Foreign)
-            state.update(group.index, grad, form.settings(), range(len(group.slots)), threads=1)
+            meter = StorageMeter()
+            meter.ignore(state.arena.tensor)
+            meter.ignore(grad)
+            with meter:
+                state.update(group.index, grad, form.settings(), range(len(group.slots)), threads=1)
+            assert meter.peak <= state.scratch_bytes
         plain.step()
     values = program.state_dict()
     assert all(torch.equal(values[name], p) for name, p in named.items())
@@ -218,3 +225,222 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     ):
         other.program.load(tmp_path / "saved")
     other.program.close()
+
+
+class Coupled(torch.optim.SGD):
+    """Steps by a length that all gradients decide."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            total = sum(float(p.grad.abs().sum()) for p in trained)  # type: ignore[union-attr]
+            for p in trained:
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=group["lr"] / (1 + total))
+
+
+class Estimating(torch.optim.SGD):
+    """Notes in its param group what all gradients decide, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["d"] = max(group.get("d", 0.0), *(float(p.grad.abs().max()) for p in group["params"]))
+
+
+class Random(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += torch.rand_like(p)
+
+
+class Counting(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+
+
+class Writing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what is not laid out by a parameter's sizes."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["last"] = torch.zeros(10)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, r"LBFGS computes the loss anew .* closure"),
+        (torch.optim.SparseAdam, r"SparseAdam cannot run .* does not support dense gradients"),
+        (lambda p: torch.optim.SGD(p, fused=True), r"SGD\(fused=True\) .* leave the option out"),
+        (lambda p: torch.optim.NAdam(p, capturable=True), r"NAdam\(capturable=True\)"),
+        (lambda p: torch.optim.RAdam(p, differentiable=True), r"RAdam\(differentiable=True\)"),
+        (Coupled, r"Coupled cannot run .* depends on the others"),
+        (Estimating, r"Estimating cannot run .* depends on the others"),
+        (Random, "draws random numbers"),
+        (Counting, "sets count of the optimizer itself"),
+        (Odd, "keeps last of .* not laid out by the parameter's sizes"),
+        (lambda p: [torch.optim.SGD(p), 1], "list of SGD, int"),
+        (lambda p: [], "list of nothing"),
+    ],
+)
+def test_what_cannot_step_over_one_parameter_is_refused_by_name(
+    make: Callable[[Any], Any], words: str
+) -> None:
+    model = Plain()
+    with pytest.raises(megacompile.MegacompileError, match=words):
+        megacompile.compile(model, "1GB", optimizer=make(list(model.parameters())))
+    model(**batch(0)).backward()  # which is its own still
+
+
+def test_what_would_not_run_or_has_run_is_refused() -> None:
+    model = Plain()
+    parameters = list(model.parameters())
+
+    def refused(words: str, optimizer: Any, **options: Any) -> None:
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            megacompile.compile(model, "1GB", optimizer=optimizer, **options)
+
+    hooked = torch.optim.SGD(parameters)
+    hooked.register_step_pre_hook(lambda *given: None)
+    refused("step hooks", hooked)
+    patched = torch.optim.SGD(parameters)
+    patched.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    refused("step of its own", patched)
+    refused("hold one parameter", [torch.optim.SGD(parameters), torch.optim.AdamW(parameters)])
+    refused("format of Adam's moments", torch.optim.SGD(parameters), optimizer_state="int8")
+    refused("counts in its param groups", Writing(parameters), on_nonfinite="skip")
+    model(**batch(0)).backward()
+    steps = []
+    for make in (torch.optim.RMSprop, torch.optim.Adagrad):
+        stepped = make(parameters)
+        stepped.step()
+        steps.append(stepped)
+    model.zero_grad()
+    for stepped in steps:
+        refused("already taken steps", stepped)
+    late = torch.optim.RMSprop(parameters)
+    program = megacompile.compile(model, "1GB", optimizer=late, compute_dtype=torch.float32)
+    model(**batch(0)).backward()
+    late.step()
+    model.zero_grad()
+    with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
+        program.train_step(batch(0))
+
+
+def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def host_bytes(program: megacompile.Program) -> int:
+    """What a program's plan takes of the host."""
+    session = program._session
+    scheduled = session.scheduled()
+    form, planned = session.settings.optimizer_state, scheduled.planned
+    return needs.host_bytes(scheduled.compiled.assembly, form, planned.plan, planned.step).total
+
+
+class Wide(nn.Module):
+    """Layers of which two in FP32 are more than an update's scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def wide(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("make", [MAKES["SGD"], MAKES["Adafactor"]])
+def test_a_host_budget_is_kept_to_the_byte_and_state_beyond_it_is_on_nvme(make: Make, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = {"groups": lambda model: model.parameters(), "example_batch": wide(0)}
+    model = Wide()
+    pair = Pair(make, copy.deepcopy(model), **options)
+    need = host_bytes(pair.program)
+    assert 0 < pair.program.memory.host_bytes["scratch"] < need
+    pair.program.close()
+    pair = Pair(make, copy.deepcopy(model), **options, host_budget=f"{need}B")
+    for step in range(3):
+        pair.step(wide(step))
+    pair.check()
+    pair.program.close()
+    less = need - mmap.PAGESIZE
+    with pytest.raises(megacompile.BudgetError, match="host_budget"):
+        Pair(make, copy.deepcopy(model), **options, host_budget=f"{less}B")
+    for budget, state in ((less, "nvme"), (need * 2 // 3, "nvme-all")):
+        (tmp_path / state).mkdir()
+        pair = Pair(
+            make, copy.deepcopy(model), **options, host_budget=f"{budget}B", offload_dir=tmp_path / state
+        )
+        assert state in {group.state for group in pair.program.plan.groups}
+        assert host_bytes(pair.program) <= budget
+        for step in range(2):
+            pair.step(wide(step))
+        pair.program.save(tmp_path / "saved")
+        pair.step(wide(2))
+        pair.check()
+        expected = pair.program.state_dict()
+        pair.program.load(tmp_path / "saved")
+        pair.program.train_step(wide(2))
+        assert all(torch.equal(expected[n], v) for n, v in pair.program.state_dict().items())
+        pair.program.close()
+
+
+def test_a_list_of_optimizers_trains_bitwise_as_each_of_them_does() -> None:
+    torch.manual_seed(0)
+    model = Plain(depth=2)
+    eager = copy.deepcopy(model)
+    plain, ours = muon_beside_adamw(eager), muon_beside_adamw(model)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (*plain, *ours)]
+    program = megacompile.compile(
+        model, "1GB", optimizer=ours, compute_dtype=torch.float32, max_grad_norm=0.5
+    )
+    for step in range(4):
+        program.train_step(batch(step))
+        eager(**batch(step)).backward()
+        nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
+        for each in plain:
+            each.step()
+            each.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    state = program.state_dict()
+    assert all(torch.equal(state[name], p) for name, p in eager.named_parameters())
+    for each in (program.optimizer, *ours):
+        with pytest.raises(megacompile.ProgramError, match=r"instead of optimizer\.step"):
+            each.step()
+    program.close()
+
+
+def test_state_stays_on_the_host_and_whole_weights_are_not_cut() -> None:
+    torch.manual_seed(0)
+    programs = []
+    for make in (torch.optim.AdamW, torch.optim.Adafactor):
+        model = Wide()
+        programs.append(
+            megacompile.compile(model, "1GB", optimizer=make(model.parameters()), example_batch=wide(0))
+        )
+    states = [{group.state for group in program.plan.groups} for program in programs]
+    assert states == [{"device"}, {"host"}]
+    for program in programs:
+        program.close()
