@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
-from megacompile.host.foreign import Foreign, GroupSettings
+from megacompile.host.foreign import Foreign, GroupSettings, members_of
 from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
@@ -195,6 +196,35 @@ class Session:
         self.values.take_over(state, assembly.homes, self._reading)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
+        self._follow_modes()
+
+    def _follow_modes(self) -> None:
+        """Have the optimizers' own eval() and train(), where their classes change parameters by them, change
+        the masters."""
+        switch = weakref.WeakMethod(self._switch)
+
+        def call(member: torch.optim.Optimizer, method: str) -> None:
+            switched = switch()
+            if switched is None:
+                raise ProgramError(
+                    f"The program that held what {method}() changes is gone: compile it again."
+                )
+            switched(member, method)
+
+        for member in members_of(self.optimizer):
+            for method in ("eval", "train"):
+                if callable(getattr(type(member), method, None)):
+                    setattr(member, method, partial(call, member, method))
+
+    def _switch(self, member: torch.optim.Optimizer, method: str) -> None:
+        form = self.settings.optimizer_state
+        assert isinstance(form, Foreign) and self.runtime is not None
+        with exclusive(self, f"optimizer.{method}"), self.values.in_call():
+            settings = form.called(member, method)
+            if any(group.written for group in settings):
+                self.synchronize()
+                self.values.take_back()
+                self.runtime.state.call(method, settings)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

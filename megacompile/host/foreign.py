@@ -94,6 +94,16 @@ class Several(torch.optim.Optimizer):
         for member in self.optimizers:
             member.step(closure)
 
+    def eval(self) -> None:
+        """Switch those that average weights to the average."""
+        for member in self.optimizers:
+            getattr(member, "eval", lambda: None)()
+
+    def train(self) -> None:
+        """Switch those that average weights back to what they train."""
+        for member in self.optimizers:
+            getattr(member, "train", lambda: None)()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Have each of them drop its gradients."""
         for member in self.optimizers:
@@ -144,7 +154,7 @@ class Foreign:
         self._members = [m for m in members_of(optimizer) for _ in m.param_groups]
         self._attributes = {id(m): _attributes(m) for m in members_of(optimizer)}
         self.elementwise = tuple(name_of(type(m)) in ELEMENTWISE for m in self._members)
-        self._values = [_settings(group) for group in optimizer.param_groups]
+        self._values = [self._trains(i, _settings(g)) for i, g in enumerate(optimizer.param_groups)]
         self._initial = [
             initial_state(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
         ]
@@ -192,6 +202,17 @@ class Foreign:
         """Let the param groups have what a step by these settings writes to them."""
         for group, taken in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(taken.written)
+
+    def called(self, member: torch.optim.Optimizer, method: str) -> list[GroupSettings]:
+        """Call a method of an optimizer, whose parameters hold no values; returns each param group's settings
+        before and what the call wrote."""
+        before = [_settings(group) for group in self.optimizer.param_groups]
+        getattr(type(member), method)(member)
+        now = [_settings(group) for group in self.optimizer.param_groups]
+        return [
+            GroupSettings(old, {k: v for k, v in new.items() if not _same(v, old.get(k))})
+            for old, new in zip(before, now, strict=True)
+        ]
 
     def _written(self, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a step changes, whichever parameter it is of."""
@@ -366,6 +387,12 @@ class Foreign:
         clone.state = defaultdict(dict)
         return clone
 
+    def _trains(self, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings as they are while a model is trained, where a class has a train() for that."""
+        clone = self._clone(index, values, [])
+        getattr(clone, "train", lambda: None)()
+        return _unowned(clone)
+
     def _start(self, index: int, parameter: Tensor) -> dict[str, Any]:
         """Return the state that a parameter, or a chunk of one, has before its first step."""
         return {
@@ -400,14 +427,16 @@ class Foreign:
         self,
         group: GroupLayout,
         arrays: Mapping[str, Tensor],
-        grad: Tensor,
+        grad: Tensor | None,
         settings: Sequence[GroupSettings],
         steps: Sequence[int],
         numbers: list[Numbers],
         slots: Collection[int],
         threads: int | None,
+        method: str = "step",
     ) -> None:
-        """Take a step of a group's parameters in ``slots``, of each of which so many ``steps`` were taken."""
+        """Take a step of a group's parameters in ``slots``, of each of which so many ``steps`` were taken;
+        without a gradient call another ``method``, which changes parameters by their state."""
         for index, (slot, views) in enumerate(zip(group.slots, self.views(group, arrays), strict=True)):
             if index not in slots:
                 continue
@@ -419,9 +448,9 @@ class Foreign:
                 for start in range(0, max(1, numel), CHUNK if alone else max(1, numel)):
                     piece = slice(start, min(numel, start + CHUNK) if alone else numel)
                     state = None if first else self._state(slot, piece, views, numbers[index])
-                    after = self._update(
-                        slot, [m[piece] for m in masters], grad[part][piece], settings[owner], state
-                    )
+                    gradient = None if grad is None else grad[part][piece]
+                    halves = [m[piece] for m in masters]
+                    after = self._call(method, slot, halves, gradient, settings[owner], state)
                     self._keep(slot, piece, views, after, last=piece.stop == numel)
             numbers[index] = {name: v for name, v in after.items() if not isinstance(v, Tensor)}
 
@@ -443,26 +472,28 @@ class Foreign:
             return view.view(entry.shape)
         return view[piece] if self.elementwise[slot.parameter.param_group] else strided(view, 0, slot)
 
-    def _update(
+    def _call(
         self,
+        method: str,
         slot: Slot,
         masters: Sequence[Tensor],
-        grad: Tensor,
+        grad: Tensor | None,
         settings: GroupSettings,
         state: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Take a clone's step of what these masters are of, flat; returns its state."""
+        """Call a method of a clone over what these masters are of, flat; returns its state."""
         index, low = slot.parameter.param_group, masters[1:]
-        flat = host_adam.join(masters[0], low[0], torch.empty(grad.numel())) if low else masters[0]
-        gradient = torch.empty_like(flat).copy_(grad).mul_(settings.grad_scale)
-        value = flat
-        if not self.elementwise[index]:
-            value, gradient = strided(flat, 0, slot), strided(gradient, 0, slot)
+        alone, flat = self.elementwise[index], masters[0]
+        if low:
+            flat = host_adam.join(flat, low[0], torch.empty(flat.numel()))
+        value = flat if alone else strided(flat, 0, slot)
         parameter = nn.Parameter(value)
-        parameter.grad = gradient
+        if grad is not None:
+            gradient = torch.empty_like(flat).copy_(grad).mul_(settings.grad_scale)
+            parameter.grad = gradient if alone else strided(gradient, 0, slot)
         clone = self._clone(index, settings.values, [parameter])
         clone.state[parameter] = self._start(index, value) if state is None else state
-        clone.step()
+        getattr(clone, method)()
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.detach())
         if not _same(_changes(clone, settings.values), settings.written):
@@ -519,7 +550,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         raise MegacompileError(
             "A step hook is registered for all optimizers, which would never run: remove it."
         )
-    left = {"state", "param_groups", "step", "add_param_group", "eval", "_opt_called"}
+    left = {"state", "param_groups", "step", "_opt_called"}
     return {
         key: OrderedDict() if key.endswith("_hooks") else value
         for key, value in vars(optimizer).items()

@@ -300,6 +300,19 @@ class HostState:
                 first, second = moments
                 host_adam.adamw_step(master, first, second, part, hyper, threads)
 
+    def call(self, method: str, settings: Sequence[GroupSettings]) -> None:
+        """Call a method of the optimizer's class, such as eval() and train() of some, over every parameter
+        that has a state and whose param group it has written to; nothing may be under way."""
+        assert isinstance(self.form, Foreign)
+        for index, group in enumerate(self.groups):
+            steps, numbers = self.steps[index], self.numbers[index]
+            chosen = [
+                i for i, s in enumerate(group.slots) if steps[i] and settings[s.parameter.param_group].written
+            ]
+            if chosen:
+                arrays = self.open(index, change=True)
+                self.form.update(group, arrays, None, settings, steps, numbers, chosen, None, method)
+
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.
 

@@ -263,7 +263,8 @@ def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: t
         handle.remove()
     _EMPTY.difference_update(model.modules())
     for each in {optimizer, *members_of(optimizer)}:
-        vars(each).pop("add_param_group", None)
+        for name in ("add_param_group", "eval", "train"):
+            vars(each).pop(name, None)
     for parameter in parameters:
         if isinstance(parameter, _LentParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.differentiate.meter import StorageMeter
 from megacompile.host import foreign, needs
-from tests.support.models import Plain
+from tests.support.models import Plain, batch_for, build
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -340,8 +340,9 @@ def test_what_would_not_run_or_has_run_is_refused() -> None:
 
 
 def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.dim() == 2 and "layers" in n]
+    others = [p for n, p in named if p.dim() != 2 or "layers" not in n]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
 
 
@@ -370,7 +371,7 @@ def wide(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("make", [MAKES["SGD"], MAKES["Adafactor"]])
+@pytest.mark.parametrize("make", [MAKES["SGD"], MAKES["Adafactor"]], ids=["SGD", "Adafactor"])
 def test_a_host_budget_is_kept_to_the_byte_and_state_beyond_it_is_on_nvme(make: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)
     options = {"groups": lambda model: model.parameters(), "example_batch": wide(0)}
@@ -407,17 +408,16 @@ def test_a_host_budget_is_kept_to_the_byte_and_state_beyond_it_is_on_nvme(make: 
 
 
 def test_a_list_of_optimizers_trains_bitwise_as_each_of_them_does() -> None:
-    torch.manual_seed(0)
-    model = Plain(depth=2)
+    model = build("llama", layers=1)
     eager = copy.deepcopy(model)
     plain, ours = muon_beside_adamw(eager), muon_beside_adamw(model)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (*plain, *ours)]
     program = megacompile.compile(
         model, "1GB", optimizer=ours, compute_dtype=torch.float32, max_grad_norm=0.5
     )
-    for step in range(4):
-        program.train_step(batch(step))
-        eager(**batch(step)).backward()
+    for step in range(3):
+        program.train_step(batch_for("llama", step))
+        eager(**batch_for("llama", step)).loss.backward()
         nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
         for each in plain:
             each.step()
@@ -444,3 +444,39 @@ def test_state_stays_on_the_host_and_whole_weights_are_not_cut() -> None:
     assert states == [{"device"}, {"host"}]
     for program in programs:
         program.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eval_and_train_of_the_optimizer_change_the_weights(dtype: torch.dtype) -> None:
+    """Schedule-free optimizers train other weights than those that are evaluated."""
+    torch.manual_seed(0)
+    pair = Pair(MAKES["schedule-free"], Plain(depth=2), compute_dtype=dtype)
+    ours: Any = pair.program.optimizer
+    plain: Any = pair.plain
+    ours.eval()
+    ours.train()  # before there is any state
+    for step in range(6):
+        pair.step(batch(step))
+        if dtype == torch.bfloat16:
+            continue
+        if step % 2:
+            ours.eval()
+            plain.eval()
+            pair.check()
+            with torch.no_grad():
+                assert float(pair.program.evaluate(batch(9))) == float(pair.eager(**batch(9)))
+            with pytest.raises(megacompile.MegacompileError, match="train mode"):
+                pair.program.train_step(batch(0))
+            ours.train()
+            plain.train()
+        pair.check()
+    trained = pair.program.state_dict()
+    ours.eval()
+    averaged = pair.program.state_dict()
+    ours.train()
+    again = pair.program.state_dict()
+    for name, value in trained.items():
+        assert not torch.equal(averaged[name], value), name
+        torch.testing.assert_close(again[name], value)
+    assert pair.program.release() is not None
+    ours.eval()  # which is its own again
