@@ -160,6 +160,7 @@ class Foreign:
         ]
         self._entries: dict[tuple[int, tuple[int, ...]], tuple[Entry, ...]] = {}
         self._scratch: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._buffers = [torch.empty(0), torch.empty(0)]
         for index, group in enumerate(optimizer.param_groups):
             _check_options(self._members[index], self._values[index])
             shapes = sorted(
@@ -485,11 +486,13 @@ class Foreign:
         index, low = slot.parameter.param_group, masters[1:]
         alone, flat = self.elementwise[index], masters[0]
         if low:
-            flat = host_adam.join(flat, low[0], torch.empty(flat.numel()))
+            flat = host_adam.join(flat, low[0], self._buffer(0, flat.numel()))
         value = flat if alone else strided(flat, 0, slot)
         parameter = nn.Parameter(value)
         if grad is not None:
-            gradient = torch.empty_like(flat).copy_(grad).mul_(settings.grad_scale)
+            gradient = self._buffer(1, grad.numel()).copy_(grad)
+            if settings.grad_scale != 1:
+                gradient.mul_(settings.grad_scale)
             parameter.grad = gradient if alone else strided(gradient, 0, slot)
         clone = self._clone(index, settings.values, [parameter])
         clone.state[parameter] = self._start(index, value) if state is None else state
@@ -505,6 +508,14 @@ class Foreign:
             host_adam.split(flat, masters[0], low[0])
         after: dict[str, Any] = clone.state[parameter]
         return after
+
+    def _buffer(self, which: int, elements: int) -> Tensor:
+        """Return memory in FP32 for the master or the gradient of a step; it stays for the next of that size,
+        as the first touch of a page costs as much as a pass over it."""
+        if self._buffers[which].numel() != elements:
+            self._buffers[which] = torch.empty(0)
+            self._buffers[which] = torch.empty(elements)
+        return self._buffers[which]
 
     def _keep(
         self, slot: Slot, piece: slice, views: Mapping[str, Tensor], after: Mapping[str, Any], *, last: bool

@@ -29,6 +29,7 @@ MAPPED = {
     "seed": "also the seed of the program's dropout",
     "use_cpu": 'device="cpu"',
     "optim": "AdamW on the host, its 8-bit and 4-bit kinds set optimizer_state; or another optimizer's class",
+    "optim_args": "given to an optimizer's own class, as upstream does; refused with AdamW",
     "torch_compile": "inductor=True",
     "use_liger_kernel": "kernels=True, the kernels of megacompile",
     "enable_jit_checkpoint": "always on: SIGTERM and Ctrl-C save a checkpoint, and end the training",
@@ -62,7 +63,7 @@ REFUSED = {
     "fsdp": "started by torchrun, devices share the state as they are",
     "fsdp_config": "started by torchrun, devices share the state as they are",
     "parallelism_config": "devices bring batches of their own, and nothing else is parallel",
-    "optim_target_modules": "the optimizer is AdamW over all trainable parameters",
+    "optim_target_modules": "an optimizer is over all trainable parameters",
     "liger_kernel_config": "give kernels= of MegacompileConfig",
     "debug": "hooks cannot look into a streamed model; on_nonfinite is an option of megacompile.compile",
 }
