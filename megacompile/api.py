@@ -19,8 +19,9 @@ from megacompile.compiler import Compiler
 from megacompile.differentiate.inductor import check_compiler
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.frontend import Frontend
+from megacompile.host.foreign import Foreign
 from megacompile.host.formats import StateFormat, check_format
-from megacompile.host.optimizer import adopt, updates_like_adamw
+from megacompile.host.optimizer import adopt, form_of, updates_like_adamw
 from megacompile.host.state import Weights
 from megacompile.plan.baselines import SEARCH, Planner, chosen_planner
 from megacompile.plan.tiers import Tiers
@@ -44,7 +45,7 @@ def compile(
     model: nn.Module,
     hbm_budget: float | str,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     max_grad_norm: float | None = None,
     compute_dtype: torch.dtype = torch.bfloat16,
     host_budget: float | str | None = None,
@@ -74,8 +75,9 @@ def compile(
         ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
         that ``torch.compile`` returned run as they were.
     hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
-    optimizer: an AdamW or Adam over the model's parameters; its param groups and hyper-parameters are
-        read at every step, so a learning-rate scheduler goes on working. None: AdamW, lr 1e-5.
+    optimizer: an optimizer over the model's parameters, or a list of several; its param groups and settings
+        are read at every step, so a learning-rate scheduler goes on working. AdamW and Adam run as a kernel;
+        of another, the class itself steps over each parameter, on the host. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
         that compute in bfloat16, and are whole in it, are kept in it.
@@ -139,7 +141,17 @@ def compile(
         backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
     with world.connected(backend.device), naming_failures(backend.device):
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
-        optimizer = adopt(optimizer, model)
+        adopted = adopt(optimizer, model)
+        form = form_of(adopted, check_format(optimizer_state))
+        if isinstance(form, Foreign) and world.size > 1:
+            raise MegacompileError(
+                f"{form} cannot run over several ranks yet: train in one process, or use torch.optim.AdamW."
+            )
+        if isinstance(form, Foreign) and form.writes_settings and on_nonfinite is not None:
+            raise MegacompileError(
+                f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "
+                "groups, before it is known whether an update is made: leave on_nonfinite out."
+            )
         if world.rank == 0:
             _announce(compute_dtype)
         settings = Settings(
@@ -151,14 +163,14 @@ def compile(
             on_nonfinite=on_nonfinite,
             seed=seed,
             max_seq_len=max_seq_len,
-            optimizer_state=check_format(optimizer_state),
+            optimizer_state=form,
             offload_dirs=world.agree(lambda: directories(offload_dir)),
             world=world,
         )
         frontend = Frontend(
             model,
             compute_dtype,
-            optimizer=optimizer,
+            optimizer=adopted,
             loss_fn=loss_fn,
             kernels=launches if kernels is None else kernels,
             form=settings.optimizer_state,
@@ -168,8 +180,8 @@ def compile(
             ranks=world.ranks.shards,
             replicas=world.ranks.replicas,
         )
-        compiler = _compiler(frontend, optimizer, backend, settings, dump, chosen_planner(planner, plan))
-        program = Program(Session(model, optimizer, compiler, settings, weights))
+        compiler = _compiler(frontend, adopted, backend, settings, dump, chosen_planner(planner, plan))
+        program = Program(Session(model, adopted, compiler, settings, weights))
         if example_batch is not None:
             program.prepare(example_batch)
         return program

@@ -32,7 +32,8 @@ from megacompile.differentiate.whole import why_whole
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.fuse.placement import fuse, read_switches
 from megacompile.fuse.report import Fusions
-from megacompile.host.formats import StateFormat
+from megacompile.host.foreign import Foreign
+from megacompile.host.formats import Form
 from megacompile.host.optimizer import param_group_of
 from megacompile.partition.blocks import Partition, Template, partition
 from megacompile.plan.lowest import values_bytes
@@ -88,7 +89,7 @@ class Frontend:
         optimizer: torch.optim.Optimizer | None = None,
         loss_fn: LossFn | None = None,
         kernels: Mapping[str, bool] | bool | None = None,
-        form: StateFormat = "fp32",
+        form: Form = "fp32",
         gathers: bool = True,
         inductor: torch.device | None = None,
         processors: int | None = None,
@@ -103,7 +104,7 @@ class Frontend:
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
         self._trained = {n for n, p in self.parameters.items() if p.trained}
         self._kernels = read_switches(kernels)
-        self._form: StateFormat = form
+        self._form: Form = form
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
         self.ranks, self.replicas = ranks, replicas
@@ -141,9 +142,12 @@ class Frontend:
         return self._front(batch, evaluate).tables if self._gathers else {}
 
     def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
-        """Ways of cutting the weights: nothing cut, then ever smaller pieces."""
+        """Ways of cutting the weights: nothing cut, then ever smaller pieces of what is not updated whole."""
         whole = self.tables(batch, evaluate=evaluate)
-        return tiling_candidates(families(self._front(batch, evaluate).fused, gather=bool(whole)), whole)
+        found, form = families(self._front(batch, evaluate).fused, gather=bool(whole)), self._form
+        if isinstance(form, Foreign):
+            found = tuple(f for f in found if all(form.cuts(self.parameters[name]) for name in f.names))
+        return tiling_candidates(found, whole)
 
     def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """One kind of batch cut in each of these ways; each made when asked for."""

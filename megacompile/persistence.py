@@ -112,9 +112,9 @@ class Persistence(Forward):
         session = self._session
         if session.inconsistent:
             raise ProgramError(session.inconsistent)
-        settings = settings_of(self.optimizer, self.model)
-        progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
         state, buffers = self._allocated_state("save"), session.values.buffers()
+        settings = settings_of(self.optimizer, self.model, state.named_numbers())
+        progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
         source = state if state.passing else self._snapshot(state)
         with session.world.together():
             session.world.agree(lambda: checked_folder(Path(folder)))
@@ -143,7 +143,7 @@ class Persistence(Forward):
             session.inconsistent = "A checkpoint was read in part only: load a whole one."
             session.world.agree(found.read)
         progress = found.progress
-        restore_settings(self.optimizer, progress.param_groups)
+        state.take_numbers(restore_settings(self.optimizer, progress.param_groups))
         session.seed, session.calls = progress.seed, progress.calls
         session.forget_faults()
 
@@ -216,7 +216,7 @@ class Persistence(Forward):
         session, runtime = self._session, self._session.runtime
         assert runtime is not None
         updated = [op.group for op in session.scheduled().planned.step.ops if op.kind == "adam"]
-        taken = state.arena.nbytes + runtime.buffers.beside_bytes
+        taken = state.arena.nbytes + state.scratch_bytes + runtime.buffers.beside_bytes
         return state.snapshot(updated, session.settings.host_budget_bytes - taken)
 
     def _allocated_state(self, what: str) -> HostState:

@@ -11,11 +11,12 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from megacompile.capture.frozen import Frozen
 from megacompile.capture.outputs import OutputsFn
 from megacompile.compiler import Compiler, Scheduled
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
+from megacompile.host.foreign import Foreign, GroupSettings, members_of
 from megacompile.host.optimizer import hypers
 from megacompile.host.state import Weights
 from megacompile.intake import Intake
@@ -208,6 +210,35 @@ class Session:
         self.values.take_over(state, assembly.homes, self._reading)
         self.compiler.frontend.layouts = assembly.groups
         self.runtime = Runtime(state, device)
+        self._follow_modes()
+
+    def _follow_modes(self) -> None:
+        """Have the optimizers' own eval() and train(), where their classes change parameters by them, change
+        the masters."""
+        switch = weakref.WeakMethod(self._switch)
+
+        def call(member: torch.optim.Optimizer, method: str) -> None:
+            switched = switch()
+            if switched is None:
+                raise ProgramError(
+                    f"The program that held what {method}() changes is gone: compile it again."
+                )
+            switched(member, method)
+
+        for member in members_of(self.optimizer):
+            for method in ("eval", "train"):
+                if callable(getattr(type(member), method, None)):
+                    setattr(member, method, partial(call, member, method))
+
+    def _switch(self, member: torch.optim.Optimizer, method: str) -> None:
+        form = self.settings.optimizer_state
+        assert isinstance(form, Foreign) and self.runtime is not None
+        with exclusive(self, f"optimizer.{method}"), self.values.in_call():
+            settings = form.called(member, method)
+            if any(group.written for group in settings):
+                self.synchronize()
+                self.values.take_back()
+                self.runtime.state.call(method, settings)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -280,11 +311,12 @@ class Session:
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
         self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
+        updates = mode.kind in ("train", "update")
         inputs = StepInputs(
             leaves=[m.leaves for m in micro],
             seeds=micro_seeds(self.seed, self.calls, len(micro), self.world),
             loss_weights=list(weights),
-            hypers=hypers(self.optimizer) if mode.kind in ("train", "update") else [],
+            hypers=hypers(self.optimizer, self.settings.optimizer_state) if updates else (),
             max_grad_norm=self.settings.max_grad_norm,
             check_loss=mode.kind == "train" and not mode.keeps_gradients,
             losses_count=self.settings.on_nonfinite is not None,
@@ -292,6 +324,8 @@ class Session:
         )
         with whole_step(), self._noting_faults(), self.world.together():
             results = runtime.run(bound, inputs)
+        if updates and isinstance(self.settings.optimizer_state, Foreign):
+            self.settings.optimizer_state.advance(cast("Sequence[GroupSettings]", inputs.hypers))
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:
             self.unreported.append(results)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megacompile.host.formats import StateFormat
+from megacompile.host.formats import Form
 from megacompile.room import Room
 from megacompile.runtime.device import Device
 from megacompile.world.control import World
@@ -25,7 +25,7 @@ class Settings:
     on_nonfinite: str | None
     seed: int
     max_seq_len: int | None
-    optimizer_state: StateFormat
+    optimizer_state: Form
     offload_dirs: tuple[str, ...]
     world: World
 

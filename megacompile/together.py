@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from megacompile.capture.outputs import OutputsFn
 from megacompile.capture.padding import pad_batch
 from megacompile.capture.right_padding import is_padded_right
 from megacompile.compiler import Compiler, Scheduled
-from megacompile.host.adam import backend
+from megacompile.host.adam import Kernel, backend
 from megacompile.host.optimizer import hypers
 from megacompile.padder import OfRanks
 from megacompile.runtime.step_io import step_seed
@@ -62,7 +62,7 @@ def _updates(settings: Settings) -> str:
     if settings.world.ranks.replicas == 1:
         return ""
     gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
-    kernel = {"c": "the C kernel", "torch": "torch"}[backend(settings.optimizer_state)]
+    kernel = {"c": "the C kernel", "torch": "torch"}[backend(cast("Kernel", settings.optimizer_state))]
     return f"{kernel} on the host, and {gpu}"
 
 
@@ -145,7 +145,7 @@ def _described_batches(
 
 def described_optimizer(session: Session) -> str:
     """The settings of all param groups."""
-    return ", ".join(str(hyper) for hyper in hypers(session.optimizer))
+    return ", ".join(str(hyper) for hyper in hypers(session.optimizer, session.settings.optimizer_state))
 
 
 def _shapes(batch: Batch) -> str:

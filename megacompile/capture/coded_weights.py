@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.kernels.decode_4bit import decode_weight, parts, stored_bytes
+from megacompile.kernels.registry import OpSpec, declare
 
 _CODING = "_megacompile_coding"  # the attribute of a traced module whose weight is coded
 
@@ -45,6 +46,9 @@ def decode_4bit(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype
 @decode_4bit.register_fake
 def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
+
+
+declare(OpSpec("decode_4bit"))
 
 
 def is_of_bitsandbytes(parameter: Tensor) -> bool:

@@ -20,9 +20,12 @@ import torch
 
 from megacompile.assemble.assembly import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
+from megacompile.host.foreign import Foreign
 from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]
+Form = StateFormat | Foreign
+"""A format of Adam's moments, or what another optimizer keeps."""
 _DTYPES = {"low": torch.int16, "exp_avg_codes": torch.uint8, "exp_avg_sq_codes": torch.uint8}
 SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
 
@@ -102,7 +105,7 @@ def check_format(name: str) -> StateFormat:
     return name  # type: ignore[return-value]
 
 
-def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]:
+def group_arrays(group: GroupLayout, form: Form) -> tuple[FlatArray, ...]:
     """Every flat array of a group's state, in a fixed order; arrays without elements are left out.
 
     "weights" is what is streamed: bf16 high halves (then "low" holds the low ones, unless the group is exact,
@@ -115,15 +118,17 @@ def group_arrays(group: GroupLayout, form: StateFormat) -> tuple[FlatArray, ...]
         kind: Literal["masters", "moments"] = "masters" if name in ("weights", "low") else "moments"
         dtype = group.dtype if name == "weights" else _DTYPES.get(name, torch.float32)
         found.append(FlatArray(name, kind, dtype, max(size[name] for size in sizes)))
+    if isinstance(form, Foreign) and group.trainable:
+        found += [FlatArray(n, "moments", dtype, size) for n, (dtype, size) in form.arrays(group).items()]
     return tuple(a for a in found if a.elements)
 
 
-def array_sizes(group: GroupLayout, form: StateFormat, rank: int) -> dict[str, int]:
-    """How many entries of each array of a group are a rank's."""
+def array_sizes(group: GroupLayout, form: Form, rank: int) -> dict[str, int]:
+    """How many entries of each array of masters, and of Adam's moments, of a group are a rank's."""
     sizes = {"weights": group.share}
     if group.dtype == torch.bfloat16 and not group.exact:
         sizes["low"] = group.share
-    if not group.trainable:
+    if not group.trainable or isinstance(form, Foreign):
         return sizes
     places = [run.place for run in shard_runs(group, form, rank)]
     plain = sum(place.elements for place in places if not place.coded)
@@ -216,17 +221,18 @@ def array_range(array: str, coding: Coding | None, start: int, stop: int) -> tup
     return count(start), count(stop)
 
 
-def state_bytes(groups: tuple[GroupLayout, ...], form: StateFormat) -> dict[str, int]:
+def state_bytes(groups: tuple[GroupLayout, ...], form: Form) -> dict[str, int]:
     """Host bytes of a model's state by kind: "masters" and "moments"."""
     arrays = [a for g in groups for a in group_arrays(g, form)]
     return {kind: sum(a.nbytes for a in arrays if a.kind == kind) for kind in ("masters", "moments")}
 
 
-def smaller_formats(groups: tuple[GroupLayout, ...], form: StateFormat) -> str:
+def smaller_formats(groups: tuple[GroupLayout, ...], form: Form) -> str:
     """A clause for error messages: what the formats below ``form`` would save, and frozen weights in bf16; ""
     where that is nothing."""
     now = sum(state_bytes(groups, form).values())
-    saved = {f: now - sum(state_bytes(groups, f).values()) for f in get_args(StateFormat)}
+    formats = () if isinstance(form, Foreign) else get_args(StateFormat)
+    saved = {f: now - sum(state_bytes(groups, f).values()) for f in formats}
     clauses = [f'optimizer_state="{f}" saves {format_bytes(n)}' for f, n in saved.items() if n > 0]
     low = sum(a.nbytes for g in groups if not g.trainable for a in group_arrays(g, form) if a.name == "low")
     clauses += [f"casting the frozen weights to bfloat16 saves {format_bytes(low)}"] if low else []

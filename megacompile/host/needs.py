@@ -14,8 +14,8 @@ from megacompile.assemble.assembly import Assembly, GroupLayout
 from megacompile.assemble.plan import Plan
 from megacompile.assemble.workload import Workload
 from megacompile.host.arena import padded
-from megacompile.host.formats import StateFormat
-from megacompile.host.offload import buffer_bytes, host_state_bytes, place_groups
+from megacompile.host.formats import Form
+from megacompile.host.offload import buffer_bytes, host_state_bytes, place_groups, scratch_bytes
 from megacompile.step.operations import Step, kept_gradients, offload_buffers, offloads
 
 
@@ -24,7 +24,8 @@ class HostBytes:
     """Host bytes by kind; ``buffers`` are the ring that gradients pass, ``offloaded`` offloaded activations.
 
     ``window`` are the buffers that state on NVMe passes through, ``padding`` what rounding up to pages
-    adds; ``nvme`` lies on the drive and is not in ``total``.
+    adds; ``nvme`` lies on the drive and is not in ``total``; ``scratch`` is what an update by an optimizer's
+    own class takes beside the state.
     """
 
     masters: int
@@ -35,6 +36,7 @@ class HostBytes:
     window: int
     padding: int
     nvme: int
+    scratch: int = 0
 
     @property
     def total(self) -> int:
@@ -45,7 +47,7 @@ class HostBytes:
         return HostBytes(*(count * nbytes for nbytes in astuple(self)))
 
 
-def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) -> HostBytes:
+def host_bytes(assembly: Assembly, form: Form, plan: Plan, step: Step) -> HostBytes:
     """What a plan's step takes of the host. It has room for what is on the device, which may come back."""
     states, window = host_states(plan), storage_window(plan)
     places = place_groups(assembly.groups, form, states)
@@ -54,10 +56,11 @@ def host_bytes(assembly: Assembly, form: StateFormat, plan: Plan, step: Step) ->
     passing = window * sum(buffer_bytes(places))
     gradients, buffers, offloaded = map(sum, _buffers(step, assembly.work))
     total = host_state_bytes(places, window) + step_bytes(step, assembly.work)
-    padding = total - masters - moments - gradients - buffers - offloaded - passing
+    scratch = scratch_bytes(places)
+    padding = total - masters - moments - gradients - buffers - offloaded - passing - scratch
     stored = sum(offloads(step, "nvme_write").values())
     nvme = sum(p.storage_bytes for p in places) + stored
-    return HostBytes(masters, moments, gradients, buffers, offloaded, passing, padding, nvme)
+    return HostBytes(masters, moments, gradients, buffers, offloaded, passing, padding, nvme, scratch)
 
 
 def step_bytes(step: Step, work: Workload) -> int:
@@ -78,7 +81,7 @@ def _buffers(step: Step, work: Workload) -> tuple[list[int], ...]:
     return kept, list(step.ring), list(offload_buffers(step).values())
 
 
-def state_in_ram(groups: Sequence[GroupLayout], form: StateFormat) -> int:
+def state_in_ram(groups: Sequence[GroupLayout], form: Form) -> int:
     """Host bytes of masters and moments where nothing is on storage."""
     return host_state_bytes(place_groups(groups, form, ("host",) * len(groups)), 0)
 

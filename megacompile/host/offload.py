@@ -21,7 +21,8 @@ from torch import Tensor
 from megacompile.assemble.assembly import GroupLayout
 from megacompile.errors import StorageError
 from megacompile.host.arena import HostArena, padded
-from megacompile.host.formats import FlatArray, StateFormat, group_arrays
+from megacompile.host.foreign import Foreign
+from megacompile.host.formats import FlatArray, Form, group_arrays
 from megacompile.host.nvme import Storage
 
 
@@ -39,13 +40,14 @@ class GroupPlace:
     """Which arrays of a group stay in RAM and which are on storage, the streamed weights first.
 
     ``weight_bytes`` is what the weights take on storage (0 where they stay in RAM), ``state_bytes`` the
-    rest, both padded.
+    rest, both padded. ``scratch_bytes`` is what an update of the group takes of RAM beside, in no arena.
     """
 
     in_ram: tuple[FlatArray, ...]
     on_storage: tuple[FlatArray, ...]
     weight_bytes: int
     state_bytes: int
+    scratch_bytes: int = 0
 
     @property
     def ram_bytes(self) -> int:
@@ -56,21 +58,20 @@ class GroupPlace:
         return self.weight_bytes + self.state_bytes
 
 
-def place_groups(
-    groups: Sequence[GroupLayout], form: StateFormat, states: Sequence[str]
-) -> tuple[GroupPlace, ...]:
+def place_groups(groups: Sequence[GroupLayout], form: Form, states: Sequence[str]) -> tuple[GroupPlace, ...]:
     """Where the arrays of each group go."""
     return tuple(place_group(g, form, s) for g, s in zip(groups, states, strict=True))
 
 
-def place_group(group: GroupLayout, form: StateFormat, state: str) -> GroupPlace:
+def place_group(group: GroupLayout, form: Form, state: str) -> GroupPlace:
     """Where a group's arrays go: "host", "nvme" (all but the weights) or "nvme-all"."""
     arrays = group_arrays(group, form)
     in_ram = tuple(a for a in arrays if state == "host" or (state == "nvme" and a.name == "weights"))
     gone = tuple(a for a in arrays if a not in in_ram)
     sizes = {a.name: padded(a.nbytes) for a in gone}
     weights = sizes.get("weights", 0)
-    return GroupPlace(in_ram, gone, weights, sum(sizes.values()) - weights)
+    scratch = form.scratch_bytes(group) if isinstance(form, Foreign) and group.trainable else 0
+    return GroupPlace(in_ram, gone, weights, sum(sizes.values()) - weights, padded(scratch))
 
 
 def buffer_bytes(places: Iterable[GroupPlace]) -> tuple[int, int]:
@@ -81,9 +82,14 @@ def buffer_bytes(places: Iterable[GroupPlace]) -> tuple[int, int]:
 
 
 def host_state_bytes(places: Iterable[GroupPlace], window: int) -> int:
-    """Bytes that groups take in RAM, their windows included."""
+    """Bytes that groups take in RAM, their windows and the scratch of updates included."""
     places = list(places)
-    return sum(p.ram_bytes for p in places) + window * sum(buffer_bytes(places))
+    return sum(p.ram_bytes for p in places) + window * sum(buffer_bytes(places)) + scratch_bytes(places)
+
+
+def scratch_bytes(places: Iterable[GroupPlace]) -> int:
+    """Bytes that an update takes beside all arrays: one group is updated at a time."""
+    return max((p.scratch_bytes for p in places), default=0)
 
 
 class Offload:

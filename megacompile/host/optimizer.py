@@ -1,10 +1,11 @@
-"""Adopt a ``torch.optim`` optimizer: its param groups and hyper-parameters drive the host Adam."""
+"""Adopt a ``torch.optim`` optimizer: its param groups and settings drive the host Adam, or its own class."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.host.adam import AdamHyper
+from megacompile.host.foreign import Foreign, GroupSettings, Numbers, Several, initial_state, members_of
+from megacompile.host.formats import Form, StateFormat
 
 DEFAULT_LR = 1e-5
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
-def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+def adopt(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, model: nn.Module
+) -> torch.optim.Optimizer:
     """The optimizer whose settings drive the updates, checked; it stays as it is until a program takes over.
 
     None stands for AdamW with lr 1e-5 over all trainable parameters, and says so.
@@ -27,56 +32,86 @@ def adopt(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.op
         raise MegacompileError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad on what to train."
         )
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = Several(optimizer)
     if optimizer is None:
         warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
         optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        inner = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Adam)
-        way_out = "give the optimizer that it wraps" if inner else "use torch.optim.AdamW or Adam"
-        raise MegacompileError(f"{type(optimizer).__name__} cannot run on the host: {way_out}.")
-    _check_class(type(optimizer))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MegacompileError(
+            f"optimizer= is a {type(optimizer).__name__}: give a torch.optim.Optimizer, or a list of them."
+        )
+    for member in members_of(optimizer):
+        if isinstance(getattr(member, "optimizer", None), torch.optim.Optimizer):
+            raise MegacompileError(
+                f"{type(member).__name__} cannot run on the host: give the optimizer that it wraps."
+            )
+        if member._optimizer_step_pre_hooks or member._optimizer_step_post_hooks:
+            raise MegacompileError(
+                "The optimizer has step hooks, which would never run: remove them, and do their work in the "
+                "loop."
+            )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise MegacompileError("The optimizer holds a complex parameter: train its real and imaginary parts.")
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
-        _hyper(optimizer, group)
+        if takes_our_steps(optimizer):
+            _hyper(optimizer, group)
         if any(id(p) not in owned for p in group["params"]):
             raise MegacompileError(
                 "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
             )
     refuse_moments(optimizer)
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise MegacompileError(
-            "The optimizer has step hooks, which would never run: remove them, and do their work in the loop."
-        )
     held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
     if not held:
         raise MegacompileError("The optimizer holds no trainable parameter of the model.")
     return optimizer
 
 
-def _check_class(kind: type[torch.optim.Optimizer]) -> None:
-    """Refuse a subclass with updates of its own, which the host would not take."""
-    step = inspect.unwrap(kind.step)
-    if step not in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step)):
+def takes_our_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the host Adam takes an optimizer's steps: it is torch's Adam or AdamW, or a subclass
+    with the same step, and keeps no maximum of second moments."""
+    known = [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)]
+    ours = isinstance(optimizer, torch.optim.Adam) and inspect.unwrap(type(optimizer).step) in known
+    return ours and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def form_of(optimizer: torch.optim.Optimizer, form: StateFormat) -> Form:
+    """Return how the host keeps the state of an optimizer; Adam's moments have formats to choose from."""
+    if takes_our_steps(optimizer):
+        return form
+    if form != "fp32":
         raise MegacompileError(
-            f"{kind.__name__} has a step of its own, which would never run: use torch.optim.AdamW or Adam."
+            f"optimizer_state={form!r} is a format of Adam's moments, and {type(optimizer).__name__} keeps a "
+            "state of its own: leave optimizer_state out, or use torch.optim.AdamW."
         )
+    return Foreign(optimizer)
 
 
 def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has moments: a program starts with its own, which are zero."""
-    if optimizer.state:
+    """Refuse an optimizer that has taken steps: a program starts with a state of its own."""
+    if not takes_our_steps(optimizer):
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                initial_state(member, group)
+    elif optimizer.state:
         raise MegacompileError(
             "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
         )
 
 
-def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
-    """Each param group's settings as plain JSON values, with its parameters by name."""
+def settings_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, numbers: Mapping[str, Numbers] | None = None
+) -> list[dict[str, Any]]:
+    """Each param group's settings as plain JSON values, with its parameters by name, and the ``numbers`` that
+    are kept of them."""
     names = {id(p): n for n, p in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        settings = {k: _plain(v) for k, v in group.items() if k != "params"}
-        groups.append(settings | {"parameters": [names[id(p)] for p in group["params"]]})
+        settings = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        parameters = [names[id(p)] for p in group["params"]]
+        kept = {name: numbers[name] for name in parameters if numbers and name in numbers}
+        groups.append(settings | {"parameters": parameters} | ({"numbers": kept} if kept else {}))
     return groups
 
 
@@ -98,17 +133,23 @@ def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: li
         if group.get("parameters") != names:
             raise MegacompileError(f"Param group {index} holds other parameters than in the checkpoint.")
         for key in ("lr", "eps", "weight_decay"):
-            if not isinstance(group.get(key), (int, float)):
+            ours_has = isinstance(_plain(optimizer.param_groups[index].get(key)), (int, float))
+            if ours_has and not isinstance(group.get(key), (int, float)):
                 raise MegacompileError(f"The checkpoint's param group {index} has no {key}.")
 
 
-def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Set each param group's settings to those that were saved, as ``load_state_dict`` would."""
+def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> dict[str, Numbers]:
+    """Set each param group's settings to those that were saved, as ``load_state_dict`` would; returns the
+    numbers that were kept of parameters."""
+    numbers: dict[str, Numbers] = {}
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
         for key, value in settings.items():
-            if key == "parameters" or value is None:
+            if key == "numbers":
+                numbers |= value
+            if key in ("parameters", "numbers") or value is None:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    return numbers
 
 
 def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,10 +164,13 @@ def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
 
-def hypers(optimizer: torch.optim.Optimizer) -> list[AdamHyper]:
+def hypers(optimizer: torch.optim.Optimizer, form: Form = "fp32") -> list[AdamHyper] | list[GroupSettings]:
     """Hyper-parameters as they are now, per param group; whoever makes an update says which step it is."""
-    # a learning-rate scheduler wants to see that the optimizer stepped before it does
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    for each in {optimizer, *members_of(optimizer)}:
+        # a learning-rate scheduler wants to see that the optimizer stepped before it does
+        each._opt_called = True  # type: ignore[attr-defined]
+    if isinstance(form, Foreign):
+        return form.settings()
     return [_hyper(optimizer, group) for group in optimizer.param_groups]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacompile.assemble.assembly import GroupLayout
 from megacompile.errors import BudgetError
 from megacompile.host.arena import HostArena, Room, padded
-from megacompile.host.formats import StateFormat
+from megacompile.host.formats import Form
 from megacompile.host.views import parts_of
 
 Arrays = Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class Snapshot:
     def __init__(
         self,
         groups: Sequence[GroupLayout],
-        form: StateFormat,
+        form: Form,
         steps: Sequence[Sequence[int]],
         arrays: Sequence[Arrays],
         updated: Sequence[int] = (),

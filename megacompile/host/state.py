@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,8 +22,16 @@ from megacompile.host import adam as host_adam
 from megacompile.host.adam_coded import Coded, coded_adamw_step
 from megacompile.host.arena import HostArena
 from megacompile.host.bucket import own_part, padding_of, rows_of, slot_view, strided
-from megacompile.host.formats import CODINGS, Run, StateFormat, moment_names, shard_runs
-from megacompile.host.offload import Offload, Placement, buffer_bytes, host_state_bytes, place_groups
+from megacompile.host.foreign import Foreign, GroupSettings, Numbers
+from megacompile.host.formats import CODINGS, Form, Run, StateFormat, moment_names, shard_runs
+from megacompile.host.offload import (
+    Offload,
+    Placement,
+    buffer_bytes,
+    host_state_bytes,
+    place_groups,
+    scratch_bytes,
+)
 from megacompile.host.parameters import is_exact, write_halves
 from megacompile.host.shards import collected
 from megacompile.host.snapshot import Copies, Snapshot
@@ -38,9 +47,11 @@ class HostState:
 
     ``arrays`` holds by group, by name, what :func:`~megacompile.host.formats.group_arrays` lists, as far as
     it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
-    in one arena, ``total_bytes`` of it, which leaves ``transient_bytes`` for what steps need. :meth:`move`
+    in one arena, which leaves ``transient_bytes`` for what steps need; ``total_bytes`` are what it takes
+    without them, and the ``scratch_bytes`` that updates take outside of it. :meth:`move`
     brings a group to the device, where single parameters can still be read and written. ``steps`` counts by
-    group the updates of each of its parameters, since not every step need have a gradient for it.
+    group the updates of each of its parameters, since not every step need have a gradient for it; ``numbers``
+    has what another optimizer than Adam keeps of each beside tensors.
 
     Of several ranks in ``world``, each holds its shards; whatever reads or writes parameters is then done by
     all of them together: they take the values that rank 0 gives, and rank 0 alone is given what is read.
@@ -49,7 +60,7 @@ class HostState:
     def __init__(
         self,
         groups: Sequence[GroupLayout],
-        form: StateFormat = "fp32",
+        form: Form = "fp32",
         placement: Placement | None = None,
         transient_bytes: int = 0,
         world: World | None = None,
@@ -61,26 +72,31 @@ class HostState:
         self._places = places = place_groups(self.groups, form, placement.states)
         self._window = placement.window
         self.total_bytes = host_state_bytes(places, placement.window)
-        self.arena = HostArena(self.total_bytes + transient_bytes)
+        self.scratch_bytes = scratch_bytes(places)
+        self.arena = HostArena(self.total_bytes - self.scratch_bytes + transient_bytes)
         self.arrays: list[dict[str, Tensor]] = [
             {a.name: self.arena.take((a.elements,), a.dtype) for a in place.in_ram} for place in places
         ]
         self.offload = Offload(self.groups, places, placement, self.arena) if placement.window else None
         self.steps = [[0] * len(group.slots) for group in self.groups]
+        self.numbers: list[list[Numbers]] = [[{} for _ in group.slots] for group in self.groups]
         self._homes: dict[int, dict[str, Tensor]] = {}  # where arrays that were moved lay
         self._snapshot = Snapshot((), form, (), ())  # the last one
         self.copies = Copies()  # that snapshots make
-        self._runs = [shard_runs(group, form, self.world.ranks.shard) for group in self.groups]
+        rank = self.world.ranks.shard
+        self._moments: StateFormat = "fp32" if isinstance(form, Foreign) else form
+        self._runs = [shard_runs(group, self._moments, rank) for group in self.groups]
         # sums over ranks are zero there
         self._padding = [padding_of(group) if group.ranks == 1 else [] for group in self.groups]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes in RAM by kind: "masters", "moments", the "window" over what is on storage, "copies" for a
-        checkpoint."""
+        checkpoint, "scratch" of updates by an optimizer's own class."""
         kept = [a for place in self._places for a in place.in_ram]
         sizes = {kind: sum(a.nbytes for a in kept if a.kind == kind) for kind in ("masters", "moments")}
         window = self._window * sum(buffer_bytes(self._places))
-        return sizes | {"window": window, "copies": self.copies.nbytes}
+        scratch = {"scratch": self.scratch_bytes} if self.scratch_bytes else {}
+        return sizes | {"window": window, "copies": self.copies.nbytes} | scratch
 
     def move(self, group: int, device: torch.device) -> None:
         """Bring a group's arrays to a device, or back to where they lay on the host."""
@@ -154,12 +170,27 @@ class HostState:
         return self.arrays[group] | self.offload.open(group, change=change)
 
     def reset_moments(self) -> None:
-        """Adam's moments and step counts as at the start."""
-        for group in range(len(self.groups)):
+        """The optimizer's state and step counts as at the start, which is all that others than Adam need."""
+        for group in range(0 if isinstance(self.form, Foreign) else len(self.groups)):
             arrays = self.open(group, change=True)
             for name in {*moment_names(False), *moment_names(True)} & set(arrays):
                 arrays[name].zero_()
         self.steps[:] = [[0] * len(group.slots) for group in self.groups]
+        self.numbers[:] = [[{} for _ in group.slots] for group in self.groups]
+
+    def named_numbers(self) -> dict[str, Numbers]:
+        """Return by the model's parameters what :attr:`numbers` has of them, which all pieces have alike."""
+        named: dict[str, Numbers] = {}
+        for group, numbers in zip(self.groups, self.numbers, strict=True):
+            for slot, own in zip(group.slots, numbers, strict=True):
+                if own:
+                    named[slot.parameter.whole or slot.parameter.name] = own
+        return named
+
+    def take_numbers(self, named: Mapping[str, Numbers]) -> None:
+        """Set :attr:`numbers` to what :meth:`named_numbers` gave."""
+        for group, numbers in zip(self.groups, self.numbers, strict=True):
+            numbers[:] = [dict(named.get(s.parameter.whole or s.parameter.name, {})) for s in group.slots]
 
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
@@ -215,7 +246,7 @@ class HostState:
         for run in self._runs_of(group, slots):
             part = slice(run.start, run.stop)
             lows = None if low is None else low[part]
-            moments = moments_of(arrays, run.place, self.form)
+            moments = moments_of(arrays, run.place, self._moments)
             hyper = replace(hypers[run.param_group], step=steps[run.slot] + 1)
             yield arrays["weights"][part], lows, moments, grad[part], hyper
         for slot in slots:
@@ -227,37 +258,60 @@ class HostState:
         if len(slots) == len(steps) == steps.count(steps[0]):
             return self._runs[group]
         chosen = [step if slot in slots else None for slot, step in enumerate(steps)]
-        return shard_runs(self.groups[group], self.form, self.world.ranks.shard, chosen)
+        return shard_runs(self.groups[group], self._moments, self.world.ranks.shard, chosen)
 
     def update(
         self,
         group: int,
         grad: Tensor,
-        hypers: Sequence[host_adam.AdamHyper],
+        hypers: Sequence[host_adam.AdamHyper] | Sequence[GroupSettings],
         slots: Collection[int],
         *,
         threads: int | None,
         slot: int | None = None,
     ) -> None:
-        """One Adam step of a group's parameters in ``slots``; ``hypers`` are per optimizer param group, and
-        which step it is of each parameter is known here.
+        """One optimizer step of a group's parameters in ``slots``; ``hypers`` are per optimizer param group,
+        and which step it is of each parameter is known here.
 
         ``slot`` is the buffer of the window that holds what of the group is on storage. ``grad`` is the
         group's bucket; nobody has written between its parameters, which a block of codes may reach.
         """
-        for padding in self._padding[group]:
-            grad[padding] = 0
         arrays = self.arrays[group]
         if slot is not None and self.offload is not None:
             arrays = arrays | self.offload.arrays(group, slot)
-        for weights, low, moments, part, hyper in self._views(group, arrays, grad, hypers, slots):
+        if isinstance(self.form, Foreign):
+            if self._lies_at_home(group):
+                self._snapshot.before_change(group)
+            steps, numbers = self.steps[group], self.numbers[group]
+            settings = cast("Sequence[GroupSettings]", hypers)
+            self.form.update(self.groups[group], arrays, grad, settings, steps, numbers, slots, threads)
+            for index in slots:
+                steps[index] += 1
+            return
+        for padding in self._padding[group]:
+            grad[padding] = 0
+        rates = cast("Sequence[host_adam.AdamHyper]", hypers)
+        for weights, low, moments, part, hyper in self._views(group, arrays, grad, rates, slots):
             master = weights if low is None else (weights, low)
             if len(moments) == 4:
                 coded = Coded(*moments[:2]), Coded(*moments[2:])
-                coded_adamw_step(master, *coded, part, hyper, CODINGS[self.form], threads)
+                coded_adamw_step(master, *coded, part, hyper, CODINGS[self._moments], threads)
             else:
                 first, second = moments
                 host_adam.adamw_step(master, first, second, part, hyper, threads)
+
+    def call(self, method: str, settings: Sequence[GroupSettings]) -> None:
+        """Call a method of the optimizer's class, such as eval() and train() of some, over every parameter
+        that has a state and whose param group it has written to; nothing may be under way."""
+        assert isinstance(self.form, Foreign)
+        for index, group in enumerate(self.groups):
+            steps, numbers = self.steps[index], self.numbers[index]
+            chosen = [
+                i for i, s in enumerate(group.slots) if steps[i] and settings[s.parameter.param_group].written
+            ]
+            if chosen:
+                arrays = self.open(index, change=True)
+                self.form.update(group, arrays, None, settings, steps, numbers, chosen, None, method)
 
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, padded_elements
 from megacompile.host.bucket import own_part
+from megacompile.host.foreign import Foreign
 from megacompile.host.formats import (
     CODINGS,
+    Form,
     MomentPlace,
     StateFormat,
     group_arrays,
@@ -23,7 +25,7 @@ from megacompile.host.formats import (
 )
 
 
-def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict[str, dict[str, Tensor]]]:
+def shapes_of(groups: Sequence[GroupLayout], form: Form) -> Iterator[dict[str, dict[str, Tensor]]]:
     """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
     for group in groups:
         arrays = {
@@ -33,13 +35,21 @@ def shapes_of(groups: Sequence[GroupLayout], form: StateFormat) -> Iterator[dict
 
 
 def parts_of(
-    group: GroupLayout, arrays: Mapping[str, Tensor], form: StateFormat, rank: int = 0
+    group: GroupLayout, arrays: Mapping[str, Tensor], form: Form, rank: int = 0
 ) -> dict[str, dict[str, Tensor]]:
     """Each parameter's name with flat views of all that is kept of it, by array's name; of what a rank keeps.
 
     The ranks' views one after another are those of a whole group, whose moments end with less padding.
     """
     named = {}
+    if isinstance(form, Foreign):
+        kept = form.views(group, arrays) if group.trainable else ({} for _ in group.slots)
+        masters = {n: arrays[n] for n in ("weights", "low") if n in arrays}
+        return {
+            slot.parameter.name: {n: flat[own_part(group, slot, rank)[1]] for n, flat in masters.items()}
+            | views
+            for slot, views in zip(group.slots, kept, strict=True)
+        }
     places = shard_places(group, form, rank) if group.trainable else [None] * len(group.slots)
     for slot, moments in zip(group.slots, places, strict=True):
         _, own = own_part(group, slot, rank)

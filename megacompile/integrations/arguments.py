@@ -28,7 +28,8 @@ MAPPED = {
     "max_grad_norm": "max_grad_norm; at 0 no norm is computed, and updates overlap the backward",
     "seed": "also the seed of the program's dropout",
     "use_cpu": 'device="cpu"',
-    "optim": "AdamW on the host; its 8-bit and 4-bit kinds set optimizer_state",
+    "optim": "AdamW on the host, its 8-bit and 4-bit kinds set optimizer_state; or another optimizer's class",
+    "optim_args": "given to an optimizer's own class, as upstream does; refused with AdamW",
     "torch_compile": "inductor=True",
     "use_liger_kernel": "kernels=True, the kernels of megacompile",
     "enable_jit_checkpoint": "always on: SIGTERM and Ctrl-C save a checkpoint, and end the training",
@@ -62,8 +63,7 @@ REFUSED = {
     "fsdp": "started by torchrun, devices share the state as they are",
     "fsdp_config": "started by torchrun, devices share the state as they are",
     "parallelism_config": "devices bring batches of their own, and nothing else is parallel",
-    "optim_args": "the optimizer is AdamW",
-    "optim_target_modules": "the optimizer is AdamW over all trainable parameters",
+    "optim_target_modules": "an optimizer is over all trainable parameters",
     "liger_kernel_config": "give kernels= of MegacompileConfig",
     "debug": "hooks cannot look into a streamed model; on_nonfinite is an option of megacompile.compile",
 }
@@ -81,6 +81,16 @@ _OPTIMIZERS: dict[str, StateFormat] = {
     "adamw_torch_8bit": "int8",
     "adamw_torch_4bit": "int4",
 }
+OWN_CLASSES = (
+    "sgd",
+    "adafactor",
+    "adagrad",
+    "rmsprop",
+    "schedule_free_adamw",
+    "schedule_free_radam",
+    "schedule_free_sgd",
+)
+"""Names of ``optim`` whose classes step on the host themselves, made as upstream makes them."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +120,16 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
     for name, way_out in REFUSED.items():
         if _is_set(arguments, name):
             raise MegacompileError(f"TrainingArguments({name}=...) is not supported: {way_out}.")
-    if str(arguments.optim.value) not in _OPTIMIZERS:
+    name = str(arguments.optim.value)
+    if name not in _OPTIMIZERS and name not in OWN_CLASSES:
         raise MegacompileError(
-            f"TrainingArguments(optim={arguments.optim.value!r}) is not supported: use one of "
-            f"{', '.join(_OPTIMIZERS)}."
+            f"TrainingArguments(optim={name!r}) is not supported: use one of "
+            f"{', '.join((*_OPTIMIZERS, *OWN_CLASSES))}, or give an optimizer in optimizers=."
+        )
+    if _is_set(arguments, "optim_args") and name not in OWN_CLASSES:
+        raise MegacompileError(
+            f"TrainingArguments(optim_args=...) is not supported with optim={name!r}: give an AdamW in "
+            "optimizers=."
         )
     _join(arguments)
     if arguments.save_only_model and arguments.load_best_model_at_end:
@@ -130,7 +146,7 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
     kernels, arguments.use_liger_kernel = arguments.use_liger_kernel, False  # else the model is patched
     return dataclasses.replace(
         config,
-        optimizer_state=config.optimizer_state or _OPTIMIZERS[arguments.optim.value],
+        optimizer_state=config.optimizer_state or _OPTIMIZERS.get(name, "fp32"),
         device=config.device or ("cpu" if arguments.use_cpu else None),
         kernels=config.kernels if config.kernels is not None else kernels or None,
     )

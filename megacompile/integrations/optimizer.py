@@ -11,7 +11,7 @@ from megacompile.errors import ProgramError
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
-    """Stands where a trainer expects its optimizer; ``inner`` is the AdamW that a program has adopted.
+    """Stands where a trainer expects its optimizer; ``inner`` is the one that a program has adopted.
 
     Both share their param groups, so schedulers and callbacks change what the next update takes. ``step``
     calls ``update``. There is no state on this side: moments are the program's.
@@ -23,6 +23,9 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, update: Callable[[], None]) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self._update = inner, update
+        for name in ("eval", "train"):  # of those whose classes change parameters by them
+            if callable(getattr(inner, name, None)):
+                setattr(self, name, lambda name=name: getattr(inner, name)())
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Train the program on all micro-batches that wait."""

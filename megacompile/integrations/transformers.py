@@ -21,9 +21,10 @@ from transformers.trainer_pt_utils import find_batch_size
 from megacompile.api import compile
 from megacompile.capture.wrappers import unwrapped
 from megacompile.errors import BudgetError
+from megacompile.host.foreign import Several
 from megacompile.host.formats import StateFormat
 from megacompile.host.state import Weights
-from megacompile.integrations.arguments import MegacompileConfig, compile_options, settle
+from megacompile.integrations.arguments import OWN_CLASSES, MegacompileConfig, compile_options, settle
 from megacompile.integrations.evaluation import Evaluation
 from megacompile.integrations.interrupt import Interruption
 from megacompile.integrations.losses import given_loss, smoothed_loss
@@ -83,6 +84,8 @@ class Mixin(Saving, Updates, Evaluation):
         self._no_updates()
         self._progress = Progress(self)
         super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, (list, tuple)):
+            self.optimizer = Several(self.optimizer)  # schedulers take one
         self._interruption = Interruption()
         self.add_callback(self._interruption)
         known = self.callback_handler.callbacks
@@ -124,7 +127,10 @@ class Mixin(Saving, Updates, Evaluation):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
-        """AdamW, whichever format of its moments ``optim`` asks for."""
+        """AdamW, whichever format of its moments ``optim`` asks for, or a class that upstream has for it."""
+        if str(args.optim.value) in OWN_CLASSES:
+            upstream: tuple[Any, Any] = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return upstream
         betas = args.adam_beta1, args.adam_beta2
         return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
@@ -136,6 +142,8 @@ class Mixin(Saving, Updates, Evaluation):
 
     def _adopted(self) -> ProgramOptimizer:
         """The optimizer that ``create_optimizer``, a subclass's too, has made, as a program's."""
+        if isinstance(self.optimizer, (list, tuple)):
+            self.optimizer = Several(self.optimizer)
         if not isinstance(self.optimizer, ProgramOptimizer):
             self.optimizer = ProgramOptimizer(self.optimizer, self._update)
         adopted: ProgramOptimizer = self.optimizer

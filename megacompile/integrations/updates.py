@@ -56,6 +56,8 @@ class Updates(_Upstream):
         the gradients at once, and returns the loss.
         """
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         micro = self._micro_batch(inputs, num_items_in_batch)
         if self.is_in_train:

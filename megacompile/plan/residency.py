@@ -17,7 +17,7 @@ from dataclasses import replace
 from megacompile.assemble.assembly import Assembly
 from megacompile.assemble.plan import Mode, Plan
 from megacompile.assemble.workload import Workload
-from megacompile.host.formats import StateFormat, group_arrays
+from megacompile.host.formats import Form, group_arrays
 from megacompile.machine.rates import Machine
 from megacompile.machine.simulate import simulate
 from megacompile.passes import finish, lower_memory
@@ -26,7 +26,7 @@ from megacompile.plan.candidates import Planned
 from megacompile.step.operations import peak_bytes
 
 
-def with_state(assembly: Assembly, form: StateFormat) -> Assembly:
+def with_state(assembly: Assembly, form: Form) -> Assembly:
     """The assembly with what each group's state and gradient take."""
     groups = tuple(
         replace(

@@ -19,8 +19,15 @@ from typing import NamedTuple
 from megacompile.assemble.assembly import GroupLayout
 from megacompile.assemble.plan import Plan
 from megacompile.host.arena import padded
-from megacompile.host.formats import StateFormat
-from megacompile.host.offload import GroupPlace, buffer_bytes, host_state_bytes, place_group, place_groups
+from megacompile.host.formats import Form
+from megacompile.host.offload import (
+    GroupPlace,
+    buffer_bytes,
+    host_state_bytes,
+    place_group,
+    place_groups,
+    scratch_bytes,
+)
 from megacompile.step.operations import Step, offloads, spilled_bytes
 from megacompile.units import format_bytes
 
@@ -35,7 +42,7 @@ class Tiers:
     ``nvme_budget_bytes`` bounds what lies there, offloaded activations included.
     """
 
-    form: StateFormat
+    form: Form
     host_budget_bytes: int
     stored: bool
     nvme_budget_bytes: int = sys.maxsize
@@ -152,11 +159,14 @@ class _PlacementCandidate(NamedTuple):
     last: int
 
 
-def _placement_candidates(layouts: Sequence[GroupLayout], form: StateFormat) -> Iterator[_PlacementCandidate]:
+def _placement_candidates(layouts: Sequence[GroupLayout], form: Form) -> Iterator[_PlacementCandidate]:
     """All in RAM; then masters' low halves and moments leave, group by group; then streamed weights too."""
     places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _STATES}
     sizes = [p.storage_bytes for p in places["nvme-all"]]
-    yield _PlacementCandidate(0, 0, sum(p.ram_bytes for p in places["host"]), 0, 0, "host", "host", 0)
+    scratch = scratch_bytes(places["host"])
+    yield _PlacementCandidate(
+        0, 0, sum(p.ram_bytes for p in places["host"]) + scratch, 0, 0, "host", "host", 0
+    )
     for limit in sorted(set(sizes)):
         small = [i for i, nbytes in enumerate(sizes) if nbytes <= limit]
         for first, then in (("host", "nvme"), ("nvme", "nvme-all")):
@@ -164,7 +174,7 @@ def _placement_candidates(layouts: Sequence[GroupLayout], form: StateFormat) -> 
             for i in small:
                 now[i] = places[first][i]
             moved = sum(_traffic(p, g.trainable) for p, g in zip(now, layouts, strict=True))
-            stored, ram = sum(p.storage_bytes for p in now), sum(p.ram_bytes for p in now)
+            stored, ram = sum(p.storage_bytes for p in now), sum(p.ram_bytes for p in now) + scratch
             state, weights = buffer_bytes(now)
             for last, i in enumerate(reversed(small), 1):
                 before, after = now[i], places[then][i]

@@ -9,7 +9,7 @@ from megacompile.assemble.assembly import Assembly, GroupLayout
 from megacompile.assemble.plan import Plan
 from megacompile.assemble.workload import Workload
 from megacompile.errors import BudgetError
-from megacompile.host.formats import StateFormat, smaller_formats
+from megacompile.host.formats import Form, smaller_formats
 from megacompile.host.needs import host_bytes, host_states, step_bytes, storage_window
 from megacompile.host.offload import Placement, host_state_bytes, place_groups
 from megacompile.host.scratch import folders_of
@@ -23,7 +23,7 @@ def allocate_host_state(
     step: Step,
     plan: Plan,
     assembly: Assembly,
-    form: StateFormat,
+    form: Form,
     directories: Sequence[str],
     host_budget_bytes: int,
     world: World,
@@ -65,7 +65,7 @@ def check_beside(state: HostState, step: Step, work: Workload, host_budget_bytes
 
 def _too_large(
     layouts: tuple[GroupLayout, ...],
-    form: StateFormat,
+    form: Form,
     has_storage: bool,
     given_bytes: int,
     need: int,

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
+from megacompile.host.foreign import members_of
 
 _BELONGS = "This {} belongs to a megacompile program"
 _USED = (
@@ -216,10 +217,14 @@ def take(
             ]
     _OWNED[model] = [
         *handles,
-        optimizer.register_step_pre_hook(step),
-        optimizer.register_state_dict_pre_hook(moments),
-        optimizer.register_load_state_dict_pre_hook(moments),
     ]
+    for each in {optimizer, *members_of(optimizer)}:
+        _OWNED[model] += [
+            each.register_step_pre_hook(step),
+            each.register_state_dict_pre_hook(moments),
+            each.register_load_state_dict_pre_hook(moments),
+        ]
+        each.add_param_group = types.MethodType(_Refuser(_GROUPED), each)  # type: ignore[method-assign]
     for name, parameter in model.named_parameters():
         if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
@@ -228,8 +233,6 @@ def take(
         reduced = pickled if lender is None else types.MethodType(_pickled, parameter)
         parameter.__reduce_ex__ = reduced  # type: ignore[method-assign]
         vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
-    refuse_groups = types.MethodType(_Refuser(_GROUPED), optimizer)
-    optimizer.add_param_group = refuse_groups  # type: ignore[method-assign]
 
 
 def lend(parameter: nn.Parameter, *, trains: bool) -> None:
@@ -259,7 +262,9 @@ def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: t
     for handle in _OWNED.pop(model, ()):
         handle.remove()
     _EMPTY.difference_update(model.modules())
-    vars(optimizer).pop("add_param_group", None)
+    for each in {optimizer, *members_of(optimizer)}:
+        for name in ("add_param_group", "eval", "train"):
+            vars(each).pop(name, None)
     for parameter in parameters:
         if isinstance(parameter, _LentParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]

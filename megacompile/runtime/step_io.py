@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megacompile.host.adam import AdamHyper
+from megacompile.host.foreign import GroupSettings
 
 
 @dataclass
@@ -23,7 +24,7 @@ class StepInputs:
     leaves: list[list[Tensor]]
     seeds: list[int]
     loss_weights: list[float]
-    hypers: list[AdamHyper] = field(default_factory=list)  # by param group
+    hypers: Sequence[AdamHyper] | Sequence[GroupSettings] = ()  # by param group
     max_grad_norm: float | None = None
     check_loss: bool = False
     losses_count: bool = False

@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from megacompile.errors import StorageError
 from megacompile.host.adam import AdamHyper
 from megacompile.host.bucket import add_gradients, own_part, slot_view, sum_of_squares
+from megacompile.host.foreign import GroupSettings
 from megacompile.host.offload import Offload
 from megacompile.host.rows import add_rows
 from megacompile.host.state import HostState
@@ -273,7 +274,8 @@ class StepUpdates:
             progress.planned -= 1
         else:
             progress.begun += 1
-            self._device.update(self._held.state, group, gradient, self._hypers(deferred), slots)
+            hypers = cast("list[AdamHyper]", self._hypers(deferred))  # others' groups are never here
+            self._device.update(self._held.state, group, gradient, hypers, slots)
             progress.done += 1
 
     def _leaves_out(
@@ -290,9 +292,10 @@ class StepUpdates:
             results.finite = all(map(math.isfinite, largest))
         return results.stopped_by is not None or (deferred and results.skipped)
 
-    def _hypers(self, deferred: bool) -> list[AdamHyper]:
+    def _hypers(self, deferred: bool) -> list[AdamHyper] | list[GroupSettings]:
         """Hyper-parameters by param group, for gradients that were clipped or were not."""
-        return [replace(h, grad_scale=self._scale if deferred else 1.0) for h in self._inputs.hypers]
+        scale = self._scale if deferred else 1.0
+        return [replace(h, grad_scale=scale) for h in self._inputs.hypers]  # type: ignore[return-value]
 
     def _check_loss(self) -> None:
         """Judge the losses before anything is changed; where compute runs ahead, at the first update. Of

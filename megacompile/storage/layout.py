@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.errors import MegacompileError
-from megacompile.host.formats import CODINGS, StateFormat, array_range, is_coded
+from megacompile.host.foreign import Foreign
+from megacompile.host.formats import CODINGS, Form, array_range, is_coded
 from megacompile.host.snapshot import Snapshot
 from megacompile.host.state import HostState
 from megacompile.host.views import shapes_of
@@ -77,7 +78,7 @@ def layout_of(state: HostState | Snapshot) -> SavedLayout:
         for g in state.groups
         for slot, step in zip(g.slots, state.steps[g.index], strict=True)
     ]
-    return SavedLayout(state.form, {p.name: _facts(p, step) for p, step in slots})
+    return SavedLayout(str(state.form), {p.name: _facts(p, step) for p, step in slots})
 
 
 def _facts(p: Parameter, step: int) -> Facts:
@@ -89,7 +90,12 @@ def read_layout(saved: SavedLayout, held: Container[str], state: HostState, fold
 
     ``held`` are the names of all saved tensors: of frozen parameters there may be low halves or none.
     """
-    if saved.optimizer_state != state.form:
+    if saved.optimizer_state != str(state.form):
+        if isinstance(state.form, Foreign) or "." in saved.optimizer_state:
+            raise MegacompileError(
+                f"{folder} was saved with the state of {saved.optimizer_state} and this program has that of "
+                f"{state.form}: compile with the optimizer that was saved."
+            )
         raise MegacompileError(
             f"{folder} was saved with optimizer_state={saved.optimizer_state!r} and this program has "
             f"{state.form!r}: compile with the one that was saved."
@@ -194,13 +200,14 @@ def _check_blocks(
     owner: tuple[GroupLayout, Parameter],
     parts: tuple[Part, ...],
     saved: Pieces,
-    form: StateFormat,
+    form: Form,
     folder: Path,
 ) -> None:
     """Codes can be taken apart between blocks only."""
-    (group, parameter), coding = owner, CODINGS.get(form)
-    if coding is None or not group.trainable:
+    (group, parameter) = owner
+    if isinstance(form, Foreign) or form not in CODINGS or not group.trainable:
         return
+    coding = CODINGS[form]
     coded = is_coded(parameter.numel, form)
     for part in parts:
         between = part.ends or part.count % coding.block == 0  # then the next part begins with a block too
@@ -211,9 +218,11 @@ def _check_blocks(
             )
 
 
-def copied_range(array: str, part: Part, saved: int, ours: int, form: StateFormat) -> tuple[slice, slice]:
+def copied_range(array: str, part: Part, saved: int, ours: int, form: Form) -> tuple[slice, slice]:
     """Which entries of a saved flat array, of that length, go where in one of ours."""
-    coding = CODINGS.get(form)
+    if isinstance(form, Foreign) and form.shared_by_pieces(array):
+        return slice(0, saved), slice(0, ours)
+    coding = None if isinstance(form, Foreign) else CODINGS.get(form)
     start, stop = array_range(array, coding, part.start, part.start + part.count)
     to, _ = array_range(array, coding, part.to, part.to)
     length = min(saved - start, ours - to) if part.ends else stop - start

@@ -190,29 +190,20 @@ def test_no_trainable_parameter() -> None:
         compile_plain(model, optimizer=None)
 
 
-def test_foreign_or_unknown_optimizer() -> None:
+def test_an_optimizer_that_is_not_the_models_or_wraps_another() -> None:
     model = Plain()
-    with pytest.raises(megacompile.MegacompileError, match=r"SGD .* use torch"):
-        compile_plain(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     wrapping = torch.optim.SGD(model.parameters())
     wrapping.optimizer = torch.optim.AdamW(model.parameters())  # type: ignore[attr-defined]  # as accelerate's
     with pytest.raises(megacompile.MegacompileError, match=r"SGD .* that it wraps"):
         compile_plain(model, optimizer=wrapping)
     with pytest.raises(megacompile.MegacompileError, match="not the model's"):
         compile_plain(model, optimizer=torch.optim.AdamW(Plain().parameters()))
-    with pytest.raises(megacompile.MegacompileError, match="amsgrad"):
-        compile_plain(model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True))
-    with pytest.raises(megacompile.MegacompileError, match="OwnStep has a step of its own"):
-        compile_plain(model, optimizer=OwnStep(model.parameters()))
+    with pytest.raises(megacompile.MegacompileError, match=r"is a Plain: give a torch\.optim"):
+        compile_plain(model, optimizer=model)
     hooked = torch.optim.AdamW(model.parameters())
     hooked.register_step_post_hook(lambda *given: None)
     with pytest.raises(megacompile.MegacompileError, match="step hooks"):
         compile_plain(model, optimizer=hooked)
-
-
-class OwnStep(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
 
 
 class OnlyDefaults(torch.optim.AdamW):

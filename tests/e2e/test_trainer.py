@@ -19,6 +19,7 @@ import megacompile
 from megacompile.assemble.plan import Mode
 from megacompile.capture.batch import Batch
 from megacompile.compiler import Compiler
+from megacompile.host.foreign import Several
 from megacompile.integrations import arguments
 from megacompile.integrations.arguments import MegacompileConfig, compile_options
 from tests.support.models import build
@@ -465,7 +466,7 @@ def test_arguments_that_this_version_lacks_are_left_out(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"optim": "adafactor"}, "optim='adafactor'"),
+        ({"optim": "lomo"}, "optim='lomo'"),
         ({"optim_args": "a=1"}, "optim_args"),
         ({"debug": "underflow_overflow"}, "debug"),
         ({"fp16_full_eval": True}, "fp16_full_eval"),
@@ -519,6 +520,54 @@ class OwnOptimizer:
             ]
             self.optimizer: Any = torch.optim.AdamW(groups, lr=3e-3)
         return self.optimizer
+
+
+def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest, as both are used."""
+    named = dict(model.named_parameters())
+    inner = [n for n, p in named.items() if p.dim() == 2 and "layers" in n]
+    return [
+        torch.optim.Muon([named[n] for n in inner], lr=1e-2),
+        torch.optim.AdamW([p for n, p in named.items() if n not in inner], lr=1e-3),
+    ]
+
+
+class Both(Several):
+    """One optimizer for upstream, whose accelerate gives it other dicts for its param groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = [group for member in self.optimizers for group in member.param_groups]
+        for group, given in zip(own, self.param_groups, strict=True):
+            group["lr"] = given["lr"]
+        super().step()
+
+
+def test_a_list_of_optimizers_trains_as_its_members_do_upstream(tmp_path: Path) -> None:
+    """Upstream takes one optimizer, here one that has each of them step."""
+    both = []
+    for kind in (Trainer, transformers.Trainer):
+        model = build("llama", layers=2)
+        optimizers: Any = muon_beside_adamw(model)
+        given = {"optimizers": (optimizers if kind is Trainer else Both(optimizers), None)}
+        settings = {"max_steps": 3, "gradient_accumulation_steps": 1, "of_trainer": given}
+        both.append(trainer(kind, tmp_path, lambda model=model: model, **settings))  # type: ignore[misc]
+        both[-1].train()
+    assert_same_logs(*both)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "adagrad", "rmsprop", "schedule_free_adamw"])
+def test_optimizers_are_named_as_upstream_names_them(name: str, tmp_path: Path) -> None:
+    """What evaluates weights that are not those it trains switches between them."""
+    given: dict[str, Any] = {"optim": name, "max_steps": 3}
+    if name == "sgd":
+        given["optim_args"] = "momentum=0.9"
+    if name.startswith("schedule_free"):
+        pytest.importorskip("schedulefree", reason="schedulefree is missing: pip install schedulefree")
+        given |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
+    both = [trainer(kind, tmp_path, **given) for kind in (Trainer, transformers.Trainer)]
+    for each in both:
+        each.train()
+    assert_same_logs(*both)
 
 
 class OwnScheduler:
