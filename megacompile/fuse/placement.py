@@ -26,11 +26,10 @@ from megacompile.fuse.match import Emitter, Match, NearMissError, Pattern, aten,
 from megacompile.fuse.narrow import narrow
 from megacompile.fuse.report import Fusions, NearMiss, Placement
 
-PATTERNS: dict[str, Pattern] = {  # tried in this order: some take over what an earlier one placed
-    name: pattern
-    for module in (norms, rope, qk_norm, gates, experts, head)
-    for name, pattern in module.PATTERNS.items()
-}
+# tried in this order: some take over what an earlier one placed
+PATTERNS: dict[str, Pattern] = (
+    norms.PATTERNS | rope.PATTERNS | qk_norm.PATTERNS | gates.PATTERNS | experts.PATTERNS | head.PATTERNS
+)
 
 
 def read_switches(kernels: Mapping[str, bool] | bool | None) -> dict[str, bool]:

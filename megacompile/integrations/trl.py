@@ -447,6 +447,7 @@ class PolicyMixin(TokenMixin):
     _outside = PolicyModel
     _defaults: Callable[[], Any]
     _entropy_bonus_enabled = False
+    _current_train_step_time: float
     temperature: float
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
