@@ -31,8 +31,8 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from benchmarks.report import machine_line
 from benchmarks.step_overhead import batch_of, build, compiled, plain_need
+from megacompile.api.program import Program
 from megacompile.integrations.transformers import Trainer
-from megacompile.program import Program
 
 TOKENS = 256
 ALONE = 3  # steps without a checkpoint

@@ -96,7 +96,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
     import torch
 
     import megacompile
-    from megacompile.host.arena import resident_peak_bytes
+    from megacompile.state.arena import resident_peak_bytes
 
     model, batch = _model(size)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -148,7 +148,7 @@ def _model(size: Size) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megacompile.pretrained import parameters_on_meta
+    from megacompile.api.pretrained import parameters_on_meta
 
     config = LlamaConfig(
         hidden_size=size.hidden, intermediate_size=size.intermediate, num_hidden_layers=size.layers,

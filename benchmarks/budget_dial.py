@@ -20,14 +20,14 @@ import torch
 import megacompile
 from benchmarks.gpu.work import batch_of, tiny
 from benchmarks.report import interleaved, machine_line
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
-from megacompile.machine.catalog import load_machine
-from megacompile.plan.candidates import Planned
-from megacompile.plan.least import least
-from megacompile.plan.planner import search
-from megacompile.plan.residency import reside, trained_groups
+from megacompile.cli.estimator import Study
+from megacompile.cli.models import load_model
+from megacompile.hardware.catalog import load_machine
+from megacompile.planner.device_state_fill import reside, trained_groups
+from megacompile.planner.min_feasible_budget import least
+from megacompile.planner.plan_evaluator import Planned
+from megacompile.planner.search import search
+from megacompile.schedule.plan import Mode, Plan
 
 Row = dict[str, Any]
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import machine_line
-from megacompile.host.arena import resident_bytes, trim_heap
-from megacompile.host.formats import StateFormat
+from megacompile.state.arena import resident_bytes, trim_heap
+from megacompile.state.moment_formats import StateFormat
 
 WAYS = {"streamed": (None, 1), "clipped": (1.0, 1), "accumulated": (1.0, 2)}
 WIDTH = 1024

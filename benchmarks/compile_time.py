@@ -42,8 +42,8 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from megacompile.api.pipeline import Frontend
     from megacompile.capture.batch import read_batch
-    from megacompile.frontend import Frontend
 
     stages: Any = importlib.import_module("megacompile.compiler")  # its names, wherever a tree defines them
     config = Qwen2Config(

@@ -19,11 +19,11 @@ import torch
 from torch import fx, nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
-from megacompile.differentiate.costs import grouped
-from megacompile.differentiate.policies import DifferentiatedTemplate
-from megacompile.machine.catalog import load_machine
-from megacompile.machine.simulate import traffic_seconds
-from megacompile.step.operations import Op
+from megacompile.blocks.costs import grouped
+from megacompile.blocks.policies import DifferentiatedTemplate
+from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.simulate import traffic_seconds
+from megacompile.schedule.step import Op
 
 _COLUMNS = ("layer", "weights", "saved, `all`", "saved, `some`", "recompute", "forward", "backward",
             "experts", "wait")  # fmt: skip

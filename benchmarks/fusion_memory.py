@@ -22,14 +22,14 @@ from unittest import mock
 
 import torch
 
+from megacompile.blocks import memory_meter
+from megacompile.blocks.partition import partition
+from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.batch import read_batch
-from megacompile.capture.captured import Captured
-from megacompile.capture.forms import parameter_forms
-from megacompile.capture.graph import capture
-from megacompile.differentiate import meter
-from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
-from megacompile.fuse.placement import PATTERNS, fuse, read_switches
-from megacompile.partition.blocks import partition
+from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.trace import capture
+from megacompile.graph.captured import Captured
+from megacompile.graph.fusion_rewriter import PATTERNS, fuse, read_switches
 
 Rows = dict[str, int]
 
@@ -37,7 +37,7 @@ Rows = dict[str, int]
 @contextlib.contextmanager
 def triton_path() -> Iterator[None]:
     """Let the meter see what the fused operators allocate where their Triton kernels run."""
-    implementation = meter._implementation
+    implementation = memory_meter._implementation
 
     def opaque(func: Any) -> Any:
         name = func._schema.name.removeprefix("megacompile::").removesuffix("_backward")
@@ -45,8 +45,8 @@ def triton_path() -> Iterator[None]:
 
     head = sys.modules["megacompile.kernels.linear_cross_entropy"]
     with (
-        mock.patch.object(meter, "_implementation", opaque),
-        mock.patch.object(meter, "_SEEN", {}),  # what calls took on the CPU path
+        mock.patch.object(memory_meter, "_implementation", opaque),
+        mock.patch.object(memory_meter, "_SEEN", {}),  # what calls took on the CPU path
         mock.patch.object(head, "add_product_", lambda *args: None),  # within cuBLAS's product
         mock.patch.object(head, "accumulate", lambda *args: None),
         mock.patch.object(head, "gradient_", lambda *args: None),

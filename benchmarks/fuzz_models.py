@@ -67,14 +67,14 @@ def try_one(seed: int) -> Result:
 def _judge(seed: int) -> Result:
     import torch
 
-    from megacompile.plan import tiling
-    from megacompile.tile import cuts
+    from megacompile.graph import tile_rewriter
+    from megacompile.planner import tiling
     from tests.support.fuzz import case, draw
     from tests.support.judge import judge
 
     trial = draw(seed)
     if trial.piece_bytes:
-        for module in (cuts, tiling):
+        for module in (tile_rewriter, tiling):
             module.LEAST_PIECE = trial.piece_bytes
     return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
 

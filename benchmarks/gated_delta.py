@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture import substitute
-from megacompile.capture.forms import parameter_forms
-from megacompile.capture.graph import capture
+from megacompile.capture import replacements
+from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.trace import capture
 
 _COLUMNS = ("tokens", "", "capture", "nodes", "step", "least budget")
 
@@ -106,7 +106,7 @@ def main() -> None:
         batch = {"input_ids": ids, "labels": ids}
         rows = [eager(batch)]
         for how in ("loops", "operator"):
-            loops = mock.patch.object(substitute, "gated_delta_rule", traced)
+            loops = mock.patch.object(replacements, "gated_delta_rule", traced)
             with loops if how == "loops" else contextlib.nullcontext():
                 rows.append(compiled(batch, how))
         for row in rows:

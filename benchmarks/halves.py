@@ -1,7 +1,7 @@
 """The law of split masters on every FP32 bit pattern: join(split(x)) is x, for all 2**32 of them.
 
 In:  nothing. Out: one line per backend; exit status 1 where a pattern is lost. The test suite takes a
-stratified sample (`tests/unit/host/test_adam.py`); this takes them all, NaN payloads and denormals included.
+stratified sample (`tests/unit/state/test_adam.py`); this takes them all, NaN payloads and denormals included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from megacompile.host import adam as host_adam
+from megacompile.state import adam
 
 CHUNK = 1 << 24
 
@@ -24,8 +24,8 @@ def lost_patterns() -> int:
     lost = 0
     for start in range(-(1 << 31), 1 << 31, CHUNK):
         bits = offsets + start
-        host_adam.split(bits.view(torch.float32), high, low)
-        host_adam.join(high, low, back)
+        adam.split(bits.view(torch.float32), high, low)
+        adam.join(high, low, back)
         lost += int((back.view(torch.int32) != bits).sum())
     return lost
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Both backends, where there is a compiler."""
     total = 0
     for backend in ("c", "torch"):
-        host_adam.set_backend(backend)  # type: ignore[arg-type]
+        adam.set_backend(backend)  # type: ignore[arg-type]
         start = time.perf_counter()
         lost = lost_patterns()
         total += lost

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacompile.kernels
-from megacompile.fuse.head import workspace_bytes
-from megacompile.machine.catalog import load_machine
+from megacompile.graph.head_patterns import workspace_bytes
+from megacompile.hardware.catalog import load_machine
 
 WIDTH, VOCABULARY = 4096, 128256
 HEAD = sys.modules[f"{megacompile.kernels.__name__}.linear_cross_entropy"]

@@ -30,11 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.host import adam as host_adam
-from megacompile.host.adam import AdamHyper, adamw_step, torch_fused
-from megacompile.host.adam_coded import Coded, coded_adamw_step, encode
-from megacompile.host.arena import HostArena, padded
-from megacompile.host.formats import CODINGS
+from megacompile.state import adam
+from megacompile.state.adam import AdamHyper, adamw_step, torch_fused
+from megacompile.state.arena import HostArena, padded
+from megacompile.state.moment_formats import CODINGS, Coded, coded_adamw_step, encode
 
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.01, step=10)
 TILE = 1 << 19
@@ -66,7 +65,7 @@ class State:
     def random(cls, n: int) -> State:
         master, grad = torch.randn(n), torch.randn(n)
         hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
-        host_adam.split(master, hi, lo)
+        adam.split(master, hi, lo)
         moments = torch.randn(n).mul_(0.1), torch.rand(n).mul_(0.01)
         return cls(*in_arena(master, *moments, grad, grad.bfloat16(), hi, lo, torch.zeros(n)))
 
@@ -161,9 +160,9 @@ def our_rows(s: State) -> list[Row]:
     moments = s.exp_avg, s.exp_avg_sq
 
     def fallback(threads: int) -> None:
-        host_adam._choice = "torch"  # set_backend would look for a compiler again
+        adam._choice = "torch"  # set_backend would look for a compiler again
         adamw_step((s.hi, s.lo), *moments, s.grad16, HYPER, threads)
-        host_adam._choice = "c"
+        adam._choice = "c"
 
     def step(weight: Tensor | tuple[Tensor, Tensor], grad: Tensor) -> Callable[[int], object]:
         return lambda threads: adamw_step(weight, *moments, grad, HYPER, threads)
@@ -202,7 +201,7 @@ def all_rows(s: State) -> list[Row]:
     state = s.master, s.exp_avg, s.exp_avg_sq
 
     def stream_copy(threads: int) -> int:
-        return host_adam.call_kernel("mc_stream_copy", 4 * s.spare.numel(), s.spare, s.grad32, threads)
+        return adam.call_kernel("mc_stream_copy", 4 * s.spare.numel(), s.spare, s.grad32, threads)
 
     bypassing = "non-temporal copy" if stream_copy(1) else "copy (no non-temporal stores here)"
     rows = [
@@ -264,8 +263,8 @@ def main() -> None:
     arguments = parser.parse_args()
     n = max(arguments.elements // 16, 1) * 16
     cores = torch.get_num_threads()
-    host_adam.set_backend("c")
-    print(f"{machine()}. {host_adam.describe_backend()}")
+    adam.set_backend("c")
+    print(f"{machine()}. {adam.describe_backend()}")
     print(f"{n / 1e6:.1f}M parameters, medians of {arguments.repeats} interleaved runs.\n")
     rows = all_rows(State.random(n))
     for threads in arguments.threads or sorted({1, min(2, cores), cores}):

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megacompile.api.pipeline import Compiled, Frontend
 from megacompile.capture.batch import read_batch
-from megacompile.frontend import Compiled, Frontend
 
 VOCABULARY = 16000
 

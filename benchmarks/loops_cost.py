@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine_line
+from megacompile.api.pipeline import Frontend
+from megacompile.blocks.chunk_loops import two_lengths
+from megacompile.blocks.functions import Boxed
+from megacompile.blocks.joint_graph import Ref
+from megacompile.blocks.partition import Template
+from megacompile.blocks.policies import PolicyFunctions, _Cutter
 from megacompile.capture.batch import read_batch
-from megacompile.differentiate.functions import Boxed
-from megacompile.differentiate.joint import Ref
-from megacompile.differentiate.policies import PolicyFunctions, _Cutter
-from megacompile.differentiate.sequence import two_lengths
-from megacompile.frontend import Frontend
-from megacompile.partition.blocks import Template
 
 _CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from unittest import mock
 from torch import nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
-from megacompile.capture import patching
-from megacompile.differentiate.policies import PolicyFunctions
+from megacompile.blocks.policies import PolicyFunctions
+from megacompile.capture import patches
 
 _COLUMNS = ("layer", "scan", "nodes", "forward", "recompute and backward", "saved")
 
@@ -73,7 +73,7 @@ def _at_once(policy: PolicyFunctions) -> int:
 def main() -> None:
     tokens = tokens_asked(__doc__.splitlines()[0])
     print("| " + " | ".join(_COLUMNS) + " |\n|---|---|" + "--:|" * 4)
-    own = mock.patch.dict(patching._RECURRENCES, {"mamba2_chunk_scan": (theirs, "")})
+    own = mock.patch.dict(patches._RECURRENCES, {"mamba2_chunk_scan": (theirs, "")})
     for name, make in (("Mamba-2 2.7B", mamba2), ("Bamba 9B", bamba)):
         for how, patched in (("transformers'", own), ("operator", contextlib.nullcontext())):
             with patched:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.capture.batch import read_batch
-from megacompile.differentiate.policies import DifferentiatedTemplate
-from megacompile.frontend import Compiled, Frontend
 
 _PROCESSORS = 132  # of an H100
 

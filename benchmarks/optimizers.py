@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-from megacompile.host.formats import group_arrays
-from megacompile.host.optimizer import form_of, hypers
-from megacompile.host.state import HostState
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
+from megacompile.state.masters import HostState
+from megacompile.state.moment_formats import group_arrays
+from megacompile.state.optimizer import form_of, hypers
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, Adam: the C kernel": ("torch.optim.AdamW", {}),

@@ -9,12 +9,12 @@ recomputes each layer once, and updates after the backward.
 
 from __future__ import annotations
 
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import Workload
 from megacompile.passes import PASSES
-from megacompile.plan.arrange import Shape, uniform, with_deferred
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Weights
+from megacompile.planner.linear_program import Shape, uniform, with_deferred
+from megacompile.schedule.op_table import Weights
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 
 _SEGMENT = 4  # layers between MegaTrain's checkpoints
 

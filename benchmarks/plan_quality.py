@@ -30,17 +30,16 @@ from benchmarks.instances.make import budget_range
 from benchmarks.peers import megatrain_step, zero3_step
 from benchmarks.relaxation import relaxed_seconds
 from benchmarks.report import machine_line
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.catalog import load_machine
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import simulate
+from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.plan.arrange import shapes, uniform
-from megacompile.plan.baselines import greedysnake_like
-from megacompile.plan.floor import Floor
-from megacompile.plan.planner import search
-from megacompile.step.operations import Step, peak_bytes
+from megacompile.planner.bounds import Floor
+from megacompile.planner.linear_program import shapes, uniform
+from megacompile.planner.search import greedysnake_like, search
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.step import Step, peak_bytes
+from megacompile.schedule.workload import Workload
 
 SavedOn = Literal["device", "host"]
 Residency = Literal["stream", "step"]

@@ -22,8 +22,8 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.machine.measured import compare, comparison_table
-from megacompile.plan.least import infeasible
+from megacompile.hardware.simulate import compare, comparison_table
+from megacompile.planner.min_feasible_budget import infeasible
 
 
 def _decoder(kind: str, **fields: Any) -> Callable[[], nn.Module]:

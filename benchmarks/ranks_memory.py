@@ -25,11 +25,11 @@ import torch.multiprocessing as mp
 
 from benchmarks.bytes_per_parameter import WIDTH, Tower, run
 from benchmarks.report import machine_line
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.host.arena import trim_heap
-from megacompile.machine.rates import Machine
-from megacompile.plan.planner import search
+from megacompile.hardware.machine import Machine
+from megacompile.planner.search import search
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.workload import Workload
+from megacompile.state.arena import trim_heap
 
 
 def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megacompile.estimate.answer import Prediction, Question
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
-from megacompile.estimate.sweeps import best_mesh
-from megacompile.machine.catalog import PROFILES, MachineProfile
+from megacompile.cli.estimator import Prediction, Question, Study
+from megacompile.cli.models import load_model
+from megacompile.cli.sweeps import best_mesh
+from megacompile.hardware.catalog import PROFILES, MachineProfile
 from megacompile.units import format_bytes, format_seconds
 
 SEQUENCES = {"llama-3.1-8b": 4, "llama-3.1-70b": 4, "llama-3.1-405b": 2}  # of each GPU

@@ -28,12 +28,12 @@ from benchmarks.relaxed_memory import GB, limit_memory
 from benchmarks.relaxed_slots import Span, limit_fetches
 from benchmarks.relaxed_step import RelaxedStep
 from benchmarks.relaxed_updates import limit_updates
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import call_seconds
-from megacompile.plan.takes import Order
-from megacompile.step.spec import Kind
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import call_seconds
+from megacompile.planner.linear_program import Order
+from megacompile.schedule.op_table import Kind
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.workload import Workload
 
 
 def relaxed_seconds(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> float:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.linear import LinearProgram
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import CheckpointPolicy, Workload
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.workload import CheckpointPolicy, Workload
 
 GB = 1e-9  # memory rows count in GB, times in seconds: all coefficients are of about one size
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 from benchmarks.linear import LinearProgram, Row, times, total
 from benchmarks.relaxed_memory import GB
-from megacompile.assemble.workload import Call, Workload
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import duration
-from megacompile.step.operations import Op
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import duration
+from megacompile.schedule.step import Op
+from megacompile.schedule.workload import Call, Workload
 
 _AHEAD = (1, 2, 3, 4, 6, 8, 16, 32)  # operations between i and j, and one more
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from benchmarks.linear import LinearProgram, Row, times, total
 from benchmarks.relaxed_memory import BlockShare
 from benchmarks.relaxed_slots import Span
-from megacompile.assemble.plan import Mode, norm_bytes
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import duration
-from megacompile.plan.takes import Order, Treatments
-from megacompile.step.operations import Op
-from megacompile.step.spec import SPECS, Kind
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import duration
+from megacompile.planner.linear_program import Order, Treatments
+from megacompile.schedule.op_table import SPECS, Kind
+from megacompile.schedule.plan import Mode, norm_bytes
+from megacompile.schedule.step import Op
+from megacompile.schedule.workload import Workload
 
 
 class RelaxedStep:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from benchmarks.linear import Row, total
 from benchmarks.relaxed_step import RelaxedStep
-from megacompile.machine.simulate import call_seconds
+from megacompile.hardware.simulate import call_seconds
 
 
 def limit_updates(step: RelaxedStep, pushed: Mapping[int, tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megacompile.program import Program
+from megacompile.api.program import Program
 
 
 def interleaved(programs: Sequence[Program], batch: Any, repeats: int) -> list[list[float]]:

@@ -20,11 +20,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.assemble.plan import Mode
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
-from megacompile.machine.catalog import load_machine
-from megacompile.plan.planner import search
+from megacompile.cli.estimator import Study
+from megacompile.cli.models import load_model
+from megacompile.hardware.catalog import load_machine
+from megacompile.planner.search import search
+from megacompile.schedule.plan import Mode
 
 LENGTHS = (1, 64, 256, 1024, 4096)
 MACHINES = {"rtx-4090": 22e9, "h100-pcie": 14e9}  # and a budget that holds less than the weights

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.host.formats import StateFormat
+from megacompile.state.moment_formats import StateFormat
 
 BATCH, LENGTH, RATE, WARMUP, HELD_OUT = 4, 128, 2e-3, 20, 16
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "state_formats.png"

@@ -24,11 +24,11 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import interleaved, machine_line
-from megacompile.capture.patching import our_operators
-from megacompile.differentiate.meter import StorageMeter
-from megacompile.host.adam import adamw_step
-from megacompile.host.optimizer import hypers
-from megacompile.program import Program
+from megacompile.api.program import Program
+from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.capture.patches import our_operators
+from megacompile.state.adam import adamw_step
+from megacompile.state.optimizer import hypers
 
 
 def build() -> nn.Module:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import Workload
+from megacompile.cli.estimator import Study
+from megacompile.cli.models import load_model
 from megacompile.errors import BudgetError
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
-from megacompile.machine.catalog import load_machine
-from megacompile.machine.simulate import simulate
-from megacompile.plan.planner import search
-from megacompile.step.operations import Step, peak_bytes
+from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.simulate import simulate
+from megacompile.planner.search import search
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.step import Step, peak_bytes
+from megacompile.schedule.workload import Workload
 
 SEQ = 1024
 BATCHES = (64, 32, 16, 8, 4, 2, 1)

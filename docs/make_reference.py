@@ -18,8 +18,8 @@ from typing import Any
 
 import megacompile
 from megacompile.errors import BudgetExceededError, DeviceLostError, ScheduleError, StorageError
-from megacompile.runtime.results import Memory, StepOutput
-from megacompile.schedule.schedule import Schedule
+from megacompile.report.schedule import Schedule
+from megacompile.runtime.step_results import Memory, StepOutput
 
 PAGE = Path(__file__).with_name("reference.md")
 FUNCTIONS = (megacompile.compile, megacompile.from_pretrained, megacompile.our_operators)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import megacompile
-from megacompile.differentiate.meter import StorageMeter
-from megacompile.schedule.plots import loss_curve, memory_timeline
-from megacompile.schedule.schedule import Schedule
-from megacompile.step.operations import peak_bytes
+from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.report.plots import loss_curve, memory_timeline
+from megacompile.report.schedule import Schedule
+from megacompile.schedule.step import peak_bytes
 from megacompile.units import format_bytes
 
 Batch = dict[str, Tensor]

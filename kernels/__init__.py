@@ -7,19 +7,15 @@ on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in tri
 
 from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.add_rms_norm import add_rms_norm
-from megacompile.kernels.attention import (
-    document_bounds,
-    flash_attention_backward,
-    flash_attention_forward,
-)
+from megacompile.kernels.attention import document_bounds, flash_attention_backward, flash_attention_forward
 from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.decode_4bit import decode_weight
 from megacompile.kernels.dropout import dropout_mask
-from megacompile.kernels.gated_delta_rule import gated_delta_rule
+from megacompile.kernels.gated_delta import gated_delta_rule
 from megacompile.kernels.glu import glu
 from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
-from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
+from megacompile.kernels.mamba2 import mamba2_chunk_scan
 from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope

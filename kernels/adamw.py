@@ -1,11 +1,11 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the device, for groups that stay there.
 
     w *= 1 - lr * weight_decay;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
     w -= lr / (1 - beta1**step) * m / (sqrt(v / (1 - beta2**step)) + eps)
 
 in float32, with g = grad * scale: the operations of torch's fused kernel, in its order and with its fused
-multiply-adds and no others, as ``megacompile/host/adam.h`` has them. So a group's bits do not depend on where
+multiply-adds and no others, as ``megacompile/state/adam.h`` has them. So a group's bits do not depend on
+where
 it is updated. weight: flat float32, or
 bfloat16 with ``low`` (int16), its halves: ``high = bits + 0x8000 >> 16`` (the value to nearest, ties up)
 and ``low = bits - (high << 16)``, which give back all 2**32 patterns. exp_avg, exp_avg_sq: flat float32.
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
 from megacompile.kernels.registry import OpSpec, declare
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 
 BLOCK = 1024
 State = tuple[Tensor, Tensor | None, Tensor, Tensor]

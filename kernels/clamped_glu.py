@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """SwiGLU with clamped inputs, as in GPT-OSS (arXiv:2508.10925), on one packed projection.
 
     g = min(gate, limit)        u = min(max(up, -limit), limit)
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     AotCase,
     aot_cases,
     as_rows,
     as_tiles,
+    by_rows,
+    flat,
     launch_columns,
     runs_triton,
     tile_at,
@@ -35,6 +35,9 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 
 BLOCK = 1024
 

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Gated activations (Shazeer 2020, arXiv:2002.05202): ``y = activation(gate) * up``.
 
 activation: ``silu`` (SwiGLU), ``gelu_tanh``, ``gelu_erf`` (GeGLU, Hendrycks and Gimpel 2016,
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megacompile.kernels._rows import by_rows, flat
 from megacompile.kernels._triton import (
     AotCase,
     aot_cases,
     as_tiles,
+    by_rows,
+    flat,
     launch_columns,
     runs_triton,
     tile_at,
@@ -32,6 +32,9 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
 BLOCK = 1024

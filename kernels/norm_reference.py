@@ -7,8 +7,7 @@ type of rstd.
 import torch
 from torch import Tensor
 
-from megacompile.kernels._rows import by_rows, flat
-from megacompile.kernels._triton import wide
+from megacompile.kernels._triton import by_rows, flat, wide
 from megacompile.kernels.rope import rotated
 
 Variant = tuple[float, bool]

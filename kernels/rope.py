@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), out of place or in place.
 
 For each pair (a, b) of the first R columns:
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.kernels._rows import by_rows
 from megacompile.kernels._triton import (
     AotCase,
     accumulator,
     aot_cases,
+    by_rows,
     ceil_div,
     launch,
     next_power_of_2,
@@ -37,6 +36,8 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, Shape, elementwise, heads_of, normal
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Twin, declare
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit

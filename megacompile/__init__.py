@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, ProgramError
 
 if TYPE_CHECKING:
-    from megacompile.api import compile
-    from megacompile.assemble.plan import Plan
-    from megacompile.capture.patching import our_operators
-    from megacompile.pretrained import from_pretrained
-    from megacompile.program import Program
-    from megacompile.runtime.step_io import NonFiniteError
+    from megacompile.api.compile import compile
+    from megacompile.api.pretrained import from_pretrained
+    from megacompile.api.program import Program
+    from megacompile.capture.patches import our_operators
+    from megacompile.runtime.step_results import NonFiniteError
+    from megacompile.schedule.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,12 +27,12 @@ __all__ = [
     "our_operators",
 ]
 _MODULES = {  # imported when a name is asked for: torch alone takes seconds, which --help need not wait for
-    "NonFiniteError": "megacompile.runtime.step_io",
-    "Plan": "megacompile.assemble.plan",
-    "Program": "megacompile.program",
-    "compile": "megacompile.api",
-    "from_pretrained": "megacompile.pretrained",
-    "our_operators": "megacompile.capture.patching",
+    "NonFiniteError": "megacompile.runtime.step_results",
+    "Plan": "megacompile.schedule.plan",
+    "Program": "megacompile.api.program",
+    "compile": "megacompile.api.compile",
+    "from_pretrained": "megacompile.api.pretrained",
+    "our_operators": "megacompile.capture.patches",
 }
 
 

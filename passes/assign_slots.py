@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Ring
+from megacompile.schedule.op_table import Ring
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 
 ALIGNMENT = 512
 _Place = tuple[int, int]  # offset and bytes

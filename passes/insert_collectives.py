@@ -12,10 +12,7 @@ each other's. With one rank the step stays as it is.
 
 from __future__ import annotations
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import (
+from megacompile.schedule.op_table import (
     Agreed,
     Kind,
     Loss,
@@ -26,6 +23,9 @@ from megacompile.step.spec import (
     WeightGrad,
     Weights,
 )
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 
 SHARD_BUFFERS = 2  # that one is summed into while another leaves
 PIECE_BYTES = 8 << 20  # of a gradient that a rank sends to each other one at a time, at most

@@ -19,12 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacompile.assemble.assembly import SQUARED
-from megacompile.assemble.plan import Mode, Plan, norm_bytes, updated_groups
-from megacompile.assemble.workload import Workload
+from megacompile.blocks.weight_groups import SQUARED
 from megacompile.passes.keep_state import gradients_that_wait
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import (
+from megacompile.schedule.op_table import (
     HostGrad,
     Kind,
     Master,
@@ -37,6 +34,9 @@ from megacompile.step.spec import (
     Token,
     WeightGrad,
 )
+from megacompile.schedule.plan import Mode, Plan, norm_bytes, updated_groups
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 
 
 def insert_gradients(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

@@ -1,21 +1,22 @@
-"""Bring each weight group to the device before its uses and let it go after them.
-
-A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps
-the group between them, or if they are so close that the next prefetch would start before the group
-could leave.
-
-Of ranks that share a group whose state is on the device, each copies its shard within the device.
-"""
+"""Bring each weight group to the device before its uses, and free each token after its last one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from megacompile.assemble.plan import GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.passes.weave import weave
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import COMPUTES, Master, Resident, Weights
+from megacompile.schedule.op_table import COMPUTES, Master, Resident, Token, Weights
+from megacompile.schedule.plan import GroupPlan, Mode, Plan
+from megacompile.schedule.step import Op, Step, weave
+from megacompile.schedule.workload import Workload
+
+# ------------------------------------------------------------------------------------------------------------
+# Bring each weight group to the device before its uses and let it go after them.
+#
+# A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps
+# the group between them, or if they are so close that the next prefetch would start before the group
+# could leave.
+#
+# Of ranks that share a group whose state is on the device, each copies its shard within the device.
 
 
 def insert_prefetch(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -64,3 +65,27 @@ def _stays(positions: list[int], plan: GroupPlan, micro: list[int]) -> list[list
         stays[-1].append(position)
         begun.add(micro[position])
     return stays
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Give back each device token with the last compute operation that touches it.
+
+
+def insert_frees(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
+    """Add to ``frees`` what nothing later reads and no operation gives back already."""
+    last: dict[Token, int] = {}
+    for index, op in enumerate(step.ops):
+        for token in (*op.reads, *op.writes):
+            if token.on_device:
+                last[token] = index
+        for token in (*op.donates, *op.frees):
+            last.pop(token, None)
+    freed: dict[int, list[Token]] = defaultdict(list)
+    for token, index in last.items():
+        assert step.ops[index].stream == "compute", f"{token} is last read by another stream"
+        freed[index].append(token)
+    ops = tuple(
+        op.with_(frees=op.frees + tuple(freed[index])) if index in freed else op
+        for index, op in enumerate(step.ops)
+    )
+    return step.with_(ops=ops)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.passes.weave import weave
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Disk, Staged, Token, Window
+from megacompile.schedule.op_table import Disk, Staged, Token, Window
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Op, Step, weave
+from megacompile.schedule.workload import Workload
 
 
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

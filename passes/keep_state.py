@@ -10,10 +10,10 @@ gradient always waits, as a shard in FP32, so that no block waits for an exchang
 
 from __future__ import annotations
 
-from megacompile.assemble.plan import Mode, Plan, updated_groups
-from megacompile.assemble.workload import Workload
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Resident, Token, Weights
+from megacompile.schedule.op_table import Resident, Token, Weights
+from megacompile.schedule.plan import Mode, Plan, updated_groups
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 
 
 def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:

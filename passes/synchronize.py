@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.step.operations import Event, Op, Step
-from megacompile.step.spec import STREAMS, Token
+from megacompile.schedule.op_table import STREAMS, Token
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Event, Op, Step
+from megacompile.schedule.workload import Workload
 
 _Place = tuple[int, int]  # first byte and end of a slot
 _COMPUTE = STREAMS.index("compute")

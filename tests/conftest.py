@@ -34,7 +34,7 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 HERE = Path(__file__).parent
 ANEW = (
     "tests/unit/capture/",
-    "tests/unit/differentiate/",
+    "tests/unit/blocks/",
     "tests/e2e/test_bad_input.py",
     "tests/e2e/test_between_steps.py",
     "tests/e2e/test_calls.py",

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 import megacompile
-import megacompile.capture.attention  # registers the operator
+import megacompile.capture.sdpa  # registers the operator
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
-from megacompile.bench.cases import OPERATIONS
-from megacompile.bench.kernels import check
-from megacompile.bench.providers import OURS
+from megacompile.bench.kernel_bench import OURS, check
+from megacompile.bench.kernel_cases import OPERATIONS
 from megacompile.kernels.benchmark import Operation
 from megacompile.units import parse_bytes
 

@@ -10,10 +10,9 @@ import torch
 
 from benchmarks.gpu.campaign import environment
 from benchmarks.gpu.findings import Recorder
-from megacompile.bench import timing
-from megacompile.bench.cases import OPERATIONS
-from megacompile.bench.kernels import Bench
-from megacompile.bench.providers import providers
+from megacompile.bench import kernel_bench
+from megacompile.bench.kernel_bench import Bench, providers
+from megacompile.bench.kernel_cases import OPERATIONS
 
 _ORDER = ("rms_norm", "glu", "linear_cross_entropy", "attention", "add_rms_norm", "rope", "qk_norm_rope",
           "layer_norm",
@@ -24,10 +23,10 @@ _SPEND_MS = 60.0  # on one row, in place of the bench's own 300
 def table(to: Recorder, most: int | None = None) -> None:
     """Time each operation: milliseconds and share of the roof by provider and pass; sizes up to ``most``."""
     device = torch.device("cuda")
-    timing.SPEND_MS = _SPEND_MS
-    timer = timing.CudaTimer(device)
+    kernel_bench.SPEND_MS = _SPEND_MS
+    timer = kernel_bench.CudaTimer(device)
     with to.finding("roof") as finding:
-        roof = timing.roofline(timer, device, (torch.bfloat16,))
+        roof = kernel_bench.roofline(timer, device, (torch.bfloat16,))
         finding |= {"GB/s": roof.bandwidth / 1e9, "TFLOP/s": roof.flops[torch.bfloat16] / 1e12}
     to.require("roof")
     bench = Bench(providers([], device), device, timer, roof)
@@ -68,9 +67,9 @@ def slowest(to: Recorder, count: int = 3) -> None:
 
 _ONCE = """
 import torch
-from megacompile.bench.cases import OPERATIONS, inputs_of
-from megacompile.bench.kernels import _all_results
-from megacompile.bench.providers import OURS
+from megacompile.bench.kernel_cases import OPERATIONS, inputs_of
+from megacompile.bench.kernel_bench import _all_results
+from megacompile.bench.kernel_bench import OURS
 operation = OPERATIONS["{name}"]
 inputs = inputs_of(operation, operation.shapes[0], torch.bfloat16, torch.device("cuda"))
 _all_results(OURS["{name}"], inputs)

@@ -122,8 +122,8 @@ def _sum_of_ones() -> float:
 def _page_lock_in_place(nbytes: int) -> dict[str, Any]:
     import torch
 
-    from megacompile.host.arena import HostArena
-    from megacompile.runtime.page_locked import page_lock, page_unlock
+    from megacompile.runtime.pinned_memory import page_lock, page_unlock
+    from megacompile.state.arena import HostArena
 
     arena = HostArena(4 * nbytes)
     arena.tensor.fill_(1)
@@ -213,9 +213,9 @@ def rates(to: Recorder, nbytes: int) -> None:
     """Measure the profile, and keep it where plans take it from; first touch of host memory beside it."""
     import torch
 
-    from megacompile.host.arena import HostArena
-    from megacompile.machine.kept import keep_profile
-    from megacompile.machine.profile import describe, profile
+    from megacompile.hardware.catalog import keep_profile
+    from megacompile.hardware.measure import describe, profile
+    from megacompile.state.arena import HostArena
 
     threads = torch.get_num_threads()
     with to.finding("first touch of host memory, s per GiB") as finding:

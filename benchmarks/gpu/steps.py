@@ -114,7 +114,7 @@ def compile_ahead(
     model: str, budget: str, tokens: int, clip: bool, state: str, sequence: int = SEQUENCE
 ) -> None:
     """Plan a step and compile its kernels as :func:`step` does, without the memory that its state takes."""
-    from megacompile.session import Session
+    from megacompile.api.session import Session
 
     class Ready(Exception):
         pass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.estimate.models import Model, build, load_model
+from megacompile.cli.models import Model, build, load_model
 
 SEQUENCE = 4096
 _TINY: dict[str, Any] = {

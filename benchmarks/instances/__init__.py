@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import BlockWork, Call, Workload
-from megacompile.machine.catalog import load_machine, override
-from megacompile.machine.rates import Machine
+from megacompile.hardware.catalog import load_machine, override
+from megacompile.hardware.machine import Machine
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.workload import BlockWork, Call, Workload
 
 FOLDER = Path(__file__).parent
 

@@ -10,13 +10,13 @@ import warnings
 from dataclasses import asdict
 
 from benchmarks.instances import FOLDER, Instance
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
+from megacompile.cli.estimator import Study
+from megacompile.cli.models import load_model
 from megacompile.passes import lower_memory
-from megacompile.plan.least import infeasible
-from megacompile.step.operations import peak_bytes
+from megacompile.planner.min_feasible_budget import infeasible
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.step import peak_bytes
+from megacompile.schedule.workload import Workload
 
 # model, batch, tokens, machine, link in GB/s where it is not the machine's own, micro-batches
 _ROWS = (

@@ -26,7 +26,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 def _trains_on_gpu() -> bool:
     import torch
 
-    from megacompile.cli.first_run import findings
+    from megacompile.cli.gpu_doctor import findings
 
     if not torch.cuda.is_available():
         print(f"{'gpu':<15} FAILED: torch {torch.__version__} finds no CUDA device")
@@ -40,7 +40,7 @@ def _trains_on_gpu() -> bool:
 
 
 def _link() -> str:
-    from megacompile.machine.profile import measure_link
+    from megacompile.hardware.measure import measure_link
 
     try:
         return str(measure_link())
@@ -97,9 +97,8 @@ def _page_locking() -> str:
 
     if not torch.cuda.is_available():
         return ""
-    from megacompile.host.arena import HostArena
-    from megacompile.runtime.page_locked import page_lock, page_unlock
-    from megacompile.runtime.staging import PIECE_BYTES, PIECES
+    from megacompile.runtime.pinned_memory import PIECE_BYTES, PIECES, page_lock, page_unlock
+    from megacompile.state.arena import HostArena
 
     probe = HostArena(_PROBE).tensor
     pieces, code = page_lock(probe)
@@ -116,7 +115,7 @@ def _cores() -> str:
 
 
 def _adam() -> str:
-    from megacompile.host.adam import describe_backend
+    from megacompile.state.adam import describe_backend
 
     return describe_backend()
 

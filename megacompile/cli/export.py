@@ -15,11 +15,11 @@ def run_export(options: argparse.Namespace) -> int:
     try:
         import transformers
 
-        from megacompile.integrations.checkpoints import check_checkpoint
+        from megacompile.integrations.trainer_checkpoints import check_checkpoint
     except ImportError as error:
         text = f"export needs transformers ({error}): pip install 'megacompile[transformers]'."
         raise MegacompileError(text) from error
-    from megacompile.storage.export import describe, export_model, saved_tensors
+    from megacompile.state.model_export import describe, export_model, saved_tensors
 
     checkpoint, folder = _checkpoint(Path(options.source).expanduser()), Path(options.folder).expanduser()
     state = check_checkpoint(checkpoint)
@@ -48,9 +48,8 @@ def _whole(checkpoint: Path, state: Path) -> tuple[Any, Any, Any]:
     """Return the config of a checkpoint's model, its description, and its values from the masters."""
     from transformers import AutoConfig
 
-    from megacompile.pretrained import build_empty
-    from megacompile.storage.export import describe
-    from megacompile.storage.saved_values import saved_values
+    from megacompile.api.pretrained import build_empty
+    from megacompile.state.model_export import describe, saved_values
 
     if not (checkpoint / "config.json").is_file():
         raise MegacompileError(f"{checkpoint} has no config.json, so what model it is of is not known.")
@@ -91,7 +90,7 @@ def _dtype(given: str | None, config: Any) -> Any:
 
 def _checkpoint(source: Path) -> Path:
     """A checkpoint, or the newest whole one of a run's output folder."""
-    from megacompile.integrations.checkpoints import STATE, last_checkpoint
+    from megacompile.integrations.trainer_checkpoints import STATE, last_checkpoint
 
     if not source.is_dir():
         raise MegacompileError(f"{source} is no folder: give a checkpoint, or a run's output_dir.")

@@ -6,11 +6,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megacompile.assemble.plan import Plan
-from megacompile.assemble.text import plan_table
 from megacompile.errors import MegacompileError
-from megacompile.schedule.diff import diff_plans, diff_schedules
-from megacompile.schedule.schedule import Schedule
+from megacompile.report.explain import diff_plans, diff_schedules
+from megacompile.report.schedule import Schedule
+from megacompile.schedule.plan import Plan, plan_table
 from megacompile.units import format_bytes
 
 _LONGEST = 1 << 28  # bytes of a file that is read; schedules of hundreds of layers have under a million

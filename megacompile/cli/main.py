@@ -1,7 +1,4 @@
-"""The ``megacompile`` command: plan, train, export, inspect, diff, models, machines, doctor, bench.
-
-A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
-"""
+"""The ``megacompile`` command: its subcommands, their arguments, and the examples that ``--help`` shows."""
 
 from __future__ import annotations
 
@@ -14,11 +11,144 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from megacompile.cli import examples
-from megacompile.cli.bench import add_bench
 from megacompile.errors import MegacompileError
+
+# ------------------------------------------------------------------------------------------------------------
+# What ``--help`` shows below the options of each command.
+
+
+ALL = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --hbm-budget 80 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile doctor
+
+`megacompile COMMAND --help` says more. Exit code: 0 yes, 1 no (it does not fit, the plans differ),
+2 the question is wrong."""
+PLAN = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --batch 1 --seq 4096
+  megacompile plan --model llama-3.1-70b --machine h100-pcie --batch 4 --seq 4096 \\
+      --hbm-budget 80 --host-budget 1500GB --tokens 1e9 --price 2.5
+  megacompile plan --model ./config.json --machine machine.json --sweep hbm-budget
+  megacompile plan --model qwen2.5-7b --machine a6000 --explain layers.7 --html schedule.html
+
+Budgets are GB (10^9 bytes) or text such as 24GiB, 90%, auto. Exit code: 0 it fits, 1 it does not,
+2 the question is wrong. No weights, no GPU and no triton are needed."""
+INSPECT = """examples:
+  megacompile plan --model llama-3.1-8b --machine rtx-4090 --dump out
+  megacompile inspect out -o schedule.html
+  megacompile inspect out/train/plan.json --trace trace.json    # after editing the plan
+
+A dump is what --dump, compile(dump=…) or MEGACOMPILE_DUMP wrote. The page needs no network; the trace
+opens at ui.perfetto.dev. Nothing in a dump is executed."""
+DIFF = """examples:
+  megacompile diff out-24GB out-48GB
+  megacompile diff a/plan.json b/plan.json
+
+Exit code: 0 the plans are equal, 1 they differ, 2 they cannot be compared."""
+MODELS = """example:
+  megacompile models
+
+Any path to a config.json and any hub id works as well; of these only the geometry is read."""
+PROFILE = """example:
+  megacompile profile --out machine.json --nvme /mnt/drive
+  megacompile plan --model llama-3.1-8b --machine machine.json"""
+MACHINES = """example:
+  megacompile machines
+
+Each figure stands with its source; what no datasheet says is marked as assumed. A machine.json
+replaces a built-in machine."""
+TRAIN = """examples:
+  megacompile new config.yaml
+  megacompile train config.yaml --dry_run true
+  megacompile train config.yaml --learning_rate 2e-5
+
+The keys are those of TRL's scripts and configs, and method, data, hbm_budget, host_budget, offload_dir,
+optimizer_state, device, from_scratch, sample_prompts, sample_tokens. The same command goes on after an
+interruption. Needs megacompile[trl,plots]."""
+NEW = """examples:
+  megacompile new config.yaml
+  megacompile new preferences.yaml --method dpo"""
+EXPORT = """examples:
+  megacompile export out out-model
+  megacompile export out/checkpoint-200 out-model --dtype bfloat16
+  megacompile export out out-model --merge    # adapters, into their model
+
+The weights come from the FP32 masters. Needs megacompile[transformers], and no training script."""
+DOCTOR = """examples:
+  megacompile doctor
+  megacompile doctor --gpu    # exit code 1 where something failed"""
+BENCH = """examples:
+  megacompile bench kernels
+  megacompile bench kernels --op rms_norm --shape 8192x4096 --check
+  megacompile bench nvme --dir /mnt/nvme"""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The arguments of ``megacompile bench``: what parts of megacompile reach on this machine.
+
+
+_KERNELS = """providers: eager, torch.compile, megacompile, Liger if it is installed, and the functions of
+each --provider FILE.py, named as the operations and called as their eager forms:
+
+    def rms_norm(x, weight): ...                 def glu(gate, up): ...
+    def add_rms_norm(x, residual, weight): ...   def rope(x, cos, sin): ...
+
+Correctness is checked against float64 before anything is timed. Without a GPU nothing is timed: the
+ceilings of the compiled kernels are printed instead, and --check compares results on the CPU."""
+
+
+def add_bench(bench: argparse.ArgumentParser) -> None:
+    """Add the parts of ``bench`` to its parser."""
+    parts = bench.add_subparsers(dest="part", metavar="PART", required=True, title="parts")
+    _add_nvme(parts)
+    _add_kernels(parts)
+
+
+def _add_nvme(commands: Any) -> None:
+    nvme = commands.add_parser(
+        "nvme",
+        help="what the drive behind a directory gives, and the storage engine's part of it",
+        allow_abbrev=False,
+        description="Read and write a scratch file past the page cache at several block sizes and queue "
+        "depths, then with the engine that offload_dir uses.",
+    )
+    nvme.add_argument("--dir", required=True, metavar="DIR", help="a directory on the drive")
+    nvme.add_argument("--size", default="2GB", metavar="SIZE", help="bytes of the scratch file (2GB)")
+    nvme.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_kernels(commands: Any) -> None:
+    kernels = commands.add_parser(
+        "kernels",
+        help="the fused kernels against eager, torch.compile and Liger",
+        epilog=_KERNELS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        description="Time forward, backward and both of each kernel on this machine's GPU.",
+    )
+    add = kernels.add_argument
+    add("--op", action="append", metavar="NAME", help="an operation (all); may be given several times")
+    add(
+        "--dtype",
+        action="append",
+        choices=("bfloat16", "float16", "float32"),
+        help="bfloat16; may be given several times",
+    )
+    add("--shape", action="append", metavar="AxB", help="a shape of the one --op, such as 8192x4096")
+    add("--provider", action="append", default=[], metavar="FILE", help="a Python file with more functions")
+    add("--plan", metavar="JSON", help="the shapes of this plan, and what each kernel is worth in its step")
+    add("--compare", metavar="JSON", help="a kernels.json of an earlier run")
+    add("--out", metavar="DIR", default="bench-kernels", help="where the tables go (bench-kernels)")
+    add("--check", action="store_true", help="check correctness alone")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The ``megacompile`` command: plan, train, export, inspect, diff, models, machines, doctor, bench.
+#
+# A user's mistake is answered by one sentence on stderr and exit code 2; near names are suggested.
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +215,7 @@ def _build() -> tuple[_Parser, dict[str, _Parser]]:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="megacompile", description="Plan and run the training of models larger than device memory.",
-        epilog=examples.ALL, formatter_class=raw, allow_abbrev=False,
+        epilog=ALL, formatter_class=raw, allow_abbrev=False,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     found: dict[str, _Parser] = {}
@@ -191,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_models(_: argparse.Namespace) -> int:
-    from megacompile.estimate.presets import PRESETS
+    from megacompile.cli.models import PRESETS
 
     print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
     for name, p in PRESETS.items():
@@ -201,7 +331,7 @@ def _run_models(_: argparse.Namespace) -> int:
 
 
 def _run_machines(_: argparse.Namespace) -> int:
-    from megacompile.machine.catalog import PROFILES
+    from megacompile.hardware.catalog import PROFILES
 
     for profile in PROFILES.values():
         print(f"{profile.name:<16}{profile.title}")
@@ -211,9 +341,8 @@ def _run_machines(_: argparse.Namespace) -> int:
 
 
 def _run_profile(options: argparse.Namespace) -> int:
-    from megacompile.machine.catalog import profile_json
-    from megacompile.machine.kept import keep_profile
-    from megacompile.machine.profile import describe, profile
+    from megacompile.hardware.catalog import keep_profile, profile_json
+    from megacompile.hardware.measure import describe, profile
 
     nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
     measured = profile(nvme)
@@ -246,42 +375,42 @@ _COMMANDS = {
     "plan": _Command(
         "will it fit and how fast, before you rent the machine",
         "Plan a training step and predict its time and memory.",
-        examples.PLAN, _later("run", "run_plan"), _plan_arguments),
+        PLAN, _later("plan_command", "run_plan"), _plan_arguments),
     "new": _Command(
         "write a commented example of what train reads", "Write a commented YAML file for megacompile train.",
-        examples.NEW, _later("new", "run_new"), _new_arguments),
+        NEW, _later("new_config", "run_new"), _new_arguments),
     "train": _Command(
         "fine-tune a model on your data as a YAML file says",
         "Fine-tune a language model, by TRL's trainers, in the device memory that you name.",
-        examples.TRAIN, _later("train", "run_train"), _train_arguments),
+        TRAIN, _later("train", "run_train"), _train_arguments),
     "export": _Command(
         "a checkpoint as a folder that plain transformers loads",
         "Write the weights of a trainer's checkpoint, with config and tokenizer, as transformers loads them.",
-        examples.EXPORT, _later("export", "run_export"), _export_arguments),
+        EXPORT, _later("export", "run_export"), _export_arguments),
     "inspect": _Command(
         "look at a dumped schedule: a page of timeline, memory and code",
         "Write a schedule as one page: its timeline, its memory and its code, linked to each other.",
-        examples.INSPECT, _later("inspect", "run_inspect"), _inspect_arguments),
+        INSPECT, _later("inspect", "run_inspect"), _inspect_arguments),
     "diff": _Command(
         "what changed between two plans", "Compare two dumps or two plans, equal layers folded.",
-        examples.DIFF, _later("inspect", "run_diff"), _diff_arguments),
+        DIFF, _later("inspect", "run_diff"), _diff_arguments),
     "models": _Command(
-        "built-in models and their sizes", "List the built-in models.", examples.MODELS, _run_models),
+        "built-in models and their sizes", "List the built-in models.", MODELS, _run_models),
     "machines": _Command(
         "built-in machines, their rates and sources",
-        "List the built-in machines with the source of each figure.", examples.MACHINES, _run_machines),
+        "List the built-in machines with the source of each figure.", MACHINES, _run_machines),
     "profile": _Command(
         "measure this machine into a machine.json",
         "Measure products, copies, host memory, Adam, and a drive; takes up to a minute.",
-        examples.PROFILE, _run_profile, _profile_arguments),
+        PROFILE, _run_profile, _profile_arguments),
     "doctor": _Command(
         "what this machine would limit", "Show in one screen what this machine would limit.",
-        examples.DOCTOR, _later("doctor", "run_doctor"),
+        DOCTOR, _later("doctor", "run_doctor"),
         lambda parser: parser.add_argument(
             "--gpu", action="store_true", help="also train a tiny model on the GPU, and by plain PyTorch")),
     "bench": _Command(
         "measure parts of megacompile on this machine", "Measure parts of megacompile on this machine.",
-        examples.BENCH, lambda options: _later(f"bench_{options.part}", f"run_{options.part}")(options),
+        BENCH, lambda options: _later("bench_commands", f"run_{options.part}")(options),
         add_bench),
 }  # fmt: skip
 

@@ -16,8 +16,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from megacompile.errors import MegacompileError
-from megacompile.integrations.arguments import NO_EFFECT
-from megacompile.integrations.checkpoints import last_checkpoint
+from megacompile.integrations.trainer_checkpoints import last_checkpoint
+from megacompile.integrations.training_arguments import NO_EFFECT
 
 _NAME = "megacompile train"  # among the callbacks' states of a checkpoint
 _WHOLE = 256 << 20  # bytes of a file that is read whole; of a larger one both ends

@@ -1,8 +1,4 @@
-"""``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers.
-
-The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file for
-TRL's scripts runs as it is, and those of :class:`TrainConfig`.
-"""
+"""``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers."""
 
 from __future__ import annotations
 
@@ -12,15 +8,97 @@ import difflib
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megacompile.cli.chats import as_messages
 from megacompile.cli.main import folder_of, main
+from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
-from megacompile.world.ranks import find_ranks
+
+# ------------------------------------------------------------------------------------------------------------
+# Rows of chats as people have them, ShareGPT's and Alpaca's, as the messages that chat templates take.
+
+
+_SPEAKERS = {  # of ShareGPT's turns, as roles
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    **{role: role for role in ("user", "assistant", "system", "tool")},
+}
+
+
+_OTHERS = ({"prompt"}, {"chosen"}, {"input_ids"})  # columns that TRL reads as they are
+
+
+def as_messages(data: Any, text: str = "text") -> Any:
+    """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts, which are in the
+    column ``text``, as they are."""
+    names = set(data.column_names or ())
+    kinds: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, str]]]] = {
+        ("conversations",): _from_sharegpt,
+        ("instruction", "output"): _from_alpaca,
+        ("messages",): lambda row: list(row["messages"]),
+    }
+    read = next((kind for columns, kind in kinds.items() if names.issuperset(columns)), None)
+    if read is None and names and not any(map(names.issuperset, ({text}, *_OTHERS))):
+        raise MegacompileError(
+            f"data: its columns are {', '.join(sorted(names))}: rename them to messages, conversations, "
+            f"instruction and output, prompt and completion, chosen and rejected, or {text}."
+        )
+    if read is None or "chosen" in names:
+        return data
+
+    def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        turns = read(row)
+        if not turns:
+            raise MegacompileError(f"data: row {index + 1} is a chat without a turn: remove it.")
+        for turn in turns:
+            _check_said(turn, index + 1)
+        return {"messages": _system(row) + turns}
+
+    others = [name for name in data.column_names if name not in ("tools", "chat_template_kwargs")]
+    return data.map(chat, with_indices=True, remove_columns=others)
+
+
+def _check_said(turn: Mapping[str, Any], row: int) -> None:
+    """Chat templates fail, or print None, where a turn says nothing."""
+    if turn.get("content") is None and not turn.get("tool_calls"):
+        keys = ", ".join(name for name, value in turn.items() if value is not None)
+        raise MegacompileError(
+            f"data: row {row} has a turn without content, only {keys}: give each turn a role and content."
+        )
+
+
+def _system(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    turns = [
+        (turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content") or "")
+        for turn in row["conversations"]
+    ]
+    for speaker, _ in turns:
+        if speaker not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
+            raise MegacompileError(f"data: a turn is from {speaker!r}, which is none of {known}: rename it.")
+    return [{"role": _SPEAKERS[speaker], "content": said} for speaker, said in turns]
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] or ""}]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# ``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers.
+#
+# The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file
+# for
+# TRL's scripts runs as it is, and those of :class:`TrainConfig`.
+
 
 _FILES = {
     ".jsonl": "json",
@@ -66,7 +144,7 @@ def run_train(options: argparse.Namespace) -> int:
         import trl
 
         from megacompile.cli.resume import Resume
-        from megacompile.integrations.report import Logbook, write_report
+        from megacompile.integrations.progress import Logbook, write_report
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
@@ -122,8 +200,8 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
     """TRL's trainer for the method, over a program, with its model and data."""
     from trl import get_peft_config
 
-    from megacompile.integrations.arguments import MegacompileConfig
-    from megacompile.integrations.samples import Samples
+    from megacompile.integrations.progress import Samples
+    from megacompile.integrations.training_arguments import MegacompileConfig
     from megacompile.integrations.trl import DPOTrainer, SFTTrainer
 
     if ours.sample_prompts and arguments.eval_strategy == "no":
@@ -289,7 +367,7 @@ def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, An
     """
     import transformers
 
-    from megacompile.pretrained import Shards, build_empty
+    from megacompile.api.pretrained import Shards, build_empty
 
     tokenizer, name = _tokenizer(model_config, arguments), model_config.model_name_or_path
     folder, template = Path(name), getattr(arguments, "chat_template_path", None)

@@ -1,20 +1,243 @@
-"""Evaluation and prediction of a trainer: loss, logits, labels of each batch, by programs of the forward."""
+"""Evaluate and predict in a trainer through the program, losses that others compute, and lengths."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sized
+import threading
+from collections.abc import Callable, Mapping, Sized
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import ModelOutput
+from transformers.trainer_pt_utils import LabelSmoother
 
-from megacompile.errors import BudgetError
-from megacompile.integrations.lengths import as_long_as_others, longest_rows
-from megacompile.integrations.losses import collected
-from megacompile.integrations.outside import OutsideModel
-from megacompile.runtime.ownership import is_owned
+from megacompile.api.program import Program
+from megacompile.capture.padding import pad_batch
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.graph.captured import all_outputs
+from megacompile.state.model_values import is_owned
+
+# ------------------------------------------------------------------------------------------------------------
+# Lengths: of batches on several ranks, to run one program where the program does not pad; of rows.
+
+
+_ROWS = (
+    ("input_ids",),
+    ("prompt_ids", "chosen_ids"),
+    ("prompt_ids", "rejected_ids"),
+)  # whose tokens a row has
+_READ = 10_000  # rows at a time
+
+
+def longest_of(program: Program, length: int) -> int:
+    """The longest that any rank has, where all ask; of a process alone its own."""
+    with program.world.together():
+        lengths: list[int] = [rank["length"] for rank in program.world.hear(lambda: {"length": length})]
+    return max(lengths)
+
+
+def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of tokens, padded on the right to the longest of several ranks'."""
+    ids = batch.get("input_ids")
+    if program.world.size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return batch
+    longest = longest_of(program, ids.shape[1])
+    return batch if longest == ids.shape[1] and "attention_mask" in batch else pad_batch(batch, longest)
+
+
+def longest_rows(data: Any, count: int) -> Any:
+    """Return the row of most tokens ``count`` times, where lengths are at hand; else the first rows.
+
+    Not the longest rows: a collator that pads nothing takes rows of one length alone.
+    """
+    count, names = min(count, len(data)), getattr(data, "column_names", None) or ()
+    if hasattr(data, "select") and "input_ids" not in names:
+        return data.select(range(count))
+    if hasattr(data, "select"):
+        parts = data.select_columns(["input_ids"]).with_format("arrow").iter(_READ)
+        columns = [part["input_ids"].combine_chunks().value_lengths().to_pylist() for part in parts]
+        lengths = [length for column in columns for length in column]
+        return data.select([lengths.index(max(lengths))] * count)
+    if isinstance(data, list) and all(isinstance(row, Mapping) and "input_ids" in row for row in data):
+        return [max(data, key=lambda row: len(row["input_ids"]))] * count
+    return [data[i] for i in range(count)]
+
+
+def longest_row(data: Any) -> int | None:
+    """The most tokens of a row of data that TRL prepared; None of a stream, and of other data."""
+    columns = set(getattr(data, "column_names", None) or ()) if hasattr(data, "select_columns") else set()
+    kinds = [names for names in _ROWS if columns.issuperset(names)]
+    if not kinds or not isinstance(data, Sized):
+        return None
+    longest, wanted = 0, sorted({name for names in kinds for name in names})
+    for table in data.select_columns(wanted).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
+        count = {name: table[name].combine_chunks().value_lengths().to_numpy(False) for name in wanted}
+        longest = max(longest, *(int(sum(count[name] for name in names).max()) for names in kinds))
+    return longest
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What transformers' trainer makes of a model's outputs, as functions of these and the batch: its own losses,
+# and what evaluation takes of them. A program captures them with the model.
+
+
+def given_loss(function: Any, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """``compute_loss_func`` on outputs without the loss that the model computes where it is given labels."""
+    count = batch.get("num_items_in_batch")
+    loss: Tensor = function(_without_loss(outputs), batch.get("labels"), num_items_in_batch=count)
+    return loss
+
+
+def smoothed_loss(smoother: LabelSmoother, shifts: bool, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    count = batch.get("num_items_in_batch")
+    loss: Tensor = smoother(
+        _without_loss(outputs), batch["labels"], shift_labels=shifts, num_items_in_batch=count
+    )
+    return loss
+
+
+def collected(
+    loss_fn: Any,
+    preprocess: Any,
+    ignored: tuple[str, ...],
+    names: tuple[str, ...],
+    outputs: Any,
+    batch: Mapping[str, Any],
+) -> tuple[Tensor | None, Any]:
+    """(loss, predictions) as upstream's ``prediction_step`` takes them out of a model's outputs.
+
+    ``names`` are those of the labels; without labels there is no loss.
+    """
+    loss, labels = None, tuple(batch[name] for name in names)
+    if names:
+        given = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = given if loss_fn is None else loss_fn(outputs, batch)
+    if isinstance(outputs, dict):
+        ignored = (*ignored, "loss") if names else ignored
+        predictions = tuple(value for name, value in outputs.items() if name not in ignored)
+    else:
+        predictions = outputs[1:] if names else outputs
+    if len(predictions) == 1:
+        predictions = predictions[0]
+    if preprocess is not None:
+        predictions = preprocess(predictions, labels[0] if len(labels) == 1 else labels or None)
+    return loss, predictions
+
+
+def _without_loss(outputs: Any) -> Any:
+    if isinstance(outputs, ModelOutput):
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "loss"})
+    return outputs
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Losses that a trainer computes itself, outside of the program, from what the model returns.
+#
+# For each micro-batch the trainer's code runs in a thread of its own, which waits where it calls the model.
+# So
+# the batch is known before the program runs, and one pass serves all code: the program's forward gives the
+# outputs, the code goes on to the loss, and the program's backward starts from the loss's gradient by them.
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of the next update: what the program is given, the loss's weight, who computes it."""
+
+    batch: dict[str, Any]
+    weight: float
+    outside: OutsideModel | None = None
+
+
+class OutsideModel:
+    """Stands where a trainer's own loss calls the model.
+
+    ``compute`` is that code, a function of this object; None: only calls in eval mode come. ``batch`` is what
+    the program is given, once :meth:`begin` has returned.
+    """
+
+    def __init__(self, trainer: Any, compute: Callable[[Any], Tensor] | None = None) -> None:
+        self._trainer, self._compute = trainer, compute
+        self._batch: Future[dict[str, Any]] = Future()
+        self._outputs: Future[Any] = Future()
+        self._loss: Future[Tensor] = Future()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer.model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        if not self._is_trained():
+            return self._laid_out(inputs).predict(inputs)
+        return self._awaited(inputs)
+
+    @staticmethod
+    def outputs(trainer: Any) -> Any:
+        """What the program computes of the forward."""
+        return all_outputs
+
+    def begin(self) -> dict[str, Any]:
+        """Run the code until it calls the model; returns the batch of that call."""
+        threading.Thread(target=self._run, name="megacompile loss", daemon=True).start()
+        either: tuple[Future[Any], ...] = (self._batch, self._loss)
+        wait(either, return_when=FIRST_COMPLETED)
+        if not self._batch.done():
+            self._loss.result()
+            raise MegacompileError(
+                "compute_loss returned a loss without calling the model: compute it from model(**inputs)."
+            )
+        return self._batch.result()
+
+    def loss(self, outputs: Any) -> Tensor:
+        """The loss that the code makes of the model's outputs."""
+        self._outputs.set_result(outputs)
+        return self._loss.result()
+
+    def cancel(self) -> None:
+        """End the code, if it still waits for outputs."""
+        self._outputs.cancel()
+
+    def _run(self) -> None:
+        assert self._compute is not None
+        try:
+            self._loss.set_result(self._compute(self))
+        except BaseException as error:
+            self._loss.set_exception(error)
+
+    def _awaited(self, batch: dict[str, Any]) -> Any:
+        """The outputs for the call that is trained on."""
+        self._batch.set_result(batch)
+        return self._outputs.result()
+
+    def _is_trained(self) -> bool:
+        """Whether the loss of this call is trained on."""
+        if self._compute is None:
+            return False
+        if self._batch.done():
+            raise MegacompileError(
+                "compute_loss calls the model again after the call that is trained on: make one such call, "
+                "and others before it, under torch.no_grad()."
+            )
+        return torch.is_grad_enabled()
+
+    def _laid_out(self, batch: dict[str, Any]) -> Program:
+        owned = is_owned(self._trainer.model)
+        program: Program = self._trainer._laid_out([] if owned else self._trainer._like_training(batch))
+        return program
+
+
+def cancel(waiting: list[MicroBatch]) -> None:
+    """End what still waits for outputs that never come."""
+    for micro in waiting:
+        if micro.outside is not None:
+            micro.outside.cancel()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Evaluation and prediction of a trainer: loss, logits, labels of each batch, by programs of the forward.
+
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
 

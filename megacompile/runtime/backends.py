@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megacompile.distributed.world import World
 from megacompile.errors import MegacompileError
-from megacompile.machine.catalog import PROFILES, Dtype
-from megacompile.machine.kept import kept_profile
-from megacompile.machine.pages import Request
-from megacompile.machine.rates import Machine
+from megacompile.hardware.caching_allocator import Request
+from megacompile.hardware.catalog import PROFILES, Dtype, kept_profile
+from megacompile.hardware.machine import Machine
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.device import Device
-from megacompile.step.operations import Step
-from megacompile.world.control import World
+from megacompile.schedule.step import Step
 
 Lacking = Callable[[int, Step, Sequence[Request]], int]
 

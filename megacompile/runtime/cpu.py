@@ -13,15 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import Slot
-from megacompile.differentiate.meter import StorageMeter
-from megacompile.host.adam import AdamHyper
-from megacompile.host.bucket import add_gradients
-from megacompile.host.state import HostState
-from megacompile.runtime.device import Device
-from megacompile.runtime.workers import Streams, Trace
-from megacompile.step.operations import Step
-from megacompile.world.control import World
+from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.blocks.weight_groups import Slot
+from megacompile.distributed.world import World
+from megacompile.runtime.device import Device, Streams, Trace
+from megacompile.schedule.step import Step
+from megacompile.state.adam import AdamHyper
+from megacompile.state.master_layout import add_gradients
+from megacompile.state.masters import HostState
 
 
 class CpuDevice(Device):

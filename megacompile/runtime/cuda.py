@@ -1,14 +1,4 @@
-"""The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
-
-Weights live in a slab that is allocated once per program. What blocks create comes from torch's
-allocator on the compute stream, and is freed by the compute stream after it waited for whoever else
-read it, so stream order alone makes its reuse safe. The allocator may never hold more than the budget
-less what the driver takes: going over raises.
-
-Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and
-is set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and
-the host casts and adds.
-"""
+"""The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory."""
 
 from __future__ import annotations
 
@@ -20,23 +10,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.assemble.assembly import Slot
+from megacompile.blocks.weight_groups import Slot
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramError
-from megacompile.host.adam import AdamHyper
-from megacompile.host.arena import HostArena
-from megacompile.host.bucket import add_gradients, is_dense, slot_view
-from megacompile.host.state import HostState
+from megacompile.hardware.caching_allocator import PAGE_BYTES
 from megacompile.kernels.adamw import adamw_
-from megacompile.machine.pages import PAGE_BYTES
-from megacompile.runtime.convolutions import exact_convolutions
 from megacompile.runtime.cuda_memory import CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
-from megacompile.runtime.device import Device
-from megacompile.runtime.staging import Staging, flat_bytes
-from megacompile.runtime.workers import Trace
-from megacompile.step.operations import Event, Step
+from megacompile.runtime.device import Device, Trace
+from megacompile.runtime.pinned_memory import Staging, flat_bytes
+from megacompile.schedule.step import Event, Step
+from megacompile.state.adam import AdamHyper
+from megacompile.state.arena import HostArena
+from megacompile.state.master_layout import add_gradients, is_dense, slot_view
+from megacompile.state.masters import HostState
 from megacompile.units import update_threads, usable_cores
-from megacompile.world.control import World
+
+# ------------------------------------------------------------------------------------------------------------
+# How cuDNN convolves in a program: in the order and the precision that the CPU has too.
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Within, cuDNN convolves without TF32, which it takes unless told, and deterministically.
+
+    Recurrent layers are set with them, as torch takes unlike settings of the two for a mistake.
+    """
+    cudnn: Any = torch.backends.cudnn
+    kinds = cudnn.conv, cudnn.rnn
+    before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        for kind, precision in zip(kinds, before[0], strict=True):
+            kind.fp32_precision = precision
+        _, cudnn.deterministic, cudnn.benchmark = before
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
+#
+# Weights live in a slab that is allocated once per program. What blocks create comes from torch's
+# allocator on the compute stream, and is freed by the compute stream after it waited for whoever else
+# read it, so stream order alone makes its reuse safe. The allocator may never hold more than the budget
+# less what the driver takes: going over raises.
+#
+# Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and
+# is set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and
+# the host casts and adds.
+
 
 _BOUNCE_BUFFERS = 2
 _UNSETTLED = 2  # steps before which the driver's share of the budget may have grown

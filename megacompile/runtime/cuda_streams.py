@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from megacompile.runtime.workers import Trace, Workers
-from megacompile.step.operations import Event
+from megacompile.runtime.device import Trace, Workers
+from megacompile.schedule.step import Event
 
 OnComplete = Callable[[], None]
 Run = Callable[[], OnComplete | None]

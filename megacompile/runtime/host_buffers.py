@@ -2,7 +2,7 @@
 offloaded activations.
 
 They come out of the state's arena while it has room, which is sized for the first program; see
-:func:`~megacompile.host.needs.step_bytes`. Gradients and the ring grow at rest when a program
+:func:`~megacompile.state.host_budget.step_bytes`. Gradients and the ring grow at rest when a program
 wants more. Offloaded activations are of one program at a time: those of another one are laid over the same
 bytes, in memory and on storage, for which they leave by a few buffers.
 """
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import ProgramError
-from megacompile.host.arena import HostArena, Room, padded
-from megacompile.host.nvme import Storage
+from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.device import Device
-from megacompile.step.bind import BoundStep
-from megacompile.step.operations import Step, offload_buffers, offloads
-from megacompile.step.spec import Offloaded, Ring, Spill, Token
+from megacompile.schedule.op_table import Offloaded, Ring, Spill, Token
+from megacompile.schedule.step import Step, offload_buffers, offloads
+from megacompile.state.arena import HostArena, Room, padded
+from megacompile.state.nvme import Storage
 
 
 class HostBuffers:

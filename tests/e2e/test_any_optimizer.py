@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.differentiate.meter import StorageMeter
-from megacompile.host import foreign, needs
+from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.state import foreign_optimizer, host_budget
 from tests.support.models import Plain, batch_for, build
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -121,7 +121,7 @@ def test_trains_bitwise_as_a_plain_loop_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle."""
-    monkeypatch.setattr(foreign, "CHUNK", 64)
+    monkeypatch.setattr(foreign_optimizer, "CHUNK", 64)
     torch.manual_seed(0)
     model = Plain(depth=2)
     fresh = copy.deepcopy(model)
@@ -185,7 +185,7 @@ def test_masters_of_bfloat16_weights_are_stepped_in_fp32(name: str) -> None:
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
                 grad[slot.offset :][: p.numel()] = p.grad.reshape(-1)
             form = state.form
-            assert isinstance(form, foreign.Foreign)
+            assert isinstance(form, foreign_optimizer.Foreign)
             meter = StorageMeter()
             meter.ignore(state.arena.tensor)
             meter.ignore(grad)
@@ -351,7 +351,7 @@ def host_bytes(program: megacompile.Program) -> int:
     session = program._session
     scheduled = session.scheduled()
     form, planned = session.settings.optimizer_state, scheduled.planned
-    return needs.host_bytes(scheduled.compiled.assembly, form, planned.plan, planned.step).total
+    return host_budget.host_bytes(scheduled.compiled.assembly, form, planned.plan, planned.step).total
 
 
 class Wide(nn.Module):

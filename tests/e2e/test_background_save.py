@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ProgramError
-from megacompile.host.snapshot import Snapshot
-from megacompile.storage import checkpoint as checkpoints
-from megacompile.storage import pace
-from megacompile.storage.durable import replacing
+from megacompile.state import checkpoint, safetensors_io
+from megacompile.state.atomic_folder import replacing
+from megacompile.state.masters import Snapshot
 from tests.support.scripts import run_script
 
 WIDTH, LAYERS = 96, 4
@@ -95,7 +94,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
         self._patch = monkeypatch
-        monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 17)  # two layers
+        monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1 << 17)  # two layers
 
     def before_all(self) -> None:
         @contextlib.contextmanager
@@ -104,17 +103,17 @@ class Gate:
             with replacing(folder) as fresh:
                 yield fresh
 
-        self._patch.setattr(checkpoints, "replacing", held)
+        self._patch.setattr(checkpoint, "replacing", held)
 
     def at_each_file(self) -> None:
-        save = checkpoints.save_shard
+        save = checkpoint.save_shard
 
         def held(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
             self.reached.set()
             self.opened.wait()
             return save(path, tensors)
 
-        self._patch.setattr(checkpoints, "save_shard", held)
+        self._patch.setattr(checkpoint, "save_shard", held)
 
 
 @pytest.fixture
@@ -229,7 +228,7 @@ def test_calls_that_wait_for_the_folder(call: str, gate: Gate, tmp_path: Path) -
 def test_a_writer_that_rests_is_hurried_by_who_waits(
     call: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SHARE", 1e-9)  # as good as never
+    monkeypatch.setattr(safetensors_io, "SHARE", 1e-9)  # as good as never
     program = without_room() if call == "an update without room" else compiled()
     program.train_step(batch(0))
     program.save(tmp_path / "run", wait=False)
@@ -253,7 +252,7 @@ def test_a_full_disk_is_told_by_the_next_call(
     before = contents(tmp_path / "run")
     program.train_step(batch(0))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "save_shard", full)
+        patch.setattr(checkpoint, "save_shard", full)
         program.save(tmp_path / "run", wait=False)
         program._session.saving._thread.join()  # type: ignore[union-attr]
     calls = {"train_step": (batch(1),), "save": (tmp_path / "other",)}
@@ -283,7 +282,7 @@ def test_who_asked_is_told_in_the_thread_and_nobody_else(
 
     with monkeypatch.context() as patch:
         if fails:
-            patch.setattr(checkpoints, "save_shard", full)
+            patch.setattr(checkpoint, "save_shard", full)
         program.save(tmp_path / "run", wait=False, then=then)
         program.synchronize()
     ((thread, error, there),) = told
@@ -316,7 +315,7 @@ def test_what_nobody_asks_for_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = compiled()
-    monkeypatch.setattr(checkpoints, "save_shard", full)
+    monkeypatch.setattr(checkpoint, "save_shard", full)
     program.save(tmp_path / "run", wait=False)
     program._session.saving._thread.join()  # type: ignore[union-attr]
     del program
@@ -369,7 +368,7 @@ def test_state_on_nvme_is_written_before_the_call_returns(tmp_path: Path) -> Non
 ENDS = """
 import os, signal, sys
 from pathlib import Path
-from megacompile.storage import checkpoint
+from megacompile.state import checkpoint
 from tests.e2e.test_background_save import batch, compiled
 folder, end = Path(sys.argv[1]), sys.argv[2]
 program = compiled("1GB")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.host.state import HostState
-from megacompile.runtime.step_io import NonFiniteError
+from megacompile.runtime.step_results import NonFiniteError
+from megacompile.state.masters import HostState
 from tests.support.reference import EagerTrainer, Trace
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.batch import read_batch
-from megacompile.capture.patching import our_operators
-from megacompile.host.bucket import slot_view
-from megacompile.runtime.step_io import step_seed
+from megacompile.capture.patches import our_operators
+from megacompile.runtime.step_results import step_seed
+from megacompile.state.master_layout import slot_view
 from tests.support.models import batch_for, build
 from tests.support.zoo import causal, token_batch
 

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import megacompile
-from megacompile.differentiate.meter import StorageMeter
+from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.errors import ProgramError
-from megacompile.host import adam
-from megacompile.host.state import HostState
+from megacompile.state import adam
+from megacompile.state.masters import HostState
 from tests.support.models import Plain, batch_for
 from tests.support.reference import EagerTrainer, assert_equal
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.storage import checkpoint as checkpoints
-from megacompile.storage import shards
-from megacompile.storage.durable import recover, replacing
+from megacompile.state import checkpoint, safetensors_io
+from megacompile.state.atomic_folder import recover, replacing
 from tests.support.models import Plain
 from tests.support.scripts import Script, output_of
 
@@ -300,7 +299,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
 
     write = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "BLOCK_BYTES", mmap.PAGESIZE)
+        patch.setattr(safetensors_io, "BLOCK_BYTES", mmap.PAGESIZE)
         patch.setattr(os, "pwrite", full)
         with pytest.raises(megacompile.ProgramError, match="No space left"):
             trained.save(folder)
@@ -314,11 +313,11 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
 WRITER = """
 import sys, itertools, torch
 from pathlib import Path
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-from megacompile.storage.checkpoint import save_checkpoint
-from megacompile.storage.manifest import Progress
-from megacompile.host.state import HostState
-from megacompile.storage import checkpoint
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
+from megacompile.state.checkpoint import save_checkpoint
+from megacompile.state.checkpoint import Progress
+from megacompile.state.masters import HostState
+from megacompile.state import checkpoint
 checkpoint.SHARD_BYTES = 1 << 18
 n = 1 << 18
 group = GroupLayout(0, "g", torch.float32, True, (Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0),), n)
@@ -334,8 +333,8 @@ for count in itertools.count(1):
 
 @pytest.mark.parametrize("times", [2, 6])
 def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path: Path) -> None:
-    from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-    from megacompile.host.state import HostState
+    from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
+    from megacompile.state.masters import HostState
 
     n = 1 << 18
     slot = Slot(Parameter("p", (n,), (1,), torch.float32, 0), 0)
@@ -347,7 +346,7 @@ def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path:
         time.sleep(chance.uniform(0, 0.1))
         writer.process.kill()
         promised = [int(line) for line in writer.finish().stdout.split()]
-        found = checkpoints.Checkpoint(folder, state, {})
+        found = checkpoint.Checkpoint(folder, state, {})
         found.read()
         assert found.progress.calls >= max(promised, default=1)
         assert state.steps == [[found.progress.calls]]
@@ -358,7 +357,7 @@ def test_every_step_of_replacing_a_folder_can_be_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where two renames are needed, die before each in turn: what was there before is there again."""
-    monkeypatch.setattr("megacompile.storage.durable._exchange", lambda one, other: False)
+    monkeypatch.setattr("megacompile.state.atomic_folder._exchange", lambda one, other: False)
 
     class Killed(BaseException):
         pass
@@ -380,7 +379,7 @@ def test_every_step_of_replacing_a_folder_can_be_the_last(
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", dying)
-            patch.setattr("megacompile.storage.durable._remove", lambda folder: None)
+            patch.setattr("megacompile.state.atomic_folder._remove", lambda folder: None)
             with pytest.raises(Killed):
                 write("new")
         recover(tmp_path / "a")
@@ -441,7 +440,7 @@ def test_readers_do_not_disturb_a_writer(
 
     monkeypatch.setattr(Path, "rename", slow)
     if not swaps:
-        monkeypatch.setattr("megacompile.storage.durable._exchange", lambda one, other: False)
+        monkeypatch.setattr("megacompile.state.atomic_folder._exchange", lambda one, other: False)
     reader = threading.Thread(target=read)
     for index in range(12):
         with replacing(folder) as fresh:
@@ -460,12 +459,12 @@ def test_readers_do_not_disturb_a_writer(
 MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
-from megacompile.host.arena import resident_bytes
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot
-from megacompile.storage.checkpoint import Checkpoint, save_checkpoint
-from megacompile.storage.manifest import Progress
-from megacompile.host.state import HostState
-from megacompile.storage import checkpoint
+from megacompile.state.arena import resident_bytes
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
+from megacompile.state.checkpoint import Checkpoint, save_checkpoint
+from megacompile.state.checkpoint import Progress
+from megacompile.state.masters import HostState
+from megacompile.state import checkpoint
 checkpoint.SHARD_BYTES, checkpoint.PIECE_BYTES = 1 << 25, 1 << 23
 n = 1 << 24
 slots = tuple(Slot(Parameter(f"p{i}", (n,), (1,), torch.bfloat16, 0), i * n) for i in range(2))

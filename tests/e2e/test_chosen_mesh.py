@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megacompile import BudgetError, MegacompileError, Program, compiler
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine, nominal_cpu
-from megacompile.world.ranks import find_ranks
+from megacompile import BudgetError, MegacompileError, Program
+from megacompile.api import pipeline
+from megacompile.distributed.ranks import find_ranks
+from megacompile.hardware.machine import Machine, nominal_cpu
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.workload import Workload
 from tests.e2e.test_several_devices import FP32, batches, compiled
 from tests.support.ranks import on_host, raising, run_ranks, saved, whole
 
@@ -36,7 +37,7 @@ def machines(rank: int, network: float) -> Iterator[None]:
         return replace(nominal_cpu(dtype), network_bandwidth=network)
 
     place = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
-    with mock.patch.dict(os.environ, place), mock.patch.object(compiler, "nominal_cpu", machine):
+    with mock.patch.dict(os.environ, place), mock.patch.object(pipeline, "nominal_cpu", machine):
         yield
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.schedule.plots import _layers, loss_curve, memory_timeline
-from megacompile.step.operations import Op, Step, memory_curve, peak_bytes
-from megacompile.step.spec import Saved
+from megacompile.report.plots import _layers, loss_curve, memory_timeline
+from megacompile.schedule.op_table import Saved
+from megacompile.schedule.step import Op, Step, memory_curve, peak_bytes
 from tests.support.examples import load_example
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megacompile.cli.main import _build, main
-from megacompile.estimate.presets import PRESETS
-from megacompile.machine.catalog import load_machine
-from megacompile.schedule.page import _SCRIPTS
+from megacompile.cli.models import PRESETS
+from megacompile.hardware.catalog import load_machine
+from megacompile.report.page import _SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -150,8 +150,8 @@ def test_what_the_package_reads_at_run_time_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     there = {
         "megacompile": ("py.typed",),
-        "megacompile.host": ("adam.c", "adam.h", "adam_coded.c"),
-        "megacompile.schedule": ("page.html", "page.css", *_SCRIPTS),
+        "megacompile.state": ("adam.c", "adam.h", "adam_coded.c"),
+        "megacompile.report": ("page.html", "page.css", *_SCRIPTS),
     }
     for package, names in there.items():
         patterns = settings["package-data"][package]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.host.state import HostState
+from megacompile.state.masters import HostState
 
 LAYERS = 12
 update = HostState.update

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import BudgetError
-from megacompile.runtime.values import ModelValues
-from megacompile.storage.export import describe
-from megacompile.storage.saved_values import saved_values
+from megacompile.state.model_export import describe, saved_values
+from megacompile.state.model_values import ModelValues
 from tests.support.models import batch_for, build
 
 STEPS = 3

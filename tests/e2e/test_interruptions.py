@@ -19,13 +19,13 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.runtime.ownership import is_owned
+from megacompile.state.model_values import is_owned
 from tests.e2e.test_trainer import Trainer, logs, trainer
 from tests.support.scripts import run_script
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
-last_checkpoint = pytest.importorskip("megacompile.integrations.checkpoints").last_checkpoint
+last_checkpoint = pytest.importorskip("megacompile.integrations.trainer_checkpoints").last_checkpoint
 saving = pytest.importorskip("megacompile.integrations.saving")
 kills = pytest.importorskip("tests.support.kills")
 

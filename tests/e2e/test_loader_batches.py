@@ -110,7 +110,7 @@ def test_a_loader_of_one_tensor_gives_one_batch() -> None:
 
 def test_a_parameter_that_is_kept_in_float32_is_not_cast() -> None:
     """Its product fails in eager too: the model has to say what it wants."""
-    from megacompile.capture.mixed_dtypes import MixedDtypes
+    from megacompile.capture.patches import MixedDtypes
 
     x = torch.randn(2, 4)
     with MixedDtypes():

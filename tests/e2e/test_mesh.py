@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacompile import MegacompileError, together
+from megacompile import MegacompileError
+from megacompile.api import rank_agreement
 from tests.e2e.test_ranks_faults import failing_rank
 from tests.e2e.test_several_devices import CASES, FP32, batches, compiled, train
 from tests.support.ranks import raising, run_ranks, saved, whole
@@ -30,7 +31,7 @@ def refused(rank: int, mesh: DeviceMesh) -> None:
     with raising(MegacompileError, "Rank 3 has a mesh of 1 × 4, and rank 0 of 2 × 2"):
         compiled("plain", {"mesh": None if rank == 3 else mesh})
     with (
-        mock.patch.object(together, "backend", lambda kernel: "torch" if rank == 3 else "c"),
+        mock.patch.object(rank_agreement, "backend", lambda kernel: "torch" if rank == 3 else "c"),
         raising(MegacompileError, "Rank 3 updates by torch on the host, and no GPU, rank 0 by the C kernel"),
     ):
         compiled("plain", FP32 | {"mesh": mesh}).train_step(batches("plain", 0, range(rank, 4, 4)))

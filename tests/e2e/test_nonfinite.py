@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.compiler import Compiler
+from megacompile.api.pipeline import Compiler
 
 KINDS = ("one", "two", "two kinds", "by hand")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.assemble.plan import Plan
+from megacompile.api.program import Program
 from megacompile.errors import BudgetError, MegacompileError, ProgramError, StorageError
-from megacompile.program import Program
+from megacompile.schedule.plan import Plan
 from tests.support.models import Residual, Stack
 from tests.support.ranks import run_ranks, saved, whole
 

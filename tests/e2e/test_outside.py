@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.runtime.step_io import NonFiniteError
+from megacompile.runtime.step_results import NonFiniteError
 from tests.support.models import batch_for, build
 
 

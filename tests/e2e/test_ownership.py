@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megacompile
 from megacompile.errors import ProgramError
-from megacompile.host.state import HostState
+from megacompile.state.masters import HostState
 from tests.support.models import Plain, batch_for
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.plan.arrange import with_deferred
+from megacompile.hardware.machine import Machine
+from megacompile.planner.linear_program import with_deferred
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.workload import Workload
 from tests.support.models import batch_for, build
 
 

@@ -76,7 +76,7 @@ def test_saving_as_transformers_does_compiles_nothing_again(tmp_path: Path) -> N
 
 
 def test_several_shards_come_out_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.storage.export.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("megacompile.state.model_export.SHARD_BYTES", 20_000)
     model = build("llama")
     program = megacompile.compile(model, "1GB", optimizer=adamw(model.parameters()))
     program.export(tmp_path / "out")
@@ -198,8 +198,8 @@ def test_parameters_without_values_are_refused() -> None:
 
 MEASURE = """
 import sys, threading, time, torch, megacompile
-from megacompile.host.arena import resident_bytes
-from megacompile.runtime.values import ModelValues
+from megacompile.state.arena import resident_bytes
+from megacompile.state.model_values import ModelValues
 take_over, seen = ModelValues.take_over, []
 def watched(self, *arguments):
     done = threading.Event()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.schedule.schedule import Schedule
+from megacompile.report.schedule import Schedule
 from tests.support.models import batch_for, build
 
 

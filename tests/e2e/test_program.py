@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.compiler import Compiler
-from megacompile.host import bucket
-from megacompile.runtime import cpu as runtime_cpu
+from megacompile.api.pipeline import Compiler
+from megacompile.runtime import cpu
+from megacompile.state import master_layout
 from tests.support.cuda_programs import check_fault_is_told
 from tests.support.models import Plain, batch_for, build
 from tests.support.reference import EagerTrainer
@@ -259,8 +259,8 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
     program.synchronize()
 
     owner, name = {
-        "prefetch": (runtime_cpu, "_copy"),
-        "push_grad": (bucket, "slot_view"),
+        "prefetch": (cpu, "_copy"),
+        "push_grad": (master_layout, "slot_view"),
         "update": (type(program._session.runtime.state), "update"),  # type: ignore[union-attr]
     }[where]
     check_fault_is_told(program, batch, owner, name)

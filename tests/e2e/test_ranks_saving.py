@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megacompile import MegacompileError, Program, ProgramError
 from megacompile.errors import DiskError
-from megacompile.storage import checkpoint, export
+from megacompile.state import checkpoint, model_export
 from tests.e2e.test_ranks_faults import compiled
 from tests.support.models import batch_for
 from tests.support.ranks import raising, run_ranks, saved, whole
@@ -74,7 +74,10 @@ def full_disk(rank: int, folder: Path) -> list[float]:
         program.train_step(batch_for("plain", rank))
         with raising(ProgramError, *words):
             program.finish_saving()
-    with mock.patch.object(export, "save_shard", full), raising(DiskError, "not exported", "Rank 0" * rank):
+    with (
+        mock.patch.object(model_export, "save_shard", full),
+        raising(DiskError, "not exported", "Rank 0" * rank),
+    ):
         program.export(folder / "model")
     with raising(MegacompileError, "holds no checkpoint", "" if rank else "Rank 1: "):
         program.load(folder / ("at once" if rank == 0 else "nowhere"))

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.plan.arrange import with_state_at
-from megacompile.plan.baselines import Planner
-from megacompile.plan.residency import trained_groups
-from megacompile.world.control import World
+from megacompile.distributed.world import World
+from megacompile.hardware.machine import Machine
+from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.search import Planner
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.workload import Workload
 from tests.e2e.test_schedules import STEPS, Setup, any_plan, start
 from tests.support.ranks import run_ranks, whole
 

@@ -12,17 +12,17 @@ from torch import nn
 
 import megacompile
 from benchmarks.instances import load_workload, shortened
-from megacompile.assemble.plan import Mode
-from megacompile.assemble.workload import Workload
-from megacompile.machine.catalog import load_machine
-from megacompile.machine.rates import nominal_cpu
-from megacompile.machine.simulate import simulate
+from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.machine import nominal_cpu
+from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.arrange import with_state_at
-from megacompile.plan.planner import search
-from megacompile.plan.residency import reside, trained_groups
-from megacompile.step.operations import peak_bytes
-from megacompile.step.verify import verify
+from megacompile.planner.device_state_fill import reside, trained_groups
+from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.search import search
+from megacompile.schedule.plan import Mode
+from megacompile.schedule.step import peak_bytes
+from megacompile.schedule.verify import verify
+from megacompile.schedule.workload import Workload
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
 from tests.support.problems import chain, uniform
@@ -143,9 +143,9 @@ def test_a_longer_batch_takes_the_place_of_state() -> None:
 
 def test_the_device_kernel_takes_the_same_steps() -> None:
     """What CUDA runs on such groups, by its reference here, against host Adam."""
-    from megacompile.host.adam import AdamHyper
-    from megacompile.host.state import HostState
     from megacompile.runtime.cuda import CudaDevice
+    from megacompile.state.adam import AdamHyper
+    from megacompile.state.masters import HostState
 
     program = compiled(build("plain"), "1GB", example_batch=batch_for("plain"))
     layouts = program._session.compiler.frontend.layouts

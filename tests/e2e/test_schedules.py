@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
+from megacompile.hardware.machine import Machine
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.workload import Workload
 from tests.support.reference import Habits, train_eager
 
 WIDTH, ROWS, STEPS = 8, 12, 2

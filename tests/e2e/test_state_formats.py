@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megacompile
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
-from megacompile.compiler import Compiler
-from megacompile.host.formats import CODINGS, SMALL, StateFormat, group_arrays, shard_runs, state_bytes
-from megacompile.host.state import HostState
+from megacompile.api.pipeline import Compiler
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
+from megacompile.state.masters import HostState
+from megacompile.state.moment_formats import (
+    CODINGS,
+    SMALL,
+    StateFormat,
+    group_arrays,
+    shard_runs,
+    state_bytes,
+)
 from tests.support.models import Plain
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "int8", "int4")
@@ -110,8 +117,8 @@ def test_update_is_the_step_of_each_parameter_that_has_a_gradient(
     used: list[set[int]], form: StateFormat
 ) -> None:
     """Whichever of them have, each counts its own steps; nothing is read of a gradient that is not there."""
-    from megacompile.host.adam import AdamHyper, adamw_step
-    from megacompile.host.adam_coded import Coded, coded_adamw_step
+    from megacompile.state.adam import AdamHyper, adamw_step
+    from megacompile.state.moment_formats import Coded, coded_adamw_step
 
     group = layout(SIZES, OWNERS, torch.float32)
     state = HostState([group], form)
@@ -184,7 +191,7 @@ def test_kept_gradients_wait_in_bf16_where_nothing_is_added(monkeypatch: pytest.
     clipped, per_parameter = train_bf16(1)
     assert per_parameter == 2
     assert train_bf16(2)[1] == 4
-    monkeypatch.setattr("megacompile.step.bind.kept_gradients", lambda step: {})  # FP32 for all
+    monkeypatch.setattr("megacompile.runtime.bound_step.kept_gradients", lambda step: {})  # FP32 for all
     wide, per_parameter = train_bf16(1)
     assert per_parameter == 4
     assert all(torch.equal(v, wide[n]) for n, v in clipped.items())

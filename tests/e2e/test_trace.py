@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.step.spec import Stream
+from megacompile.schedule.op_table import Stream
 from tests.support.models import batch_for, build
 
 

@@ -258,7 +258,7 @@ def test_a_stopped_training_writes_no_model(
             os.kill(os.getpid(), number)
             said_at_once.append(capfd.readouterr().err)
 
-    monkeypatch.setattr("megacompile.integrations.report.Logbook.on_step_begin", stop)
+    monkeypatch.setattr("megacompile.integrations.progress.Logbook.on_step_begin", stop)
     assert main(["train", "config.yaml", *SMALL]) == 128 + signals[0]
     assert "Finishing the update, then saving a checkpoint; Ctrl-C again stops now." in said_at_once[0]
     said = capfd.readouterr()
@@ -309,7 +309,7 @@ def test_a_dry_run_finds_what_would_end_the_training(
     ids=lambda row: next(iter(row)),
 )
 def test_kinds_of_chats(rows: dict[str, Any]) -> None:
-    from megacompile.cli.chats import as_messages
+    from megacompile.cli.train import as_messages
 
     (row,) = as_messages(datasets.Dataset.from_list([rows]))
     asked, said = row["messages"]
@@ -322,7 +322,7 @@ def test_kinds_of_chats(rows: dict[str, Any]) -> None:
 
 
 def test_an_instruction_with_an_input() -> None:
-    from megacompile.cli.chats import as_messages
+    from megacompile.cli.train import as_messages
 
     rows = [{"instruction": "translate", "input": "ein fuchs", "output": "a fox"}]
     (row,) = as_messages(datasets.Dataset.from_list(rows))

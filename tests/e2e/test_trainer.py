@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.assemble.plan import Mode
+from megacompile.api.pipeline import Compiler
 from megacompile.capture.batch import Batch
-from megacompile.compiler import Compiler
-from megacompile.host.foreign import Several
-from megacompile.integrations import arguments
-from megacompile.integrations.arguments import MegacompileConfig, compile_options
+from megacompile.integrations import training_arguments
+from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
+from megacompile.schedule.plan import Mode
+from megacompile.state.foreign_optimizer import Several
 from tests.support.models import build
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -443,7 +443,12 @@ def test_a_released_model_is_plain_again(tmp_path: Path) -> None:
 
 
 def test_each_argument_is_honoured_mapped_or_refused() -> None:
-    kinds = [set(_BY_UPSTREAM.split()), arguments.MAPPED, arguments.NO_EFFECT, arguments.REFUSED]
+    kinds = [
+        set(_BY_UPSTREAM.split()),
+        training_arguments.MAPPED,
+        training_arguments.NO_EFFECT,
+        training_arguments.REFUSED,
+    ]
     fields = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     known = set().union(*kinds)
     assert sum(map(len, kinds)) == len(known)
@@ -457,10 +462,10 @@ def test_each_argument_is_honoured_mapped_or_refused() -> None:
 def test_arguments_that_this_version_lacks_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for table in (arguments.NO_EFFECT, arguments.REFUSED):
+    for table in (training_arguments.NO_EFFECT, training_arguments.REFUSED):
         monkeypatch.setitem(table, "of_another_version", "which has it")
     given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    assert arguments.settle(given, MegacompileConfig()).device == "cpu"
+    assert training_arguments.settle(given, MegacompileConfig()).device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -686,7 +691,7 @@ def test_arguments_become_options_of_compile(tmp_path: Path) -> None:
         max_grad_norm=0,
     )
     options = compile_options(
-        given, build("llama", layers=2), arguments.settle(given, MegacompileConfig(hbm_budget=1))
+        given, build("llama", layers=2), training_arguments.settle(given, MegacompileConfig(hbm_budget=1))
     )
     expected = {
         "compute_dtype": torch.bfloat16,

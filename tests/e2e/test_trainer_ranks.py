@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile import ProgramError
-from megacompile.storage import checkpoint
+from megacompile.state import checkpoint
 from tests.support.models import build
 from tests.support.ranks import run_ranks, whole
 
@@ -26,8 +26,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
 test_trainer = pytest.importorskip("tests.e2e.test_trainer")
-MegacompileConfig = pytest.importorskip("megacompile.integrations.arguments").MegacompileConfig
-last_checkpoint = pytest.importorskip("megacompile.integrations.checkpoints").last_checkpoint
+MegacompileConfig = pytest.importorskip("megacompile.integrations.training_arguments").MegacompileConfig
+last_checkpoint = pytest.importorskip("megacompile.integrations.trainer_checkpoints").last_checkpoint
 
 RANKS = 2
 SAVING = {"save_strategy": "steps", "save_steps": 3}

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 saving = pytest.importorskip("megacompile.integrations.saving")
 Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
-last_checkpoint = pytest.importorskip("megacompile.integrations.checkpoints").last_checkpoint
+last_checkpoint = pytest.importorskip("megacompile.integrations.trainer_checkpoints").last_checkpoint
 
 
 class Gate:

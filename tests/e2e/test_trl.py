@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 import megacompile
-from megacompile.integrations.arguments import settle
+from megacompile.integrations.training_arguments import settle
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.host.state import HostState
+from megacompile.state.masters import HostState
 from tests.support.models import Plain
 from tests.support.reference import EagerTrainer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ProgramError
-from megacompile.runtime.values import ModelValues
+from megacompile.state.model_values import ModelValues
 from tests.support.models import Plain, batch_for, build
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megacompile.kernels import _triton
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.fabric import Fabric
+from megacompile.runtime.gradient_sums import Fabric
 from tests.simulated.numbers import Numbers, failures, runtime
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.compiler import Compiler
-from megacompile.runtime.failures import failure_of
+from megacompile.api.pipeline import Compiler
+from megacompile.runtime.call_context import failure_of
 from tests.simulated.device import simulated
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program

@@ -24,7 +24,7 @@ from benchmarks.gpu.campaign import OK, ROOT, WRONG, Stage, drive
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page
 from benchmarks.gpu.stages import stages
-from megacompile.bench import cases, kernels
+from megacompile.bench import kernel_bench, kernel_cases
 from tests.simulated.device import simulated
 from tests.simulated.numbers import Numbers, failures, runtime
 
@@ -64,12 +64,12 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inputs_of(operation: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Inputs drawn on the host: a generator of the simulated device draws nothing."""
-    drawn = cases.inputs_of(operation, shape, dtype, torch.device("cpu"))
+    drawn = kernel_cases.inputs_of(operation, shape, dtype, torch.device("cpu"))
     return [x.detach().to(device).requires_grad_(x.requires_grad) for x in drawn]
 
 
 def _gradients_like(outputs: Any) -> list[torch.Tensor]:
-    drawn = cases.gradients_like([o.detach().cpu() for o in outputs])
+    drawn = kernel_cases.gradients_like([o.detach().cpu() for o in outputs])
     return [x.to(o.device) for x, o in zip(drawn, outputs, strict=True)]
 
 
@@ -83,13 +83,13 @@ def _stage(name: str, folder: Path, until: float) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(correct, "fault", fault, raising=False)
     for module, function in (
-        (correct, "_plain"), (correct, "attention"), (correct, "check"), (kernels, "check"),
+        (correct, "_plain"), (correct, "attention"), (correct, "check"), (kernel_bench, "check"),
         (machine, "_sum_of_ones"), (machine, "_two_streams"), (machine, "_triton_kernel"),
     ):  # fmt: skip
         patch.setattr(module, function, _with_numbers(getattr(module, function)))
     torch.backends.cuda.enable_cudnn_sdp(False)  # it has no numbers here
-    patch.setattr(kernels, "inputs_of", _inputs_of)
-    patch.setattr(kernels, "gradients_like", _gradients_like)
+    patch.setattr(kernel_bench, "inputs_of", _inputs_of)
+    patch.setattr(kernel_bench, "gradients_like", _gradients_like)
     with simulated(patch, lag_us=0):
         status = run_stage(next(s for s in rehearsed() if s.name == name), folder, until)
         print(*failures[:1], runtime.violations(), flush=True)

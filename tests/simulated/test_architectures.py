@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.compiler import Compiler
+from megacompile.api.pipeline import Compiler
 from tests.e2e.test_architectures import BF16, FP32
 from tests.simulated.test_budgets import taken_beside
 from tests.support.cuda_programs import program

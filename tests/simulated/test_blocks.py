@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import megacompile
-from megacompile.differentiate import policies
-from megacompile.differentiate.functions import BlockFunction
-from megacompile.frontend import Frontend
+from megacompile.api.pipeline import Frontend
+from megacompile.blocks import policies
+from megacompile.blocks.functions import BlockFunction
 from megacompile.kernels import _triton
 from tests.simulated.numbers import runtime
 from tests.simulated.test_budgets import batch, llama
@@ -32,7 +32,9 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
         return block_function(name, graph, *rest)
 
     monkeypatch.setattr(policies, "block_function", noted)
-    monkeypatch.setattr("megacompile.api.Frontend", Frontend)  # no function of an earlier test is taken
+    monkeypatch.setattr(
+        "megacompile.api.compile.Frontend", Frontend
+    )  # no function of an earlier test is taken
     monkeypatch.setattr(_triton, "HAS_TRITON", True)  # as where it is installed
     monkeypatch.setattr(_triton, "_gave_up", False)
     runtime.set(poison=0, lag_us=0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.compiler import Compiler
+from megacompile.api.pipeline import Compiler
 from megacompile.runtime.cuda_memory import LOOSE_BYTES, spare_bytes
 from tests.simulated.numbers import runtime
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacompile.cli import first_run
+from megacompile.cli import gpu_doctor
 from megacompile.cli.main import main
-from megacompile.machine import profile
-from megacompile.machine.catalog import PROFILES, read_profile
+from megacompile.hardware import measure
+from megacompile.hardware.catalog import PROFILES, read_profile
 from megacompile.runtime.backends import open_backend
 from megacompile.units import host_available, update_threads, usable_cores
 from tests.simulated.numbers import runtime
@@ -21,8 +21,8 @@ from tests.simulated.numbers import runtime
 def test_a_tiny_model_trains_as_by_plain_torch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_run, "OURS", {})  # their inputs are drawn on the device, which has no numbers
-    monkeypatch.setattr(first_run, "_update", lambda device: first_run.Finding("AdamW", True, "no numbers"))
+    monkeypatch.setattr(gpu_doctor, "OURS", {})  # their inputs are drawn on the device, which has no numbers
+    monkeypatch.setattr(gpu_doctor, "_update", lambda device: gpu_doctor.Finding("AdamW", True, "no numbers"))
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert re.search(
@@ -35,7 +35,7 @@ def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime.set(lag_us=0)
     updates: list[tuple[int, int]] = []
-    monkeypatch.setattr(profile, "adam_bandwidth", lambda *asked: (updates.append(asked), 7e9)[1])
+    monkeypatch.setattr(measure, "adam_bandwidth", lambda *asked: (updates.append(asked), 7e9)[1])
     assert main(["profile", "--out", str(tmp_path / "machine.json")]) == 0
     measured = read_profile(tmp_path / "machine.json").rates("bf16")
     ((threads, parameters),) = updates

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.compiler import Compiler
-from megacompile.host.state import HostState
+from megacompile.api.pipeline import Compiler
 from megacompile.runtime import cuda
 from megacompile.runtime.cuda_streams import CudaStreams, Mark
-from megacompile.runtime.step_io import NonFiniteError
+from megacompile.runtime.step_results import NonFiniteError
+from megacompile.state.masters import HostState
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program
 

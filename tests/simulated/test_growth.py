@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bindings import Bindings
-from megacompile.compiler import Compiler
+from megacompile.api.bound_programs import Bindings
+from megacompile.api.pipeline import Compiler
 from tests.simulated.numbers import runtime
 from tests.simulated.test_budgets import CONTEXT, batch, compiled, least_budget, llama, small_context
 

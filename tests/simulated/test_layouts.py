@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.differentiate.meter import StorageMeter
+from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.kernels import _triton
 from tests.simulated.numbers import Numbers
 from tests.simulated.test_scratch import PROCESSORS, ROUNDING, asked_for

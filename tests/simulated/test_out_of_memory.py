@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from megacompile.compiler import Compiler
+from megacompile.api.pipeline import Compiler
 from megacompile.errors import DeviceFullError
-from megacompile.runtime.blocks import Blocks
+from megacompile.runtime.block_calls import Blocks
 from megacompile.runtime.cuda import CudaDevice
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program

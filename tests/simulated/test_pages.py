@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.machine.pages import PAGE_BYTES, Pages
+from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages, step_requests
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda, replayed
-from megacompile.step.requests import step_requests
 from tests.simulated.test_budgets import batch, compiled, gpt2, llama, taken_beside
 
 LIMIT = 540 << 20

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacompile import MegacompileError, compiler
-from megacompile.compiler import Compiler
+from megacompile import MegacompileError
+from megacompile.api import pipeline
+from megacompile.api.pipeline import Compiler
 from megacompile.runtime import backends
 from megacompile.runtime.cuda_streams import CudaStreams
-from megacompile.runtime.step_io import NonFiniteError
+from megacompile.runtime.step_results import NonFiniteError
 from tests.simulated.device import simulated
 from tests.simulated.numbers import runtime
 from tests.simulated.test_faults import DELAY, Wide, batch
@@ -157,7 +158,7 @@ def on_mesh(rank: int, size: int, device: str) -> list[float]:
     """What two rows of ranks find; as on two machines, where compile chooses the rows."""
     given = steps_of_rows(rank, size, device, init_device_mesh("cpu", (2, size // 2)))
     place = {"LOCAL_WORLD_SIZE": str(size // 2), "LOCAL_RANK": str(rank % (size // 2))}
-    with mock.patch.dict(os.environ, place), slow(backends, "_machine"), slow(compiler, "nominal_cpu"):
+    with mock.patch.dict(os.environ, place), slow(backends, "_machine"), slow(pipeline, "nominal_cpu"):
         chosen = steps_of_rows(rank, size, device if device == "cpu" else f"cuda:{rank}", None)
     assert chosen == given
     return given

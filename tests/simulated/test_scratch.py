@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.blocks.memory_meter import StorageMeter, scratch
 from megacompile.capture import sdpa
-from megacompile.differentiate.meter import StorageMeter
-from megacompile.differentiate.scratch import scratch
 from megacompile.kernels import _triton
 from megacompile.kernels.linear_cross_entropy import add_product_
 from megacompile.runtime.cuda_memory import set_allocator

@@ -21,7 +21,7 @@ def right(found: Any) -> dict[str, float]:
 def trained(folder: Path, device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    from megacompile.integrations.arguments import MegacompileConfig
+    from megacompile.integrations.training_arguments import MegacompileConfig
     from megacompile.integrations.transformers import Trainer
 
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.compiler import Compiler
+from megacompile.api.pipeline import Compiler
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program
 from tests.support.models import batch_for, build

@@ -1,6 +1,6 @@
 """Captures of equal models, remembered: most of a small test's time is tracing what another one traced.
 
-In: what a :class:`~megacompile.frontend.Frontend` asks of its stages. Out: what they gave before for an
+In: what a :class:`~megacompile.api.pipeline.Frontend` asks of its stages. Out: what they gave before for an
 equal model, loss and batch. Only modules and functions of torch, transformers, peft, of tests where they are
 no function's own, and of ours are told equal, and only while nothing but plain data is attached to them; any
 other is captured anew.
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.captured import Captured
-from megacompile.capture.graph import capture
-from megacompile.differentiate.policies import DifferentiatedTemplate, differentiate
-from megacompile.frontend import Frontend
-from megacompile.runtime.ownership import _Refuser as Refuser
+from megacompile.api.pipeline import Frontend
+from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.capture.trace import capture
+from megacompile.graph.captured import Captured
+from megacompile.state.model_values import _Refuser as Refuser
 
 _KNOWN = (
     "torch.",
     "transformers.",
     "peft.",
     "tests.support.",
-    "megacompile.capture.outputs.",
-    "megacompile.generate.",
+    "megacompile.graph.captured.",
+    "megacompile.api.program.",
     "megacompile.integrations.",
 )
 _OF_PLAIN_DATA = (
@@ -57,7 +57,7 @@ class Captures:
         self._templates: dict[Any, DifferentiatedTemplate] = {}
 
     def capture(self, model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
-        """As :func:`megacompile.capture.graph.capture`."""
+        """As :func:`megacompile.capture.trace.capture`."""
         try:
             key = _call(model, args, kwargs, options)
         except _UnknownError:
@@ -67,7 +67,7 @@ class Captures:
         return self._captured[key]
 
     def differentiate(self, template: Any, mode: Any, *target: Any, **options: Any) -> DifferentiatedTemplate:
-        """As :func:`megacompile.differentiate.policies.differentiate`."""
+        """As :func:`megacompile.blocks.policies.differentiate`."""
         key = (template.digest, template.name, mode, target, *sorted(options.items()))
         if key not in self._templates:
             self._templates[key] = differentiate(template, mode, *target, **options)
@@ -78,9 +78,9 @@ class Captures:
         """Programs that are compiled within take these captures."""
         stages = functools.partial(Frontend, capture=self.capture, differentiate=self.differentiate)
         with (
-            mock.patch("megacompile.api.Frontend", stages),
-            mock.patch("megacompile.estimate.unroll.Frontend", stages),
-            mock.patch("megacompile.estimate.unroll.differentiate", self.differentiate),
+            mock.patch("megacompile.api.compile.Frontend", stages),
+            mock.patch("megacompile.cli.repeat_layers.Frontend", stages),
+            mock.patch("megacompile.cli.repeat_layers.differentiate", self.differentiate),
         ):
             yield
 

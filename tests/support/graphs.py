@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.capture import sdpa
-from megacompile.capture.captured import Captured
-from megacompile.capture.graph import capture
-from megacompile.capture.positions import arguments
+from megacompile.capture.trace import capture
+from megacompile.graph.captured import Captured
+from megacompile.graph.sequence_dimension import arguments
 
 
 def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:

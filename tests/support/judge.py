@@ -18,8 +18,8 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import ScheduleError
-from megacompile.fuse.report import Fusions
-from megacompile.host.bucket import slot_view
+from megacompile.graph.fusion_rewriter import Fusions
+from megacompile.state.master_layout import slot_view
 from tests.support.captures import Captures
 from tests.support.judge_eager import EagerError, EagerRuns, Gradients, WrongError
 from tests.support.zoo import Case

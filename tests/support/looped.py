@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.blocks.chunk_loops import WHOLE, length_of, means_as_sums, role, two_lengths
+from megacompile.blocks.joint_graph import Joint
+from megacompile.blocks.partition import Template
+from megacompile.blocks.policies import NO_PRODUCT, _Cutter, disagreement
 from megacompile.capture.batch import read_batch
-from megacompile.capture.views import is_view
-from megacompile.differentiate.loop_check import disagreement
-from megacompile.differentiate.loops import means_as_sums
-from megacompile.differentiate.policies import NO_PRODUCT, _Cutter
-from megacompile.differentiate.saved import Joint
-from megacompile.differentiate.sequence import WHOLE, length_of, role, two_lengths
-from megacompile.frontend import Compiled, Frontend
-from megacompile.partition.blocks import Template
+from megacompile.graph.captured import is_view
 from tests.support.zoo import Batch, Case, cases, tokens
 
 LENGTHS, SHORT = (57, 61), (24, 26)

@@ -16,8 +16,8 @@ from random import Random
 
 import networkx as nx
 
-from megacompile.step.operations import Event, Op, Step
-from megacompile.step.spec import STREAMS, Stream, Token
+from megacompile.schedule.op_table import STREAMS, Stream, Token
+from megacompile.schedule.step import Event, Op, Step
 
 REPEATS = 2
 Bytes = tuple[int, int]

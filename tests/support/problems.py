@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
-from megacompile.machine.rates import Machine
+from megacompile.hardware.machine import Machine
 from megacompile.passes import lower
-from megacompile.step.operations import Op, Step
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 
 LOSS_BYTES = 4
 

@@ -27,14 +27,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacompile import Program, ProgramError
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.plan.arrange import with_state_at
-from megacompile.plan.planner import search
-from megacompile.plan.residency import trained_groups
-from megacompile.runtime.blocks import Blocks
-from megacompile.world.control import World
+from megacompile.distributed.world import World
+from megacompile.hardware.machine import Machine
+from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.search import search
+from megacompile.runtime.block_calls import Blocks
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.workload import Workload
 from tests.support.scripts import context
 
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
@@ -133,14 +133,14 @@ def _run(
 ) -> None:
     import torch.distributed as dist
 
-    from megacompile.world import collectives, control, faults, ranks
+    from megacompile.distributed import collectives, ranks, world
 
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve
     limit = timedelta(seconds=timeout)
-    ranks.TIMEOUT = control.TIMEOUT = collectives.TIMEOUT = limit
-    faults.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
+    ranks.TIMEOUT = world.TIMEOUT = collectives.TIMEOUT = limit
+    world.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         answer = work(rank, *arguments)

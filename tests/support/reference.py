@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import micro_weights, read_batch
-from megacompile.capture.loss import apply_loss, divide, find_loss
-from megacompile.capture.patching import our_operators
-from megacompile.host.adam import adamw_step
-from megacompile.host.optimizer import hypers
-from megacompile.program import Program
-from megacompile.runtime.step_io import step_seed
+from megacompile.api.program import Program
+from megacompile.capture.batch import apply_loss, divide, find_loss, micro_weights, read_batch
+from megacompile.capture.patches import our_operators
+from megacompile.runtime.step_results import step_seed
+from megacompile.state.adam import adamw_step
+from megacompile.state.optimizer import hypers
 from tests.support.draws import OurDraws
 
 

@@ -66,7 +66,7 @@ SLOW = (
     r"test_frozen_weights\.py::test_training_is_that_with_masters_of_all\[(1MB-(half|single)|350kB-rounded)",
     r"test_program\.py::test_budget_is_kept_and_predicted\[0\.(5|15)",
     r"test_pretrained\.py::test_trains_as_the_loaded_model_does_and_comes_back\[qwen3",
-    r"fuse/test_experts\.py::test_(the_backward_keeps|a_cut_bank)",
+    r"graph/test_experts\.py::test_(the_backward_keeps|a_cut_bank)",
     r"test_tile\.py::test_a_vocabulary_of_256k_trains_far_below_its_table",
     r"test_tile\.py::test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole",
     r"test_tile\.py::test_bf16_over_tiles_is_as_near_as_bf16_without",

@@ -14,13 +14,22 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench import kernels
-from megacompile.bench.cases import OPERATIONS
-from megacompile.bench.kernels import Bench, Row
-from megacompile.bench.plan import read_calls, targets, worth
-from megacompile.bench.providers import providers
-from megacompile.bench.tables import compare, markdown, read_rows, write
-from megacompile.bench.timing import Roofline, Times
+from megacompile.bench import kernel_bench
+from megacompile.bench.kernel_bench import (
+    Bench,
+    Roofline,
+    Row,
+    Times,
+    compare,
+    markdown,
+    providers,
+    read_calls,
+    read_rows,
+    targets,
+    worth,
+    write,
+)
+from megacompile.bench.kernel_cases import OPERATIONS
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
 from megacompile.kernels.benchmark import Shape
@@ -97,7 +106,7 @@ def test_an_operation_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: object) -> None:
         raise RuntimeError("no memory\nmore")
 
-    monkeypatch.setattr(kernels, "check", fail)
+    monkeypatch.setattr(kernel_bench, "check", fail)
     (row,) = rows("glu", timer=FakeTimer())
     assert row.note == "fails: no memory"
 

@@ -21,8 +21,8 @@ def scale_kernel(x_ptr, BLOCK: tl.constexpr, y_ptr, bias_ptr, count, step=16):  
 
 def test_a_launch_is_recorded_and_specialised_but_not_done() -> None:
     """Constants stand between arguments, pointers may be missing, arguments have defaults."""
+    from benchmarks.kernel_gate import _specialise
     from benchmarks.liger_ceilings import launches
-    from megacompile.kernels.aot import _specialise
 
     x = torch.empty(40, dtype=torch.bfloat16, device="meta")
     run = triton.runtime.JITFunction.run

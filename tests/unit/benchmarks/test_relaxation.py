@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.instances import load_instances, shortened
 from benchmarks.relaxation import relaxed_seconds
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import Workload
-from megacompile.machine.rates import Machine
-from megacompile.machine.simulate import simulate
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
-from megacompile.plan.planner import search
-from megacompile.step.operations import peak_bytes
+from megacompile.planner.search import search
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.step import peak_bytes
+from megacompile.schedule.workload import Workload
 
 INSTANCES = load_instances()
 

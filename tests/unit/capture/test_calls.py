@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import megacompile
-from megacompile.capture import patching
+from megacompile.capture import patches
 from tests.support.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
@@ -240,7 +240,7 @@ def test_distributions_check_values_everywhere_else() -> None:
         with pytest.raises(ValueError, match="scale"):
             distributions.Normal(0.0, -1.0)
 
-    with patching.replaced(patching.REFUSED):
+    with patches.replaced(patches.REFUSED):
         distributions.Normal(0.0, -1.0)
         with ThreadPoolExecutor(1) as threads:
             threads.submit(wrong).result()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacompile.api.pipeline import Compiled, Frontend
 from megacompile.capture import refusals
 from megacompile.capture.batch import read_batch
-from megacompile.frontend import Compiled, Frontend
 
 
 class Asks(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import CaptureError
-from megacompile.capture.draws import uniform
+from megacompile.capture.counter_rng import uniform
 from tests.support.draws import OurDraws
 from tests.support.models import Through
 from tests.support.reference import EagerTrainer, check_beside_eager

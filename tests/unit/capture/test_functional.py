@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.capture import functional, graph
+from megacompile.capture import trace
 from megacompile.capture.batch import read_batch
-from megacompile.capture.clean import clean
-from megacompile.capture.forms import parameter_forms
+from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.trace import clean
 from tests.support.zoo import cases
 
 _CASES = cases()
@@ -44,7 +44,7 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
     both = []
 
     def compare(exported: torch.export.ExportedProgram) -> Any:
-        found = functional.functionalise(exported)
+        found = trace.functionalise(exported)
         for module in exported.graph_module.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()
@@ -56,8 +56,8 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
 
     read = read_batch(batch, model)
     forms = parameter_forms(model, torch.float32)
-    with mock.patch.object(graph, "functionalise", compare):
-        graph.capture(model, read.args, read.kwargs, forms=forms)
+    with mock.patch.object(trace, "functionalise", compare):
+        trace.capture(model, read.args, read.kwargs, forms=forms)
     return both
 
 
@@ -77,7 +77,7 @@ def test_only_a_forward_that_writes_goes_through_torch() -> None:
         with mock.patch.object(
             torch.export.ExportedProgram, decompose, autospec=True, side_effect=theirs
         ) as whole:
-            graph.capture(model, read.args, read.kwargs, forms=forms)
+            trace.capture(model, read.args, read.kwargs, forms=forms)
         assert whole.called == writes
 
 

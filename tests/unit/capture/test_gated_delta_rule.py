@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from megacompile.capture.patching import our_operators
+from megacompile.capture.patches import our_operators
 from tests.support.graphs import check_run, graph_of
 from tests.support.zoo import causal
 

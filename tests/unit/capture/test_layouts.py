@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.capture import attention as _registered
-from megacompile.capture import query_chunks, sdpa, substitute
+from megacompile.capture import replacements, sdpa
 from megacompile.errors import CaptureError
 from megacompile.kernels import document_bounds
 from tests.unit.kernels.test_operators import OPERATORS, _streaming, case
 
-assert _registered
+assert sdpa
 OURS = torch.ops.megacompile
 RNG = torch.tensor([3, 0])
 CASES = OPERATORS | {"dropout": case("dropout", (3, 5), rest=(RNG, 1, 0.5))}
@@ -243,8 +242,8 @@ def test_attention_is_torchs(data: st.DataObject, call: Call) -> None:
             leaves[3] = laid[3].view
         trained = [x.requires_grad_() for x in leaves[: 4 if call.trained_mask else 3]]
         if ours:
-            with substitute.numbered(RNG):
-                out = substitute.attention(None, *leaves, **options)
+            with replacements.numbered(RNG):
+                out = replacements.attention(None, *leaves, **options)
         else:
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 out = F.scaled_dot_product_attention(*leaves, **options)
@@ -280,8 +279,8 @@ def test_attention_operators(data: st.DataObject) -> None:
     chunked = draw(flags)
     with pytest.MonkeyPatch.context() as patch:
         if chunked:
-            patch.setattr(query_chunks, "LEAST_QUERIES", 8)
-            patch.setattr(query_chunks, "MOST_BYTES", 1)
+            patch.setattr(sdpa, "LEAST_QUERIES", 8)
+            patch.setattr(sdpa, "MOST_BYTES", 1)
         found = OURS.attention(*laid, *constants)
         agree(found, OURS.attention(*dense(laid), *constants), dtype)
         lies_as_its_fake(OURS.attention, (*laid, *constants), 0, (), list(found))
@@ -339,9 +338,9 @@ def test_shapes_that_do_not_fit_together_are_refused(
 ) -> None:
     """Of real tensors and of those of a capture."""
     for mode in (FakeTensorMode(), contextlib.nullcontext()):
-        with mode, substitute.numbered(RNG), pytest.raises(CaptureError, match="do not fit together"):
+        with mode, replacements.numbered(RNG), pytest.raises(CaptureError, match="do not fit together"):
             given = [None if shape is None else torch.zeros(shape) for shape in (q, k, v, mask)]
-            substitute.attention(None, *given, enable_gqa=grouped)
+            replacements.attention(None, *given, enable_gqa=grouped)
 
 
 class Mixed(nn.Module):

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
-from megacompile.capture.outputs import Returned, returned
+from megacompile.capture.padding import LossAtLengths, OutputsAtLengths
+from megacompile.graph.captured import Returned, returned
 
 ROWS, LENGTH, CLASSES = 2, 23, 7
 
@@ -243,7 +243,7 @@ def test_what_transformers_trainer_computes_itself_ignores_padding() -> None:
     transformers = pytest.importorskip(
         "transformers", reason="transformers is missing: pip install transformers"
     )
-    losses = pytest.importorskip("megacompile.integrations.losses")
+    losses = pytest.importorskip("megacompile.integrations.evaluation")
 
     def own(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = outputs["logits"][:, :-1].flatten(0, 1)

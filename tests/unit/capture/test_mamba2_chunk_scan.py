@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 
-from megacompile.capture.patching import our_operators
+from megacompile.capture.patches import our_operators
 from tests.support.graphs import check_run, graph_of
 from tests.support.zoo import causal
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
-from megacompile.capture.masks import Masks, _bounds
-from megacompile.capture.query_chunks import MOST_BYTES
-from megacompile.differentiate.meter import StorageMeter
+from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.capture.replacements import Masks, _bounds
+from megacompile.capture.sdpa import MOST_BYTES
 from megacompile.kernels import document_bounds
 from megacompile.kernels._triton import recording
 from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run

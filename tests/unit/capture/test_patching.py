@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.patching import REFUSED, Patch, replaced
+from megacompile.api.pretrained import parameters_on_meta
+from megacompile.capture.patches import REFUSED, Patch, replaced
 from megacompile.errors import CaptureError
-from megacompile.pretrained import parameters_on_meta
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture.right_padding import is_padded_right
+from megacompile.graph.sequence_dimension import is_padded_right
 from tests.support.graphs import attention_calls, forward, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, padded_batch
 

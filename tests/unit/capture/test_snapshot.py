@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture.snapshot import model_settings
+from megacompile.capture.fingerprint import model_settings
 from megacompile.errors import ProgramError
 from tests.support.reference import EagerTrainer, assert_equal
 

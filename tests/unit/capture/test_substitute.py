@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.capture.attention import attention
-from megacompile.capture.patching import our_operators
+from megacompile.capture.patches import our_operators
+from megacompile.capture.sdpa import attention
 from megacompile.errors import CaptureError
 from tests.support.zoo import causal, padded_batch
 

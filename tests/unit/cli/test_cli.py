@@ -12,24 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
-from megacompile.cli import report
-from megacompile.cli import run as cli_run
+from megacompile.cli import models, plan_command, plan_report
+from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
 from megacompile.cli.main import main
-from megacompile.estimate import models
-from megacompile.estimate.answer import Question
-from megacompile.estimate.figures import compute_parts, waits
-from megacompile.estimate.flops import complete_flops
-from megacompile.estimate.largest import Largest, _most, estimate_largest, largest
-from megacompile.estimate.models import load_model
-from megacompile.estimate.study import Study
-from megacompile.machine.catalog import load_machine
-from megacompile.machine.rates import Machine
-from megacompile.plan.bound import lower_bound
-from megacompile.plan.least import highest_point
-from megacompile.plan.planner import search
-from megacompile.schedule.schedule import Schedule
+from megacompile.cli.models import load_model
+from megacompile.cli.remedies import Largest, _most, estimate_largest, largest
+from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.machine import Machine
+from megacompile.planner.bounds import lower_bound
+from megacompile.planner.min_feasible_budget import highest_point
+from megacompile.planner.search import search
+from megacompile.report.schedule import Schedule
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.units import parse_bytes
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -56,7 +51,7 @@ def plan(
     config: str, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Run ``megacompile plan`` on the tiny model; the exit code and what was printed."""
-    monkeypatch.setattr(cli_run, "Study", lambda model, dtype, progress: study)
+    monkeypatch.setattr(plan_command, "Study", lambda model, dtype, progress: study)
 
     def run(*arguments: str, machine: str = "rtx-4090") -> tuple[int, str, str]:
         code = main(["plan", "--model", config, "--machine", machine, *SHAPE, *arguments])
@@ -229,7 +224,7 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:
-    line = report.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
+    line = plan_report.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
     assert "no batch at " in line and ", none at batch " in line
 
 

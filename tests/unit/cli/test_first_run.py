@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench.providers import OURS
-from megacompile.cli import first_run
+from megacompile.bench.kernel_bench import OURS
+from megacompile.cli import gpu_doctor
 from megacompile.cli.main import main
 
 
 def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_run, "_LENGTH", 32)
-    monkeypatch.setattr(first_run, "_WIDTH", 64)
+    monkeypatch.setattr(gpu_doctor, "_LENGTH", 32)
+    monkeypatch.setattr(gpu_doctor, "_WIDTH", 64)
     monkeypatch.setattr(
-        first_run, "_SIZES", {what: min(most, 256) for what, most in first_run._SIZES.items()}
+        gpu_doctor, "_SIZES", {what: min(most, 256) for what, most in gpu_doctor._SIZES.items()}
     )
-    found = list(first_run.findings("cpu", "50MB"))
+    found = list(gpu_doctor.findings("cpu", "50MB"))
     assert len(found) == 4 + len(OURS) and all(f.good for f in found), found
     assert "peak" in found[-1].text and "predicted" in found[-1].text
 
@@ -39,21 +39,21 @@ def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return 2 * megacompile.kernels.rms_norm(x, weight, 1e-6)
 
     def findings(device: str) -> Any:
-        return [first_run._compared("float32", train(device, "", torch.float32, "", {})[0], [1.0, 2.0], 0.1)]
+        return [gpu_doctor._compared("float32", train(device, "", torch.float32, "", {})[0], [1.0, 2.0], 0.1)]
 
-    monkeypatch.setattr(first_run, "_LENGTH", 8)
-    monkeypatch.setattr(first_run, "_STEPS", 2)
-    monkeypatch.setattr(first_run, "_train", train)
-    monkeypatch.setattr(first_run, "OURS", {"rms_norm": twice, "attention": lambda q, k, v: 2 * q})
-    monkeypatch.setattr(first_run, "adamw_", lambda weight, *_: weight.zero_())
-    found = list(first_run.findings("cpu"))
+    monkeypatch.setattr(gpu_doctor, "_LENGTH", 8)
+    monkeypatch.setattr(gpu_doctor, "_STEPS", 2)
+    monkeypatch.setattr(gpu_doctor, "_train", train)
+    monkeypatch.setattr(gpu_doctor, "OURS", {"rms_norm": twice, "attention": lambda q, k, v: 2 * q})
+    monkeypatch.setattr(gpu_doctor, "adamw_", lambda weight, *_: weight.zero_())
+    found = list(gpu_doctor.findings("cpu"))
     assert not any(f.good for f in found)
     assert found[0].text.startswith("wrong: result 0 is off")
     assert 'kernels={"rms_norm": False}' in found[0].text and "nothing switches it off" in found[1].text
     assert "of the host's" in found[2].text
     assert switched == 3 * [{"rms_norm": False}] and found[3].what.endswith("without rms_norm")
     assert found[-1].text == "RuntimeError: no kernel image is available"
-    monkeypatch.setattr(first_run, "findings", findings)
+    monkeypatch.setattr(gpu_doctor, "findings", findings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megacompile.cli.doctor.examine", lambda: "")
     assert main(["doctor", "--gpu"]) == 1

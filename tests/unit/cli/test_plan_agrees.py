@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import megacompile
-from megacompile import api
-from megacompile.cli.report import Extras, render
-from megacompile.estimate.answer import Question
-from megacompile.estimate.models import Lora, build
-from megacompile.estimate.study import Study
-from megacompile.host.formats import StateFormat
-from megacompile.machine.catalog import load_machine
+from megacompile.api import compile
+from megacompile.cli.estimator import Question, Study
+from megacompile.cli.models import Lora, build
+from megacompile.cli.plan_report import Extras, render
+from megacompile.hardware.catalog import load_machine
+from megacompile.state.moment_formats import StateFormat
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _SHAPE: dict[str, Any] = {
@@ -28,7 +27,7 @@ QUESTION = Question(load_machine("rtx-4090"), BATCH, SEQ, 1, host_budget=10**9)
 
 def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large tied vocabulary, cut, and planned from a few layers: cuts, plan, peak, host bytes."""
-    for module in ("megacompile.tile.cuts", "megacompile.plan.tiling"):
+    for module in ("megacompile.graph.tile_rewriter", "megacompile.planner.tiling"):
         monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 16)
     given = transformers.LlamaConfig(**_SHAPE)
     study = Study(build("llama", given), "bf16", lambda message: None)
@@ -38,8 +37,8 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     answer = study.answer(replace(QUESTION, hbm_budget=budget), both=False)
     predicted = answer.predictions[True]
 
-    backend = replace(api.open_backend("cpu", torch.bfloat16), machine=QUESTION.terms.machine)
-    monkeypatch.setattr(api, "open_backend", lambda device, dtype: backend)
+    backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=QUESTION.terms.machine)
+    monkeypatch.setattr(compile, "open_backend", lambda device, dtype: backend)
     model = transformers.LlamaForCausalLM(given).train()
     ids = torch.randint(given.vocab_size, (BATCH, SEQ))
     program = megacompile.compile(
@@ -86,8 +85,8 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
     told = "the rest frozen and kept in bfloat16" in render(answer, Extras(True))
     assert told == (lora is not None)
 
-    backend = replace(api.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
-    monkeypatch.setattr(api, "open_backend", lambda device, dtype: backend)
+    backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
+    monkeypatch.setattr(compile, "open_backend", lambda device, dtype: backend)
     ids = torch.randint(config.vocab_size, (BATCH, SEQ))
     program = megacompile.compile(
         model, f"{asked.hbm_budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),

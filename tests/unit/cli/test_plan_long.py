@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacompile.estimate.answer import Question
-from megacompile.estimate.models import build
-from megacompile.estimate.study import Study
-from megacompile.machine.catalog import load_machine
+from megacompile.cli.estimator import Question, Study
+from megacompile.cli.models import build
+from megacompile.hardware.catalog import load_machine
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.assemble.plan import Mode
+from megacompile.api.pipeline import Frontend
 from megacompile.capture.batch import read_batch
-from megacompile.estimate.models import Model, build
-from megacompile.estimate.unroll import Repeated
-from megacompile.frontend import Frontend
-from megacompile.plan.lowest import lowest_bytes
+from megacompile.cli.models import Model, build
+from megacompile.cli.repeat_layers import Repeated
+from megacompile.planner.bounds import lowest_bytes
+from megacompile.schedule.plan import Mode
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _TILINGS = 3  # whole, and cut down to the layers
@@ -49,8 +49,8 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
     whole = Frontend(model.module, torch.bfloat16)
-    monkeypatch.setattr("megacompile.tile.cuts.LEAST_PIECE", 2048)
-    monkeypatch.setattr("megacompile.plan.tiling.LEAST_PIECE", 2048)
+    monkeypatch.setattr("megacompile.graph.tile_rewriter.LEAST_PIECE", 2048)
+    monkeypatch.setattr("megacompile.planner.tiling.LEAST_PIECE", 2048)
     found_candidates = islice(Repeated(model, batch, torch.bfloat16).tilings(), _TILINGS)
     expected_candidates = islice(whole.tilings(batch, evaluate=False), _TILINGS)
     cut, mode = 0, Mode("evaluate")

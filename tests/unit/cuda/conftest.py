@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile import api as api_module
-from megacompile.compiler import Compiler
+from megacompile.api import compile
+from megacompile.api.pipeline import Compiler
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from tests.support.fake_cuda import FakeCuda
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     def choose(device: Any, dtype: torch.dtype) -> Backend:
         return backend if device == "cuda" else open_backend(device, dtype)
 
-    monkeypatch.setattr(api_module, "open_backend", choose)
+    monkeypatch.setattr(compile, "open_backend", choose)
     with monkeypatch.context() as streaming:
         streaming.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
         fake.let_state_reside = streaming.undo  # type: ignore[attr-defined]

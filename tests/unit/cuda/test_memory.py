@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megacompile.errors import BudgetError
-from megacompile.host.arena import HostArena
-from megacompile.runtime import cuda_memory, page_locked
+from megacompile.runtime import cuda_memory, pinned_memory
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
-from megacompile.runtime.page_locked import first_page
-from megacompile.runtime.step_io import NonFiniteError
+from megacompile.runtime.pinned_memory import first_page
+from megacompile.runtime.step_results import NonFiniteError
+from megacompile.state.arena import HostArena
 from tests.support.cuda_programs import program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
@@ -88,7 +88,7 @@ def test_what_is_not_locked_as_a_whole_is_locked_in_pieces(
             locked[start] = nbytes
             return 0
 
-    monkeypatch.setattr(page_locked, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(pinned_memory, "_PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(cuda_memory, "page_unlock", locked.pop)
     first, second = (HostArena((n << 20) + 4096).tensor for n in (3, 4))

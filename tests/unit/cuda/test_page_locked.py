@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacompile.runtime.page_locked import PageLocked
+from megacompile.runtime.pinned_memory import PageLocked
 
 
 class Event:

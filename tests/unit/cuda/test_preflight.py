@@ -11,7 +11,7 @@ import torch
 
 import megacompile
 from megacompile.kernels import _triton
-from megacompile.runtime import preflight
+from megacompile.runtime import triton_check
 
 CPU = torch.device("cpu")
 
@@ -25,12 +25,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_triton, "HAS_TRITON", True)
     monkeypatch.setattr(_triton, "_gave_up", False)  # and again after the test
-    monkeypatch.setattr(preflight, "dropout_triton", launch)
+    monkeypatch.setattr(triton_check, "dropout_triton", launch)
 
 
 def refusal() -> str:
     with pytest.raises(megacompile.MegacompileError) as error:
-        preflight.check_triton(CPU, needed=True)
+        triton_check.check_triton(CPU, needed=True)
     assert "kernels=False" in str(error.value) and "\n" not in str(error.value)
     return str(error.value)
 
@@ -60,6 +60,6 @@ def test_missing_headers_are_named(broken: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_who_needs_no_triton_goes_without(broken: None) -> None:
-    preflight.check_triton(CPU, needed=False)
+    triton_check.check_triton(CPU, needed=False)
     assert not _triton.HAS_TRITON
-    preflight.check_triton(CPU, needed=True)  # nothing is launched any more
+    triton_check.check_triton(CPU, needed=True)  # nothing is launched any more

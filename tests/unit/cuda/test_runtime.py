@@ -15,21 +15,21 @@ import pytest
 import torch
 
 import megacompile
-from megacompile import api as api_module
-from megacompile.bindings import Bindings
+from megacompile.api import compile
+from megacompile.api.bound_programs import Bindings
 from megacompile.errors import BudgetExceededError
-from megacompile.machine.pages import PAGE_BYTES
-from megacompile.runtime import cuda as cuda_module
+from megacompile.hardware.caching_allocator import PAGE_BYTES
+from megacompile.runtime import cuda
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import LOOSE_BYTES, plan_bytes
-from megacompile.runtime.resident import ResidentState
-from megacompile.runtime.runtime import Runtime
-from megacompile.runtime.staging import Staging
-from megacompile.step.operations import Step
+from megacompile.runtime.device_state import ResidentState
+from megacompile.runtime.executor import Runtime
+from megacompile.runtime.pinned_memory import Staging
+from megacompile.schedule.step import Step
 from tests.support.cuda_programs import check_fault_is_told, program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
-from tests.unit.differentiate.test_inductor import rows, small
+from tests.unit.blocks.test_inductor import rows, small
 
 BUDGET = 10**9
 
@@ -71,7 +71,7 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
 ) -> None:
     batches = [batch_for(name, i, size=4) for i in range(3)]
     expected, state = train(name, "cpu", batches, **options)
-    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = True
     losses, ours = train(name, "cuda", batches, **options)
     assert losses == expected
@@ -85,7 +85,7 @@ def test_no_copy_crosses_from_one_page_locked_piece_to_another(
 ) -> None:
     batches = [batch_for("gpt2", i, size=4) for i in range(3)]
     expected, state = train("gpt2", "cpu", batches, max_grad_norm=0.5, compute_dtype=torch.bfloat16)
-    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.piece_bytes, gpu.half = 6001, half
     trained = program(build("gpt2"), "cuda", max_grad_norm=0.5, compute_dtype=torch.bfloat16)
     assert [float(trained.train_step(batch).loss) for batch in batches] == expected
@@ -107,7 +107,7 @@ def test_offloads_go_to_nvme_when_they_have_landed(
     plan = planner.plan
     planner.close()
     blocks = tuple(replace(block, checkpoint="all", saved_on="nvme") for block in plan.blocks)
-    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = refuses
     plan = replace(plan, blocks=blocks, window=1, workload="")
     losses, ours = train("gpt2", "cuda", batches, plan=plan, offload_dir=tmp_path)
@@ -116,7 +116,7 @@ def test_offloads_go_to_nvme_when_they_have_landed(
 
 
 def test_the_report_says_that_copies_are_staged(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_module, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = True
     trained = program(build("plain"), "cuda")
     trained.train_step(batch_for("plain"))
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_written_while_steps_run_is_of_its_moment(
     """Steps and the writer in any order, each tensor in a file of its own."""
     if resides:
         gpu.let_state_reside()
-    monkeypatch.setattr("megacompile.storage.checkpoint.SHARD_BYTES", 1)
+    monkeypatch.setattr("megacompile.state.checkpoint.SHARD_BYTES", 1)
     trained = program(build("gpt2"), "cuda", "1GB" if resides else "3MB", **options)
     for index in range(3):
         trained.train_step(batch_for("gpt2", index))
@@ -221,7 +221,7 @@ def test_the_proof_finds_a_move_that_waits_for_nothing(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gradient to which the host still adds another one is not there to be moved."""
-    add, prepare, ready = cuda_module.add_gradients, Runtime._prepare, CudaDevice.prepare
+    add, prepare, ready = cuda.add_gradients, Runtime._prepare, CudaDevice.prepare
     moved = threading.Event()
 
     def late(*args: Any) -> None:
@@ -237,7 +237,7 @@ def test_the_proof_finds_a_move_that_waits_for_nothing(
         if not program.updates:
             moved.clear()
 
-    monkeypatch.setattr(cuda_module, "add_gradients", late)
+    monkeypatch.setattr(cuda, "add_gradients", late)
     monkeypatch.setattr(CudaDevice, "prepare", after_the_move)
     monkeypatch.setattr(Runtime, "_prepare", before_its_pushes)
     monkeypatch.setattr(Runtime, "synchronize", lambda self: None)
@@ -356,11 +356,11 @@ def test_buffers_of_the_model_follow_it(gpu: FakeCuda) -> None:
 def test_a_gpu_with_triton_gets_the_fused_kernels_unless_told(
     gpu: FakeCuda, launches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = api_module.open_backend
+    opened = compile.open_backend
     monkeypatch.setattr(
-        api_module, "open_backend", lambda *given: replace(opened(*given), device=torch.device("cuda"))
+        compile, "open_backend", lambda *given: replace(opened(*given), device=torch.device("cuda"))
     )
-    monkeypatch.setattr(api_module, "check_triton", lambda device, needed: launches)
+    monkeypatch.setattr(compile, "check_triton", lambda device, needed: launches)
     monkeypatch.setattr(Bindings, "make_ready", lambda *_: None)  # no GPU to compile kernels for
     for kernels in (None, False):
         trained = program(build("llama"), "cuda", "1GB", kernels=kernels, example_batch=batch_for("llama"))

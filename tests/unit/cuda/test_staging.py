@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megacompile.cli import doctor
-from megacompile.runtime import page_locked
-from megacompile.runtime import staging as module
+from megacompile.runtime import pinned_memory
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.staging import Staging, StagingRing
+from megacompile.runtime.pinned_memory import Staging, StagingRing
 from tests.support.fake_cuda import FakeCuda, FakeStream
 from tests.support.recorded_cuda import RecordedApi, Recording, Uses, spread
 
@@ -107,7 +106,7 @@ def test_doctor_says_what_the_system_does(code: int, said: str, monkeypatch: pyt
     runtime = type("Runtime", (), {"cudaHostUnregister": released.append})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(page_locked, "page_lock", lambda tensor: ([] if code else [(4096, 8192)], code))
+    monkeypatch.setattr(pinned_memory, "page_lock", lambda tensor: ([] if code else [(4096, 8192)], code))
     assert said in doctor._page_locking()
     assert released == ([4096] if code == 0 else [])
 
@@ -196,5 +195,5 @@ def test_the_record_orders_every_use_of_a_buffer(pieces: int) -> None:
 
 
 def test_the_record_shows_a_buffer_that_is_filled_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module._Piece, "ready", lambda self: None)
+    monkeypatch.setattr(pinned_memory._Piece, "ready", lambda self: None)
     assert unordered(3)

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.assemble.plan import Mode, Plan
-from megacompile.assemble.workload import Workload
 from megacompile.passes import lower
-from megacompile.runtime import cuda_streams as streams_cuda
+from megacompile.runtime import cuda_streams
 from megacompile.runtime.cuda_streams import CudaStreams
-from megacompile.step.operations import Op, Step
-from megacompile.step.spec import Token
+from megacompile.schedule.op_table import Token
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Op, Step
+from megacompile.schedule.workload import Workload
 from tests.support.oracle import _pairs, takes_memory, touches
 from tests.support.problems import chain, scheduled, uniform
 from tests.support.recorded_cuda import RecordedApi, RecordedFlag, Recording, Uses, spread
-from tests.unit.step.test_collectives import shared
+from tests.unit.schedule.test_collectives import shared
 
 REPEATS = 2
 Problem = tuple[Workload, Plan, Mode, Step]
@@ -29,7 +29,7 @@ def record(step: Step, seed: int) -> Recording:
     """Issue a repeated step as a runtime does; pushes that add leave a callback, others may."""
     log = Recording(seed)
     RecordedFlag.log = log
-    before, streams_cuda.Flag = streams_cuda.Flag, RecordedFlag  # type: ignore[misc]
+    before, cuda_streams.Flag = cuda_streams.Flag, RecordedFlag  # type: ignore[misc]
     try:
         api = RecordedApi(log)
         comm = any(op.stream == "comm" for op in step.ops)
@@ -48,7 +48,7 @@ def record(step: Step, seed: int) -> Recording:
         streams.synchronize()
         streams.close()
     finally:
-        streams_cuda.Flag = before  # type: ignore[misc]
+        cuda_streams.Flag = before  # type: ignore[misc]
     return log
 
 
@@ -61,7 +61,7 @@ def issue(
         streams.reached(op.event)
         return
 
-    def run() -> streams_cuda.OnComplete | None:
+    def run() -> cuda_streams.OnComplete | None:
         if op.stream in ("host", "nvme_read", "nvme_write"):
             api.work(name)
             return None
@@ -123,7 +123,7 @@ def test_the_proof_finds_a_wait_that_the_step_lacks() -> None:
 def test_the_proof_finds_a_wait_for_what_was_not_issued_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """In CUDA such a wait is for nothing; without the hosts' flags it happens."""
 
-    def follow(self: CudaStreams, stream: object, mark: streams_cuda.Mark) -> None:
+    def follow(self: CudaStreams, stream: object, mark: cuda_streams.Mark) -> None:
         if mark.event is not None:
             stream.wait_event(mark.event)  # type: ignore[attr-defined]
 

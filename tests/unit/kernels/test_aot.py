@@ -1,4 +1,4 @@
-"""The ahead-of-time gate, in a process of its own: see ``megacompile/kernels/aot.py``."""
+"""The ahead-of-time gate, in a process of its own: see ``benchmarks/kernel_gate.py``."""
 
 import importlib
 import importlib.util
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import kernel_gate as gate
 from megacompile import kernels
-from megacompile.kernels import aot
 from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, launch, recording, row_tile, triton
-from megacompile.kernels.tables import (
+from megacompile.kernels.chips import (
     CEILINGS,
     SHARED_LIMIT,
     TABLE,
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_table_is_of_these_sources() -> None:
     """So every row holds: equal sources under one triton compile to equal kernels."""
     for table in (TABLE, CEILINGS):
-        assert made_of(table)[0] == aot.sources(), "python -m megacompile.kernels.aot --update compiles anew"
+        assert made_of(table)[0] == gate.sources(), "python -m benchmarks.kernel_gate --update compiles anew"
     assert not faults(read_table())
 
 
@@ -55,7 +55,7 @@ def test_a_table_says_what_it_was_made_of(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_every_kernel_compiles_and_holds_its_resources() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "megacompile.kernels.aot"]
+    command = [sys.executable, "-m", "benchmarks.kernel_gate"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert "0 faults" in done.stdout
@@ -159,13 +159,13 @@ def test_widths_of_loads() -> None:
         cp.async.cg.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x10, %r6;
         cp.async.ca.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x4, %r6;
     """
-    assert sorted(aot._widths(ptx, "ld")) == [2, 4, 16, 16]
+    assert sorted(gate._widths(ptx, "ld")) == [2, 4, 16, 16]
 
 
 def test_what_runs_is_compiled_as_in_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same options, whatever the environment says."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
-    monkeypatch.setattr(aot, "_specialise", lambda _: ({}, {}, {}))
+    monkeypatch.setattr(gate, "_specialise", lambda _: ({}, {}, {}))
     ran: list[dict[str, object]] = []
     compiled: list[dict[str, object]] = []
 
@@ -184,7 +184,7 @@ def test_what_runs_is_compiled_as_in_the_gate(monkeypatch: pytest.MonkeyPatch) -
     with recording(90) as launches:
         launch(*given, num_warps=8)
     with pytest.raises(StopIteration):
-        aot.compile_launch(launches[0], 90, ("m", "c", "k", 0))
+        gate.compile_launch(launches[0], 90, ("m", "c", "k", 0))
     assert ran == compiled and ran[0]["enable_fp_fusion"] is True
 
 
@@ -196,7 +196,7 @@ def test_adamw_has_the_hosts_operations() -> None:
     with recording(90) as launches:
         for _, case in adamw._aot():
             case()
-    source = ASTSource(launches[0].kernel, *aot._specialise(launches[0]))
+    source = ASTSource(launches[0].kernel, *gate._specialise(launches[0]))
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launches[0].options)
     found = Counter(re.findall(r"\b(?:fma|mul|add|sub|div|sqrt)\.\S*f32\b", built.asm["ptx"]))
     assert all(name.endswith(".rn.f32") for name in found), found

@@ -12,14 +12,12 @@ import transformers
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacompile.differentiate.costs import flops, launches
-from megacompile.differentiate.kernel_calls import kernel_calls
+from megacompile.blocks.costs import flops, kernel_calls, launches
 from megacompile.kernels import gated_delta_rule
 from megacompile.kernels._triton import recording
-from megacompile.kernels.gated_delta_launchers import backward_triton, forward_triton
-from megacompile.kernels.gated_delta_reference import Inputs
+from megacompile.kernels.gated_delta import Inputs, backward_triton, forward_triton
 
-rule = importlib.import_module("megacompile.kernels.gated_delta_rule")
+rule = importlib.import_module("megacompile.kernels.gated_delta")
 
 HOMES = sorted(
     path.stem.removeprefix("modeling_")

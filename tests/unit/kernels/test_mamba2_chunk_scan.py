@@ -15,12 +15,16 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacompile.differentiate.costs import launches, moved
-from megacompile.kernels import mamba2_chunk_scan
-from megacompile.kernels import mamba2_reference as reference
+from megacompile.blocks.costs import launches, moved
+from megacompile.kernels import mamba2, mamba2_chunk_scan
 from megacompile.kernels._triton import recording
-from megacompile.kernels.mamba2_launchers import backward_triton, forward_triton
-from megacompile.kernels.mamba2_reference import Inputs, backward_reference, forward_reference
+from megacompile.kernels.mamba2 import (
+    Inputs,
+    backward_reference,
+    backward_triton,
+    forward_reference,
+    forward_triton,
+)
 
 HOMES = sorted(
     path.stem.removeprefix("modeling_")
@@ -89,7 +93,7 @@ FAULTS = {
 def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(130, torch.float64)
     expected = results(by_token, given)
-    monkeypatch.setattr(reference, *FAULTS[fault])
+    monkeypatch.setattr(mamba2, *FAULTS[fault])
     assert distance(results(mamba2_chunk_scan, given), expected) > 1e-3
 
 
@@ -133,7 +137,7 @@ def test_flops_are_those_of_the_products_that_run() -> None:
 
 
 def test_plans_count_about_the_launches_and_bytes_of_what_runs() -> None:
-    """As :mod:`~megacompile.differentiate.costs` counts what the references call."""
+    """As :mod:`~megacompile.blocks.costs` counts what the references call."""
     draw = torch.Generator().manual_seed(0)
     x, B = torch.randn(1, 700, 8, 32, generator=draw), torch.randn(1, 700, 2, 64, generator=draw)
     given = [x.bfloat16(), x[..., 0].bfloat16(), x[0, 0, :, 0], B.bfloat16(), B.bfloat16(), x[0, 1, :, 0]]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import megacompile.kernels
-import megacompile.tile.operators  # noqa: F401
+import megacompile.graph.tile_operators  # noqa: F401
 from megacompile.kernels.adamw import split_reference
 
 ops = torch.ops.megacompile
@@ -157,7 +156,7 @@ def test_references_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     """Rows computed one by one give what one pass over all of them gives, forward and backward."""
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("megacompile.kernels._rows.LEAST", least)
+        monkeypatch.setattr("megacompile.kernels._triton.LEAST", least)
         for name in ("rms_norm", "add_rms_norm", "layer_norm", "glu silu", "rope", "linear_cross_entropy"):
             leaves = inputs(OPERATORS[name].shapes, torch.float64)
             out = floats(OPERATORS[name].call(*leaves))

@@ -10,8 +10,8 @@ import torch
 
 import megacompile
 import megacompile.cli.main  # noqa: F401
+from megacompile.graph import tile_operators  # noqa: F401
 from megacompile.kernels.registry import CALLED, SPECS, called
-from megacompile.tile import operators  # noqa: F401
 from tests.support import figures
 
 ROOT = Path(__file__).parents[3]
@@ -54,21 +54,18 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
 
 EXCEPTIONS = {
     "megacompile/capture/coded_weights.py": "the operator of weights in codes, declared there",
-    "megacompile/capture/patching.py": "transformers' functions that ours stand for, by their names there",
-    "megacompile/capture/positions.py": "torch's own operators of these names",
-    "megacompile/capture/substitute.py": "transformers' functions, with their arguments",
-    "megacompile/cli/first_run.py": "a switch that an operator shares",
-    "megacompile/differentiate/codegen.py": "the product that is added up within, which other code emits too",
-    "megacompile/fuse/check.py": "inputs of a head, whose labels are integers",
-    "megacompile/fuse/gates.py": "a pattern",
-    "megacompile/fuse/head.py": "a pattern",
-    "megacompile/fuse/norms.py": "a pattern",
-    "megacompile/fuse/placement.py": "a module of patterns that has its operator's name",
-    "megacompile/fuse/qk_norm.py": "a pattern over results of others",
-    "megacompile/fuse/rope.py": "a pattern",
-    "megacompile/tile/head.py": "a head of which pieces are made",
-    "megacompile/tile/operators.py": "operators of tiles, declared there",
-    "megacompile/tile/rewrite.py": "a head of which pieces are made",
+    "megacompile/capture/patches.py": "transformers' functions that ours stand for, by their names there",
+    "megacompile/graph/sequence_dimension.py": "torch's own operators of these names",
+    "megacompile/capture/replacements.py": "transformers' functions, with their arguments",
+    "megacompile/cli/gpu_doctor.py": "a switch that an operator shares",
+    "megacompile/blocks/codegen.py": "the product that is added up within, which other code emits too",
+    "megacompile/graph/numeric_check.py": "inputs of a head, whose labels are integers",
+    "megacompile/graph/glu_patterns.py": "a pattern",
+    "megacompile/graph/head_patterns.py": "a pattern",
+    "megacompile/graph/norm_patterns.py": "a pattern",
+    "megacompile/graph/fusion_rewriter.py": "a module of patterns that has its operator's name",
+    "megacompile/graph/tile_rewriter.py": "a head of which pieces are made",
+    "megacompile/graph/tile_operators.py": "operators of tiles, declared there",
 }
 ORDINARY = {"attention", "dropout", "uniform", "adamw"}  # other things are called so too
 

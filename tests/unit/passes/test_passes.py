@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megacompile import passes
-from megacompile.assemble.plan import BlockPlan, GroupPlan, Mode, Plan
-from megacompile.assemble.workload import GroupWork, Workload
 from megacompile.passes import PASSES, lower
-from megacompile.step.emit import statement
-from megacompile.step.operations import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
-from megacompile.step.spec import Disk, Saved, Spill, Value, ValueGrad, WeightGrad, Weights
+from megacompile.schedule.emit import statement
+from megacompile.schedule.op_table import Disk, Saved, Spill, Value, ValueGrad, WeightGrad, Weights
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.step import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
+from megacompile.schedule.workload import GroupWork, Workload
 from tests.support.problems import chain, find, uniform
 
 TRAIN = Mode("train")

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.assemble.assembly import GroupLayout, Parameter, Slot, padded_elements
-from megacompile.host.bucket import add_gradients, copy_elements, own_part
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
+from megacompile.distributed.ranks import Ranks
 from megacompile.runtime.cpu import CpuDevice
-from megacompile.runtime.fabric import Fabric
-from megacompile.step.operations import Step
-from megacompile.step.spec import Shard
-from megacompile.world.ranks import Ranks
+from megacompile.runtime.gradient_sums import Fabric
+from megacompile.schedule.op_table import Shard
+from megacompile.schedule.step import Step
+from megacompile.state.master_layout import add_gradients, copy_elements, own_part
 
 
 def stride_of(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megacompile
-from megacompile.host.arena import HostArena, Room, padded
 from megacompile.runtime.cpu import CpuDevice
+from megacompile.state.arena import HostArena, Room, padded
 from tests.support.models import Deep
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from megacompile.host import adam
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference, join_reference, split_reference
 from megacompile.kernels.dropout import random_words
+from megacompile.state import adam
 
 
 def every_kind_of_float(count=4096):

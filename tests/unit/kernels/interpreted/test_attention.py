@@ -5,13 +5,13 @@ import pytest
 import torch
 from harness import DTYPES, compare, randn, strided
 
-from megacompile.capture import attention as attending
+from megacompile.capture import sdpa
 from megacompile.kernels.attention import (
+    Rule,
     document_bounds,
     flash_attention_backward,
     flash_attention_forward,
 )
-from megacompile.kernels.attention_reference import Rule
 
 attention = importlib.import_module("megacompile.kernels.attention")
 CASES = {
@@ -208,10 +208,8 @@ def test_gradcheck():
 def test_the_compilers_operator_takes_this_kernel(features, dtype, monkeypatch):
     """megacompile::attention calls it for what the library lacks; strides and types are those of its fake."""
     calls = []
-    launch = attending.flash_attention_forward
-    monkeypatch.setattr(
-        attending, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1]
-    )
+    launch = sdpa.flash_attention_forward
+    monkeypatch.setattr(sdpa, "flash_attention_forward", lambda *args: (calls.append(1), launch(*args))[1])
     window, softcap = features.get("window", 0), features.get("softcap", 0.0)
     cumulative = features.get("documents")
     bounds = document_bounds(torch.tensor(cumulative), 33).expand(2, 2, 33) if cumulative else None

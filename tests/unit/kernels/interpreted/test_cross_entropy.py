@@ -3,8 +3,15 @@ import torch
 import torch.nn.functional as F
 from harness import DTYPES, compare, gradcheck, randn
 
-from megacompile.kernels.cross_entropy_tiles import Terms, accumulate, finish, gradient_, new_state
-from megacompile.kernels.linear_cross_entropy import linear_cross_entropy, tile_width
+from megacompile.kernels.linear_cross_entropy import (
+    Terms,
+    accumulate,
+    finish,
+    gradient_,
+    linear_cross_entropy,
+    new_state,
+    tile_width,
+)
 
 TERMS = {
     "plain": {},

@@ -10,21 +10,20 @@ import torch
 from harness import LOW
 from triton.runtime import interpreter
 
-from megacompile.kernels import gated_delta_launchers as delta_launchers
-from megacompile.kernels import mamba2_launchers as scan_launchers
-from megacompile.kernels.attention_reference import Rule, backward_reference, forward_reference
-from megacompile.kernels.cross_entropy_tiles import Terms
-from megacompile.kernels.gated_delta_reference import Inputs
-from megacompile.kernels.gated_delta_reference import backward_reference as delta_backward
-from megacompile.kernels.gated_delta_reference import forward_reference as delta_reference
-from megacompile.kernels.mamba2_reference import Inputs as ScanInputs
-from megacompile.kernels.mamba2_reference import backward_reference as scan_backward
-from megacompile.kernels.mamba2_reference import forward_reference as scan_reference
+from megacompile.kernels import gated_delta, mamba2
+from megacompile.kernels.attention import Rule, backward_reference, forward_reference
+from megacompile.kernels.gated_delta import Inputs
+from megacompile.kernels.gated_delta import backward_reference as delta_backward
+from megacompile.kernels.gated_delta import forward_reference as delta_reference
+from megacompile.kernels.linear_cross_entropy import Terms
+from megacompile.kernels.mamba2 import Inputs as ScanInputs
+from megacompile.kernels.mamba2 import backward_reference as scan_backward
+from megacompile.kernels.mamba2 import forward_reference as scan_reference
 from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
 attention, clamped_glu, cross_entropy_tiles, glu, qk_norm_rope, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("attention", "clamped_glu", "cross_entropy_tiles", "glu", "qk_norm_rope", "rope")
+    for name in ("attention", "clamped_glu", "linear_cross_entropy", "glu", "qk_norm_rope", "rope")
 )
 FAR = 1 << 31
 builder = interpreter.interpreter_builder
@@ -169,9 +168,9 @@ def test_gated_delta_rule(lazy, dim):
     gates = [x.half() for x in (-torch.rand(v.shape[:3]), torch.rand(v.shape[:3]))]
     far, near = Inputs(*(far_apart(x, dim) for x in (q, k, v, *gates)), True), Inputs(q, k, v, *gates, True)
     expected = delta_reference(near)
-    found = delta_launchers.forward_triton(far)
+    found = gated_delta.forward_triton(far)
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
-    found = delta_launchers.backward_triton(far_apart(grad, dim), far, found[1])
+    found = gated_delta.backward_triton(far_apart(grad, dim), far, found[1])
     expected = delta_backward(grad, near, expected[1])
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
 
@@ -183,14 +182,14 @@ def test_gated_delta_rule_of_many_heads(last):
     v, grad = torch.randn(2, 1, 64, 1, 32, dtype=LOW[0])
     given = q, k, v, -torch.rand(1, 64, 1).half(), torch.rand(1, 64, 1).half()
     many = [x.expand(1024, 64, 520, *x.shape[3:]) for x in given]
-    out, states = delta_launchers.forward_triton(Inputs(*many, True))
+    out, states = gated_delta.forward_triton(Inputs(*many, True))
     expected, state = delta_reference(Inputs(*given, True))
     torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)
     found = [torch.empty(x.shape, dtype=x.dtype) for x in many]
     d_state = torch.empty(states.shape[1:])
     d_state[-1, -1] = 0
     grads = grad.expand(many[2].shape)
-    delta_launchers.backward_part(grads, Inputs(*many, True), states, d_state, found)
+    gated_delta.backward_part(grads, Inputs(*many, True), states, d_state, found)
     expected = delta_backward(grad, Inputs(*given, True), state)
     torch.testing.assert_close([x[-1:, :, -1:] for x in found], list(expected), atol=5e-3, rtol=5e-3)
 
@@ -203,9 +202,9 @@ def test_mamba2_chunk_scan(lazy, dim):
     dt, A, D = torch.rand(x.shape[:3]).half(), -torch.rand(x.shape[2]), torch.rand(x.shape[2])
     far = [far_apart(t, dim) for t in (x, dt, B, C)]
     far, near = ScanInputs(*far[:2], A, *far[2:], D), ScanInputs(x, dt, A, B, C, D)
-    expected, found = scan_reference(near), scan_launchers.forward_triton(far)
+    expected, found = scan_reference(near), mamba2.forward_triton(far)
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
-    found = scan_launchers.backward_triton(far_apart(grad, dim), far, found[1])
+    found = mamba2.backward_triton(far_apart(grad, dim), far, found[1])
     torch.testing.assert_close(found, scan_backward(grad, near, expected[1]), atol=1e-2, rtol=1e-2)
 
 
@@ -223,8 +222,8 @@ def test_mamba2_chunk_scan_of_many_heads(last, batch, groups, inner):
         for t, heads in zip((x, grad, dt, B, C), (520, 520, 520, groups, groups), strict=True)
     )
     many = ScanInputs(x, dt, A.expand(520), B, C, D.expand(520))
-    out, states = scan_launchers.forward_triton(many)
+    out, states = mamba2.forward_triton(many)
     torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)
-    found = [t[-1:, :, -1:] for t in scan_launchers.backward_triton(grad, many, states) if t.dim() > 1]
+    found = [t[-1:, :, -1:] for t in mamba2.backward_triton(grad, many, states) if t.dim() > 1]
     expected = [t for t in scan_backward(grad[:1, :, :1], one, kept) if t.dim() > 1]
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

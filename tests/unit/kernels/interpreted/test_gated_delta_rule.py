@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from harness import ALL, compare, plant, randn, results, strided, without
 
-from megacompile.kernels import gated_delta_launchers as launchers
-from megacompile.kernels.gated_delta_reference import Inputs, forward_reference
-from megacompile.kernels.gated_delta_rule import gated_delta_rule
+from megacompile.kernels import gated_delta
+from megacompile.kernels.gated_delta import Inputs, forward_reference, gated_delta_rule
 
-rule = importlib.import_module("megacompile.kernels.gated_delta_rule")
+rule = importlib.import_module("megacompile.kernels.gated_delta")
 
 
 def eager(q, k, v, g, beta, normalised=True):
@@ -99,8 +98,8 @@ def test_parts_of_a_backward_change_no_bit(monkeypatch):
     inputs = [x.to(torch.bfloat16).detach().requires_grad_() for x in given(2, 600, 1, 2, 16, 16)]
     grad, found = torch.randn(inputs[2].shape), []
     for held, parts in ((4096, 1), (1024, 2), (1, 3)):
-        monkeypatch.setattr(launchers, "HELD", held)
-        assert len(launchers.parts_of(2, 600)) == parts
+        monkeypatch.setattr(gated_delta, "HELD", held)
+        assert len(gated_delta.parts_of(2, 600)) == parts
         found.append(results(gated_delta_rule, inputs, [grad]))
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
@@ -134,6 +133,6 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
     name, argument, change, result = FAULTS[fault]
-    plant(monkeypatch, launchers, f"gated_delta_{name}_kernel", argument, change)
+    plant(monkeypatch, gated_delta, f"gated_delta_{name}_kernel", argument, change)
     with pytest.raises(AssertionError, match=f"result {result}"):
         compare(gated_delta_rule, eager, given(1, 270, 1, 2, 64, 16), torch.bfloat16)

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from harness import ALL, compare, plant, randn, results, strided, without
 
-from megacompile.kernels import mamba2_launchers as launchers
-from megacompile.kernels.mamba2_chunk_scan import mamba2_chunk_scan
-from megacompile.kernels.mamba2_reference import Inputs, forward_reference
+from megacompile.kernels import mamba2
+from megacompile.kernels.mamba2 import Inputs, forward_reference, mamba2_chunk_scan
 
-scan = importlib.import_module("megacompile.kernels.mamba2_chunk_scan")
+scan = importlib.import_module("megacompile.kernels.mamba2")
 
 
 def eager(x, dt, A, B, C, D):
@@ -111,6 +110,6 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""
     name, argument, change, result = FAULTS[fault]
-    plant(monkeypatch, launchers, f"mamba2_{name}_kernel", argument, change)
+    plant(monkeypatch, mamba2, f"mamba2_{name}_kernel", argument, change)
     with pytest.raises(AssertionError, match=f"result {result}"):
         compare(mamba2_chunk_scan, eager, given(1, 300, 2, 16, 1, 16), torch.bfloat16)

@@ -1,0 +1,1 @@
+"""The public interface: compile, the program, and the session behind it."""

@@ -1,0 +1,315 @@
+"""Read batches: tell their kind, pad them to one of few lengths, and split them into micro-batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megacompile.api.pipeline import Compiler
+from megacompile.capture.batch import (
+    Batch,
+    check_signature,
+    divides,
+    documents_meet,
+    is_transformers,
+    of_one_kind,
+    read_batch,
+)
+from megacompile.capture.fingerprint import model_settings
+from megacompile.capture.padding import (
+    Function,
+    LossAtLengths,
+    OutputsAtLengths,
+    bucket_length,
+    computes_as_libraries_do,
+    gives_positions,
+    hides_padding,
+    kind_of,
+    length_of,
+    lengths_of_kind,
+    may_be_padded,
+    own_entries,
+    pad_batch,
+    reach,
+    telling_length,
+)
+from megacompile.capture.patches import turning_lengths
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.graph.captured import OutputsFn, Returned, all_outputs, identity
+
+# ------------------------------------------------------------------------------------------------------------
+# The padder: to which lengths the batches of one model are padded, so that few programs serve them.
+#
+# In: the batches of a step as they were read. Out: the same, or longer ones whose padding the model is known
+# to
+# hide. What graphs have shown of that, and how often a length was wanted, is kept.
+
+
+_LONGER = 2  # how many times its length a batch may have on another length's program
+_BORROWED = 8  # how often, before a length is given a program of its own
+_COUNTS = (
+    "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "
+    "let it leave out labels of -100, or what attention_mask hides, or pad batches to a few lengths yourself."
+)
+_APART = 4  # how many times its tokens a step may have, for its micro-batches to be one program
+
+
+@dataclass(frozen=True)
+class OfRanks:
+    """What several ranks' micro-batches of a step have in common: whether they are ``alike``, else the
+    ``lengths`` of all where all may be padded, and whether all of their padding is at the ``right``."""
+
+    alike: bool
+    lengths: tuple[int, ...]
+    right: bool
+
+
+class Padder:
+    """Pads the batches of one model, ``longest`` at most, to lengths that have a program or are given one."""
+
+    def __init__(self, model: nn.Module, compiler: Compiler, longest: int | None) -> None:
+        self._model, self._compiler, self._loss_fn = model, compiler, compiler.frontend.loss_fn
+        limits = (longest, reach(model))
+        self._longest = min((limit for limit in limits if limit is not None), default=None)
+        self._turning = turning_lengths(model)
+        self._hidden: dict[tuple[Any, ...], bool] = {}  # by kind of batch, once a graph has shown it
+        self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
+        self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
+        self._told = False
+        self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
+
+    def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
+        """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
+        near; the ``first`` are left as they are where they are alike. Several ranks, which pass what they
+        have in common, all pad to one length.
+        """
+        alike = len({batch.key for batch in micro}) == 1 and (ranks is None or ranks.alike)
+        if alike and (first or self._compiler.knows(micro[0])):
+            return micro
+        found = self._to_one_length(micro, alike, ranks)
+        if found is None and not alike and ranks is None:
+            return [one for batch in micro for one in self.padded([batch], first=False)]
+        return found or micro
+
+    def lengths(self, micro: list[Batch]) -> list[int]:
+        """Of micro-batches that may be padded; none, where some may not."""
+        paddable = all(may_be_padded(batch, self._model, self._function_of(batch)) for batch in micro)
+        return [length_of(batch) for batch in micro] if paddable else []
+
+    def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
+        """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
+        lengths = self.lengths(micro) if ranks is None else ranks.lengths
+        if not lengths:
+            return None
+        least, right = max(lengths), ranks is None or ranks.right
+        if ranks is None and least * len(lengths) > _APART * sum(lengths):
+            return None
+        length = least if len(set(lengths)) == 1 and not alike else self._bucket(least)
+        wanted = self._at(micro, length, right)
+        if len({batch.key for batch in wanted}) > 1:
+            return None
+        exact = alike and length == least
+        if exact or not self._compiler.knows(wanted[0]):
+            key, known = (micro if exact else wanted)[0].key, lengths_of_kind(self._compiler.keys, wanted[0])
+            near = next((n for n in known if least <= n <= _LONGER * least), None)
+            borrows = self._borrowed[key] < _BORROWED
+            if near is not None and borrows and self._hides(micro, near, min(lengths)):
+                self._borrowed[key] += 1
+                return self._at(micro, near, right)
+        return wanted if not exact and self._hides(micro, length, min(lengths)) else None
+
+    def _bucket(self, length: int) -> int:
+        """The length of few that a sequence is padded to; its own, where the longest is shorter."""
+        return max(length, bucket_length(length, longest=self._longest))
+
+    def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
+        """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""
+        found = of_one_kind([self._read(batch, length) for batch in micro])
+        return found if right else [replace(batch, key=(*batch.key[:4], False)) for batch in found]
+
+    def _read(self, batch: Batch, length: int) -> Batch:
+        own = own_entries(self._model, batch.kwargs, self._function_of(batch))
+        padded = read_batch(
+            pad_batch(batch.kwargs, length, own=own),
+            self._model,
+            evaluate=batch.evaluates,
+            keep_mask=True,
+            settings=batch.settings,
+            outputs=batch.outputs,
+        )
+        return padded if batch.outputs is None else replace(padded, added=length - length_of(batch))
+
+    def _function_of(self, batch: Batch) -> Function | None:
+        """The function that makes the results of a batch's program, where it is not the model itself."""
+        if batch.outputs is None:
+            return self._loss_fn
+        return batch.outputs if batch.outputs is not all_outputs else None
+
+    def _hides(self, micro: Sequence[Batch], length: int, shortest: int) -> bool:
+        """Whether the model hides the padding of all these, and of the ``shortest``, to a length.
+
+        A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
+        model computes otherwise.
+        """
+        longer = self._read(micro[0], length)
+        if any(shortest <= turn < length for turn in self._turning):
+            return False
+        function = self._function_of(longer)
+        if shortest == length and (function is None or longer.outputs is not None):
+            return True
+        if not all(self._ignored.get((kind_of(batch),), True) for batch in micro):
+            return False
+        kind = kind_of(longer)
+        if kind not in self._hidden or (self._hidden[kind] and not self._compiler.knows(longer)):
+            try:
+                self._hidden[kind] = self._judged(longer, kind in self._hidden)
+            except CaptureError:
+                return False
+        if function is None or not self._hidden[kind]:
+            return self._hidden[kind]
+        return all(self._ignores(function, batch, kind, length) for batch in micro)
+
+    def _ignores(self, function: Function, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
+        """Whether a function ignores the padding of a batch to a length, ``kind`` when padded; that a
+        ``loss_fn`` does not is told once.
+        """
+        own, at = kind_of(batch), length_of(batch)
+        called = LossAtLengths if batch.outputs is None else OutputsAtLengths
+        function = getattr(function, "whole", function)  # more parts of a longer sequence are other calls
+        found = called(function, self._model, *self._returned[kind], batch.kwargs)
+        checks: dict[tuple[Any, ...], Callable[[], bool]] = {
+            (own,): found.ignores_padding,
+            (own, at): lambda: found.computes_alike(at, padded=False),
+            (own, length, "padded"): lambda: found.computes_alike(length, padded=True),
+        }
+        for key, check in checks.items():
+            if key not in self._ignored:
+                self._ignored[key] = check()
+            if not self._ignored[key]:
+                if batch.outputs is None:
+                    self._tell()
+                return False
+        return True
+
+    def _tell(self) -> None:
+        if not self._told:
+            warnings.warn(_COUNTS, stacklevel=2)
+        self._told = True
+
+    def _judged(self, longer: Batch, known: bool) -> bool:
+        """The verdict on a padded batch's graph; where another dimension is as long, on one of a near length,
+        unless padding is ``known`` to be hidden.
+        """
+        frontend, length = self._compiler.frontend, length_of(longer)
+        if not computes_as_libraries_do(self._model):
+            return False
+        others, is_loss = frontend.graphs, longer.outputs is None
+        graph = frontend.captured(longer, evaluate=longer.evaluates)
+        if not (is_loss or gives_positions(graph, longer, once=False)):
+            return False
+        telling = telling_length(length, others or [graph])
+        if telling != length and known:
+            return True
+        if telling != length:
+            longer = self._read(longer, telling)
+            graph = frontend.captured(longer, evaluate=longer.evaluates)
+        if self._function_of(longer) is not None:
+            if graph.returned is None:
+                return False
+            self._returned[kind_of(longer)] = graph.returned, telling
+        return (is_loss or gives_positions(graph, longer)) and hides_padding(self._model, graph, longer)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Intake: what a user gives as a batch, read, checked, and padded where that saves compiling.
+#
+# In: the batches of a step as the training loop has them. Out: a
+# :class:`~megacompile.capture.batch.Batch` for each, whose key says which program it runs on.
+
+
+_DOCUMENTS_MEET = (
+    "position_ids start again within a row that has an attention_mask: the documents of a row see each "
+    "other, as in plain transformers. A causal model keeps them apart where attention_mask is left out, as "
+    "transformers' DataCollatorWithFlattening and TRL's padding_free=True do."
+)
+
+
+class Intake:
+    """Reads the batches of one model; ``max_seq_len`` is the longest that they are padded to."""
+
+    def __init__(self, model: nn.Module, compiler: Compiler, max_seq_len: int | None) -> None:
+        self._model, self._max_seq_len = model, max_seq_len
+        self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
+        self.padder = Padder(model, compiler, max_seq_len)
+        self._told = False
+
+    def read(self, given: Any, *, evaluate: bool, outputs: OutputsFn | None = None) -> list[Batch]:
+        """The micro-batches of one step."""
+        function = identity(outputs) if outputs is not None else self._loss_fn
+        settings = model_settings(self._model, evaluate=evaluate, function=function)  # once for all of them
+        model, micro = self._model, []
+        for item in _items(given):
+            kwargs = dict(item.items()) if hasattr(item, "items") else {}
+            if not self._told and is_transformers(model) and documents_meet(kwargs):
+                warnings.warn(_DOCUMENTS_MEET, stacklevel=2)
+                self._told = True
+            own = (outputs or self._loss_fn) if divides(kwargs, self._loss_fn, outputs) else None
+            batch = read_batch(
+                item,
+                model,
+                evaluate=evaluate,
+                keep_mask=own is not None,
+                settings=settings,
+                outputs=outputs,
+            )
+            check_signature(model, batch, function=own)
+            micro.append(batch)
+        return of_one_kind(micro)
+
+    def check_counts(self, micro: Sequence[Batch]) -> None:
+        """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""
+        for batch in micro:
+            count = batch.kwargs.get("num_items_in_batch")
+            if count is None:
+                continue
+            captured = self._frontend.captured(batch, evaluate=False)
+            if all(batch.leaves[index] is not count for index in captured.inputs.values()):
+                raise CaptureError(
+                    "The model's loss does not read num_items_in_batch, so that micro-batches would be "
+                    "weighted wrongly: remove it from the batch, or give the weights yourself."
+                )
+
+    def longest(self, batch: Batch) -> Batch | None:
+        """The batch as long as batches may become; None where it is, or where no length was promised."""
+        ids = batch.kwargs.get("input_ids")
+        if self._max_seq_len is None or not isinstance(ids, Tensor) or ids.shape[1] >= self._max_seq_len:
+            return None
+        return read_batch(
+            pad_batch(
+                batch.kwargs,
+                self._max_seq_len,
+                own=own_entries(self._model, batch.kwargs, self._loss_fn),
+            ),
+            self._model,
+            settings=batch.settings,
+            outputs=batch.outputs,
+        )
+
+
+def _items(given: Any) -> list[Any]:
+    """The micro-batches of a list of them; anything else is one batch, also a list of tensors, as torch's
+    DataLoader makes of (x, y)."""
+    if not isinstance(given, list) or any(isinstance(item, Tensor) for item in given):
+        return [_batch(given)]
+    if not given:
+        raise MegacompileError("The list of micro-batches is empty.")
+    return [_batch(item) for item in given]
+
+
+def _batch(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given

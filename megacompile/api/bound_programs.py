@@ -1,0 +1,190 @@
+"""Bind scheduled programs to one state and one device: host memory, block functions, compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megacompile.api.pipeline import Compiler, Scheduled
+from megacompile.api.settings import Settings
+from megacompile.blocks.weight_groups import Assembly, GroupLayout
+from megacompile.distributed.world import World
+from megacompile.errors import BudgetError
+from megacompile.kernels import _triton
+from megacompile.runtime.bound_step import BoundStep
+from megacompile.runtime.device import Device
+from megacompile.runtime.triton_check import compile_kernels, launches_of
+from megacompile.schedule.plan import Plan
+from megacompile.schedule.step import Step
+from megacompile.schedule.workload import Workload
+from megacompile.state.host_budget import (
+    Placement,
+    host_bytes,
+    host_state_bytes,
+    host_states,
+    place_groups,
+    step_bytes,
+    storage_window,
+)
+from megacompile.state.masters import HostState
+from megacompile.state.moment_formats import Form, smaller_formats
+from megacompile.state.nvme import folders_of
+from megacompile.units import format_bytes
+
+# ------------------------------------------------------------------------------------------------------------
+# Allocation: the host state of a planned program, made within the host budget, or refused with the ways
+# out.
+
+
+def allocate_host_state(
+    step: Step,
+    plan: Plan,
+    assembly: Assembly,
+    form: Form,
+    directories: Sequence[str],
+    host_budget_bytes: int,
+    world: World,
+) -> tuple[HostState, Placement]:
+    """Host memory, and storage where the plan wants it, for all state and for what steps need beside it; of a
+    rank of ``world``, for its shards.
+
+    Raises :class:`~megacompile.errors.BudgetError` where that is more than ``host_budget_bytes``, or more
+    than the host gives.
+    """
+    layouts, window = assembly.groups, storage_window(plan)
+    placement = Placement(host_states(plan), window, folders_of(world, directories) if window else ())
+    need, transient = host_bytes(assembly, form, plan, step).total, step_bytes(step, assembly.work)
+    if need > host_budget_bytes:
+        numbers = (host_budget_bytes, need, transient)
+        raise _too_large(layouts, form, bool(directories), *numbers, world.local)
+    try:
+        return HostState(layouts, form, placement, transient, world), placement
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(
+            f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
+            "take: set host_budget to what it has, and see what fits."
+        ) from error
+
+
+def check_beside(state: HostState, step: Step, work: Workload, host_budget_bytes: int) -> None:
+    """Refuse a further program whose gradients and offloaded activations do not fit beside the state as it
+    lies."""
+    held, transient = state.total_bytes, step_bytes(step, work)
+    if held + transient > host_budget_bytes:
+        raise BudgetError(
+            f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "
+            f"{format_bytes(held)} of masters and moments its program keeps {format_bytes(transient)} of "
+            "gradients and offloaded activations on the host. Compile with the batch, or list of them, that "
+            "needs the most "
+            "as example_batch, so that room is left for it; or raise host_budget, or give smaller batches."
+        )
+
+
+def _too_large(
+    layouts: tuple[GroupLayout, ...],
+    form: Form,
+    has_storage: bool,
+    given_bytes: int,
+    need: int,
+    transient: int,
+    ranks: int,
+) -> BudgetError:
+    """What a machine's ranks, each of which needs that much, lack together."""
+    stored = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1)
+    least, need, transient = (ranks * nbytes for nbytes in (stored + transient, need, transient))
+    given = format_bytes(ranks * given_bytes)
+    if has_storage:
+        return BudgetError(
+            f"host_budget={given} is too small even with all state on NVMe: its window, and "
+            f"{format_bytes(transient)} of gradients and offloaded activations, take {format_bytes(least)} "
+            "of RAM."
+        )
+    return BudgetError(
+        f"host_budget={given} is too small: masters, moments and kept gradients of this model take "
+        f"{format_bytes(need)} on the host. Raise it, train fewer parameters, give an offload_dir "
+        f"(then {format_bytes(least)} suffice), or train without clipping and accumulation"
+        + smaller_formats(layouts, form)
+        + "."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From scheduled programs to what can run: the state and device that all share, and each one's functions.
+#
+# In: a :class:`~megacompile.api.pipeline.Scheduled` program, settings. Out: what a
+# :class:`~megacompile.runtime.executor.Runtime` is made of, and the bound steps that it runs.
+
+
+Allocated = tuple[HostState, Placement, Device]
+
+
+def allocate(scheduled: Scheduled, settings: Settings) -> Allocated:
+    """The state that a model's first program asks for, where it lies, and the device, opened."""
+    state, placement = allocate_host_state(
+        scheduled.planned.step,
+        scheduled.planned.plan,
+        scheduled.compiled.assembly,
+        settings.optimizer_state,
+        settings.offload_dirs,
+        settings.host_budget_bytes,
+        settings.world,
+    )
+    return state, placement, settings.open_device()
+
+
+class Bindings:
+    """The programs that were bound to their functions and constants; ``last`` is the one that ran last."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._bound: dict[int, BoundStep] = {}  # by the program's id
+        self._ready: set[int] = set()  # programs, by their ids
+        self.last: BoundStep | None = None
+
+    def __contains__(self, scheduled: Scheduled) -> bool:
+        return id(scheduled) in self._bound
+
+    def admit(self, scheduled: Scheduled, state: HostState, settings: Settings) -> None:
+        """Refuse a further program that the host has no room for, or the GPU no kernels."""
+        work = scheduled.compiled.assembly.work
+        check_beside(state, scheduled.planned.step, work, settings.host_budget_bytes)
+        self.make_ready(scheduled, settings.device)
+
+    def make_ready(self, scheduled: Scheduled, device: torch.device) -> None:
+        """Compile the Triton kernels that a program launches; once."""
+        if device.type != "cuda" or not _triton.HAS_TRITON or id(scheduled) in self._ready:
+            return
+        compiled = scheduled.compiled
+        step, mode = scheduled.planned.step, compiled.fused.fake_mode
+        launches = launches_of(step, compiled.part, compiled.templates, compiled.assembly, mode, device)
+        compile_kernels(launches, device)
+        self._ready.add(id(scheduled))
+
+    def bind(self, scheduled: Scheduled, device: Device) -> BoundStep:
+        """A program as it runs on this device, bound once."""
+        found = self._bound.get(id(scheduled))
+        if found is None:
+            compiled = scheduled.compiled
+            found = self._bound[id(scheduled)] = BoundStep(
+                scheduled.planned.step,
+                scheduled.source,
+                compiled.part,
+                compiled.templates,
+                compiled.assembly,
+                self._compiler.frontend.constants(compiled.captured),
+                list(self._compiler.pieces),
+                device.torch_device,
+            )
+        return found
+
+    def drop(self, scheduled: Scheduled) -> None:
+        """Forget a program that is scheduled anew."""
+        self._bound.pop(id(scheduled), None)
+        self._ready.discard(id(scheduled))
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._bound.clear()
+        self._ready.clear()
+        self.last = None

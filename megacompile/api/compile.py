@@ -1,0 +1,393 @@
+"""The public entry point :func:`compile`, and the checks of what a user passes to it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megacompile.api.pipeline import Compiler, Frontend
+from megacompile.api.program import Program
+from megacompile.api.session import Session
+from megacompile.api.settings import Settings, room_of
+from megacompile.blocks.inductor import check_compiler
+from megacompile.capture.coded_weights import is_of_bitsandbytes, why_not_coded
+from megacompile.capture.fingerprint import refuse_gradient_hooks
+from megacompile.capture.module_wrappers import unwrapped
+from megacompile.distributed.ranks import find_ranks
+from megacompile.distributed.world import World
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.planner.nvme_placement import Tiers
+from megacompile.planner.search import SEARCH, Planner, chosen_planner
+from megacompile.runtime.backends import Backend, open_backend
+from megacompile.runtime.call_context import naming_failures
+from megacompile.runtime.triton_check import check_triton
+from megacompile.schedule.plan import Plan
+from megacompile.state.foreign_optimizer import Foreign
+from megacompile.state.master_layout import is_dense
+from megacompile.state.masters import Weights
+from megacompile.state.model_values import is_owned, reclaim
+from megacompile.state.moment_formats import StateFormat, check_format
+from megacompile.state.nvme import check_directories
+from megacompile.state.optimizer import adopt, form_of, updates_like_adamw
+from megacompile.units import RESERVE, host_available, parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a user passes to :func:`megacompile.compile`, refused by name before anything is touched.
+
+
+def check_settings(
+    compute_dtype: Any, max_grad_norm: Any, on_nonfinite: Any, seed: Any, max_seq_len: Any, loss_fn: Any
+) -> None:
+    """Refuse values that no training can be told by."""
+    if compute_dtype not in (torch.bfloat16, torch.float32):
+        raise MegacompileError(
+            f"compute_dtype={compute_dtype} is not supported: use torch.bfloat16 or torch.float32."
+        )
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be a positive number, or None.")
+    if on_nonfinite not in (None, "skip", "raise"):
+        raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
+    if not isinstance(seed, int):
+        raise MegacompileError(f"seed={seed!r} must be an integer.")
+    if max_seq_len is not None and not (isinstance(max_seq_len, int) and max_seq_len > 0):
+        raise MegacompileError(f"max_seq_len={max_seq_len!r} must be a positive integer, or None.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise MegacompileError(f"loss_fn={loss_fn!r} must be a function of outputs and batch, or None.")
+
+
+def check_model(model: Any, weights: Any) -> None:
+    """Refuse a model that cannot be taken over, or would train otherwise than in plain PyTorch."""
+    if not isinstance(model, nn.Module):
+        raise MegacompileError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
+    if is_owned(model):
+        raise MegacompileError(
+            "This model, or a part of it, already belongs to a program: use that one, or call its "
+            "sync_to(model) first. "
+            "If that program is gone, so are the values: make the model again."
+        )
+    refuse_gradient_hooks(model)
+    if weights is not None and not callable(weights):
+        raise MegacompileError(f"weights={weights!r} must be a function of a parameter's name, or None.")
+    lazy = next((n for n, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise MegacompileError(
+            f"The parameter {lazy} of a lazy module has no shape yet: run the model once, then compile."
+        )
+    _refuse_coded(model)
+    empty = next((n for n, p in model.named_parameters() if p.is_meta), None)
+    if weights is None and empty is not None:
+        raise MegacompileError(
+            f"The parameter {empty} is on the meta device and has no value: use megacompile.from_pretrained, "
+            "give weights=, or load the model first."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise MegacompileError(
+                f"The parameter {name} has a gradient, which no step would apply: call optimizer.step() or "
+                "optimizer.zero_grad() before you compile."
+            )
+        if parameter.requires_grad and parameter.is_complex():
+            raise MegacompileError(
+                f"The parameter {name} is {parameter.dtype}, and no masters are kept in complex numbers: "
+                "make it a real one with a last dimension of 2, and use torch.view_as_complex in the forward."
+            )
+    _refuse_shared_memory(model)
+
+
+def _refuse_coded(model: nn.Module) -> None:
+    """Refuse parameters whose values are not their memory's: quantised ones, or a mesh's."""
+    for module, name, parameter in _owned_parameters(model):
+        if is_of_bitsandbytes(parameter):
+            reason = why_not_coded(module, parameter)
+            if reason is not None:
+                raise MegacompileError(f"The parameter {name} {reason}.")
+            continue
+        kind = type(parameter)
+        codes = kind is not nn.Parameter and not (parameter.is_floating_point() or parameter.is_complex())
+        if codes or is_traceable_wrapper_subclass(parameter):
+            raise MegacompileError(
+                f"The parameter {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, and "
+                "programs take plain tensors and 4-bit weights of bitsandbytes: load the model with "
+                "BitsAndBytesConfig(load_in_4bit=True) or without quantization_config (frozen weights in "
+                "bfloat16 take 2 bytes each), or call its dequantize(); of a DTensor give the full_tensor()."
+            )
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each parameter with its name and the module that it belongs to."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            yield module, name, parameter
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse dense parameters that lie in the same memory: a program would give each its own values."""
+    placed = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad)
+        for name, p in model.named_parameters()
+        if not p.is_meta and p.numel() and is_dense(p)
+    )
+    for (_, end, name, trains), (start, _, other, also) in itertools.pairwise(placed):
+        if start < end and (trains or also):
+            raise MegacompileError(
+                f"The parameters {name} and {other} share memory but are two parameters: tie them by making "
+                "them one, as in head.weight = embedding.weight, or clone one."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def directories(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """Directories for the state that does not fit in RAM, checked before anything is captured."""
+    if given is None:
+        return ()
+    names = [given] if isinstance(given, (str, os.PathLike)) else given
+    if (
+        not isinstance(names, Sequence)
+        or not names
+        or not all(isinstance(name, (str, os.PathLike)) and os.fspath(name) for name in names)
+    ):
+        raise MegacompileError(f"offload_dir={given!r} names no directory: give a path or a list of paths.")
+    return tuple(str(folder) for folder in check_directories(names))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The public entry point: :func:`compile`.
+
+
+def compile(
+    model: nn.Module,
+    hbm_budget: float | str,
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    max_grad_norm: float | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    host_budget: float | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    device: str | torch.device | None = None,
+    on_nonfinite: Literal["skip", "raise"] | None = None,
+    example_batch: Any = None,
+    max_seq_len: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    kernels: Mapping[str, bool] | bool | None = None,
+    inductor: bool = False,
+    optimizer_state: StateFormat = "fp32",
+    weights: Weights | None = None,
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    planner: str | Planner = SEARCH,
+    plan: Plan | str | Path | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Program:
+    """Compile ``model`` for training within ``hbm_budget`` bytes of device memory.
+
+    Parameters
+    ----------
+    model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
+        trains it, its parameters hold no values, and reading or writing one is an error:
+        ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
+        ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
+        that ``torch.compile`` returned run as they were.
+    hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
+    optimizer: an optimizer over the model's parameters, or a list of several; its param groups and settings
+        are read at every step, so a learning-rate scheduler goes on working. AdamW and Adam run as a kernel;
+        of another, the class itself steps over each parameter, on the host. None: AdamW, lr 1e-5.
+    max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
+    compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
+        that compute in bfloat16, and are whole in it, are kept in it.
+    host_budget: as ``hbm_budget``, for host memory, of all programs; ``example_batch`` sizes what lies beside
+        the state. None: what this process may use, less a reserve. More bytes than are free are taken with a
+        warning: the memory of some virtual machines grows as it is used.
+    loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
+        given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
+        entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
+        a dict that the forward is not given, though it would take them. A criterion, a module such as
+        ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
+        ``loss_fn(model(x), y)``. Batches of varying length share programs where it ignores padding: labels of
+        -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
+    device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
+        emulated, budget and all. None: a GPU if there is one.
+    on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
+        as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where
+        updates wait for its norm, or where the loss is not finite either.
+    example_batch: compile for this batch now, or for each kind of batch in a list; otherwise the first batch
+        is captured.
+    max_seq_len: prove at the start that batches padded to this length fit.
+    dump: a directory for every stage's output; the environment variable MEGACOMPILE_DUMP also sets it.
+    seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training
+        run on one machine.
+    kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
+        what it switches off, False for none, which keeps eager's order of operations: in fp32 on a CPU
+        bitwise. None: all on a GPU with Triton, none on a CPU. On a GPU where Triton cannot launch, False
+        also runs attention, dropout and AdamW in plain torch.
+    inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are
+        then as good as eager's, not bitwise the same. Needs a C++ compiler.
+    optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
+        "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
+    weights: gives the value of a parameter that is on the meta device, by its name.
+    offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
+        room for. Scratch files there belong to this program alone and go with it. Each of several ranks makes
+        a folder of its own there.
+    planner: "search", or a fixed schedule to compare with: "full-recompute", "double-buffer", "zero3-like";
+        or a planner of your own, ``(work, mode, machine, budget_bytes) -> Plan``.
+    plan: a :class:`~megacompile.schedule.plan.Plan`, or the path of a plan.json that a dump wrote, as it is
+        or edited.
+    mesh: a mesh of torch.distributed of all ranks, in two dimensions: (machines, ranks of a machine). Each
+        machine then keeps all of the state, and only sums of gradients cross the network; on a mesh of (1,
+        ranks) all ranks share one state. None: on one machine they do; on several with as many ranks each,
+        the mesh that the first program fits on and is predicted to be faster on.
+
+    Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
+    each holds its share of the state, and brings its own batches. With device="cuda" each has the GPU of its
+    number on its machine. ``hbm_budget`` is each device's, ``host_budget`` each machine's. All ranks take the
+    values that the model has on rank 0.
+
+    Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
+    ``BudgetError`` with the least feasible budget where the given one is too small.
+    """
+    check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
+    if isinstance(model, nn.Module):
+        reclaim(model)
+    check_model(model, weights)
+    model = unwrapped(model)
+    world = World(find_ranks(mesh))
+    with world.together():
+        backend, launches = world.agree(lambda: _open(device, compute_dtype, kernels, inductor))
+    with world.connected(backend.device), naming_failures(backend.device):
+        budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
+        adopted = adopt(optimizer, model)
+        form = form_of(adopted, check_format(optimizer_state))
+        if isinstance(form, Foreign) and world.size > 1:
+            raise MegacompileError(
+                f"{form} cannot run over several ranks yet: train in one process, or use torch.optim.AdamW."
+            )
+        if isinstance(form, Foreign) and form.writes_settings and on_nonfinite is not None:
+            raise MegacompileError(
+                f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "
+                "groups, before it is known whether an update is made: leave on_nonfinite out."
+            )
+        if world.rank == 0:
+            _announce(compute_dtype)
+        settings = Settings(
+            device=backend.device,
+            open_device=lambda: backend.open(budget, world),
+            measure_room=lambda: room_of(backend, budget, world),
+            host_budget_bytes=host,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            max_seq_len=max_seq_len,
+            optimizer_state=form,
+            offload_dirs=world.agree(lambda: directories(offload_dir)),
+            world=world,
+        )
+        frontend = Frontend(
+            model,
+            compute_dtype,
+            optimizer=adopted,
+            loss_fn=loss_fn,
+            kernels=launches if kernels is None else kernels,
+            form=settings.optimizer_state,
+            gathers=not settings.offload_dirs and world.size == 1,
+            inductor=backend.device if inductor else None,
+            processors=backend.machine.processors if backend.machine else None,
+            ranks=world.ranks.shards,
+            replicas=world.ranks.replicas,
+        )
+        compiler = _compiler(frontend, adopted, backend, settings, dump, chosen_planner(planner, plan))
+        program = Program(Session(model, adopted, compiler, settings, weights))
+        if example_batch is not None:
+            program.prepare(example_batch)
+        return program
+
+
+def _open(
+    device: str | torch.device | None,
+    compute_dtype: torch.dtype,
+    kernels: Mapping[str, bool] | bool | None,
+    inductor: bool,
+) -> tuple[Backend, bool]:
+    """The backend, and whether it launches Triton's kernels."""
+    if inductor:
+        check_compiler()
+    with naming_failures(torch.device("cuda")):
+        backend = open_backend(device, compute_dtype)
+        needed = kernels is not False or inductor
+        return backend, backend.device.type == "cuda" and check_triton(backend.device, needed=needed)
+
+
+def _compiler(
+    frontend: Frontend,
+    optimizer: torch.optim.Optimizer,
+    backend: Backend,
+    settings: Settings,
+    dump: str | os.PathLike[str] | None,
+    planner: Planner | None,
+) -> Compiler:
+    """What compiles programs for a device."""
+    folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
+    form, stores = settings.optimizer_state, bool(settings.offload_dirs)
+    return Compiler(
+        frontend,
+        settings.measure_room(),
+        machine=backend.machine,
+        dump=Path(folder) if folder else None,
+        tiers=Tiers(form, settings.host_budget_bytes, stores),
+        planner=planner,
+        device_state=form == "fp32" and (backend.machine is None or updates_like_adamw(optimizer)),
+        world=settings.world,
+    )
+
+
+def _budgets(
+    model: nn.Module,
+    hbm_budget: float | str,
+    host_budget: float | str | None,
+    backend: Backend,
+    world: World,
+) -> tuple[int, int]:
+    """Bytes of the device and of the host. Of several ranks the device that has least decides, and those of a
+    machine share its memory."""
+    available = host_available() + sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
+    if host_budget is None:
+        host = int(available * (1 - RESERVE))
+    else:
+        host = parse_bytes(host_budget, what="host_budget", available=available, grows=True)
+    if world.size == 1:
+        return budget, host
+    with world.together():
+        said = world.exchange(lambda: f"{budget} {host // world.local}".encode())
+    of_ranks = [[int(number) for number in text.split()] for text in said]
+    return min(device for device, _ in of_ranks), min(share for _, share in of_ranks)
+
+
+@functools.cache
+def _announce(compute_dtype: torch.dtype) -> None:
+    """Say once per process how to get more precision, where there is more."""
+    if compute_dtype == torch.float32:
+        return
+    text = (
+        "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
+        "bf16=False of a trainer, is full precision from end to end"
+    )
+    print(f"megacompile: {text}", file=sys.stderr)
+
+
+__all__ = ["BudgetError", "MegacompileError", "Program", "compile"]

@@ -1,0 +1,579 @@
+"""The pipeline, all stages in order: capture, fuse, tile, partition, differentiate; plan, prove, emit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.api.settings import Room
+from megacompile.blocks.chunk_loops import CHUNKS, length_of
+from megacompile.blocks.partition import Partition, Template, partition
+from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
+from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
+from megacompile.capture.batch import Batch, LossFn
+from megacompile.capture.coded_weights import stored_shape
+from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.trace import capture
+from megacompile.distributed.ranks import Ranks
+from megacompile.distributed.world import World
+from megacompile.errors import BudgetError, CaptureError, MegacompileError
+from megacompile.graph.captured import Captured, OutputsFn
+from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
+from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
+from megacompile.hardware.caching_allocator import step_requests
+from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
+from megacompile.hardware.simulate import Measured
+from megacompile.planner.bounds import values_bytes
+from megacompile.planner.device_state_fill import with_state
+from megacompile.planner.nvme_placement import Tiers
+from megacompile.planner.plan_evaluator import Planned
+from megacompile.planner.plan_program import Terms, first_that_fits, plan_on_pages, plan_program
+from megacompile.planner.search import Planner, follow
+from megacompile.planner.tiling import TilingCandidate, tiling_candidates
+from megacompile.report.dump import write_dump
+from megacompile.report.schedule import Schedule
+from megacompile.schedule.emit import emit_step
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.verify import Proof, verify
+from megacompile.state.foreign_optimizer import Foreign
+from megacompile.state.host_budget import Placement
+from megacompile.state.moment_formats import Form
+from megacompile.state.optimizer import param_group_of
+from megacompile.units import format_bytes
+
+# ------------------------------------------------------------------------------------------------------------
+# The stages before the plan: capture -> fuse -> tile -> partition -> differentiate.
+#
+# :class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
+# the form of each parameter and the layout of the weight groups.
+
+
+_TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
+
+
+@dataclass(frozen=True)
+class Front:
+    """One kind of batch, through the stages before weights are cut."""
+
+    captured: Captured
+    fused: Captured
+    fusions: Fusions
+
+    @functools.cached_property
+    def tables(self) -> Cuts:
+        """Tables of which the host can gather rows."""
+        return tables(self.fused)
+
+
+@dataclass(frozen=True)
+class Compiled(Front):
+    """One kind of batch, through all stages that do not depend on the plan; ``chunk`` > 0: what acts on each
+    position of a sequence alone runs over chunks of so many."""
+
+    tiled: Tiled
+    part: Partition
+    templates: tuple[DifferentiatedTemplate, ...]
+    assembly: Assembly
+    chunk: int = 0
+
+
+class Frontend:
+    """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
+
+    ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
+    where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
+    ``ranks`` share all groups, in each of ``replicas``, which may change until then. ``processors`` are the
+    multiprocessors of the GPU whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate``
+    are the stages of these names, or what remembers their results.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: LossFn | None = None,
+        kernels: Mapping[str, bool] | bool | None = None,
+        form: Form = "fp32",
+        gathers: bool = True,
+        inductor: torch.device | None = None,
+        processors: int | None = None,
+        ranks: int = 1,
+        replicas: int = 1,
+        capture: Callable[..., Captured] = capture,
+        differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
+    ) -> None:
+        self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
+        self.parameters = _describe(model, optimizer, compute_dtype)
+        self.layouts: tuple[GroupLayout, ...] = ()
+        self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
+        self._trained = {n for n, p in self.parameters.items() if p.trained}
+        self._kernels = read_switches(kernels)
+        self._form: Form = form
+        self._gathers = gathers
+        self._inductor, self._processors = inductor, processors
+        self.ranks, self.replicas = ranks, replicas
+        self._capture, self._differentiated_by = capture, differentiate
+        self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
+        self._fronts: dict[tuple[Any, ...], Front] = {}
+        self._parts: dict[tuple[Any, ...], tuple[Tiled, Partition]] = {}
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
+
+    def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
+        """The graph of one kind of batch; the stages after it use the same."""
+        return self._front(batch, evaluate).captured
+
+    @property
+    def rounded(self) -> list[str]:
+        """The frozen parameters that compute in bf16, whatever they are in the model."""
+        return [n for n, p in self.parameters.items() if not p.trained and p.dtype == torch.bfloat16]
+
+    def take_exact(self, names: Collection[str]) -> bool:
+        """Note which of :attr:`rounded` have values that bf16 holds as they are; whether that is new."""
+        noted = {n: replace(p, exact=n in names) for n, p in self.parameters.items()}
+        changed, self.parameters = noted != self.parameters, noted
+        if changed:
+            self._compiled.clear()
+        return changed
+
+    @property
+    def graphs(self) -> list[Captured]:
+        """The graphs that were captured so far."""
+        return [front.captured for front in self._fronts.values()]
+
+    def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
+        """Tables of which the host may gather the rows that this batch looks up."""
+        return self._front(batch, evaluate).tables if self._gathers else {}
+
+    def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
+        """Ways of cutting the weights: nothing cut, then ever smaller pieces of what is not updated whole."""
+        whole = self.tables(batch, evaluate=evaluate)
+        found, form = families(self._front(batch, evaluate).fused, gather=bool(whole)), self._form
+        if isinstance(form, Foreign):
+            found = tuple(f for f in found if all(form.cuts(self.parameters[name]) for name in f.names))
+        return tiling_candidates(found, whole)
+
+    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
+        """One kind of batch cut in each of these ways; each made when asked for."""
+        for cuts in self.tiling_candidates(batch, evaluate=evaluate):
+            _, part = self._part(batch, cuts, evaluate)
+            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk)
+            yield TilingCandidate(values_bytes(part), build)
+
+    def chunks(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Iterator[int]:
+        """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
+        has loops with weights cut in this way."""
+        yield 0
+        templates = self._part(batch, cuts, evaluate)[1].templates
+        longest = max((length_of(t) or 0 for t in templates), default=0)
+        for chunk in (c for c in CHUNKS if c < longest):
+            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            if not any(t.loops for t in found.templates):
+                return
+            yield chunk
+
+    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> str | None:
+        """Why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
+        length = min(CHUNKS, default=sys.maxsize)
+        if not any(n > length for leaf in batch.tensors for n in leaf.shape):
+            return None
+        found = self.build(batch, cuts, evaluate=evaluate, chunk=length)
+        return why_whole(batch.tensors, found.part.templates, found.templates, length)
+
+    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool, chunk: int = 0) -> Compiled:
+        """One kind of batch with its weights cut in this way, and its sequence in chunks of so many.
+
+        Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
+        """
+        key = (batch.key, tuple(cuts.items()), chunk, self.ranks)
+        with _TRACING:
+            if key not in self._compiled:
+                front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
+                self._compiled[key] = self._build(front, tiled, part, chunk)
+            return self._compiled[key]
+
+    def constants(self, captured: Captured) -> dict[str, Tensor]:
+        """Buffers and constants that the graph reads, by the names its blocks use."""
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        named = {name: buffers[name] for name in captured.buffers.values()}
+        return named | captured.constants
+
+    def forget(self) -> None:
+        """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
+        self._fronts.clear()
+        self._parts.clear()
+        self._compiled.clear()
+
+    def _front(self, batch: Batch, evaluate: bool) -> Front:
+        """The stages before anything is cut."""
+        with _TRACING:
+            if batch.key not in self._fronts:
+                captured = self._capture(
+                    self.model,
+                    batch.args,
+                    batch.kwargs,
+                    forms=self._forms,
+                    trained=self._trained,
+                    loss_fn=self.loss_fn,
+                    evaluate=evaluate,
+                    outputs=batch.outputs,
+                    padded_right=batch.padded_right and batch.outputs not in self._seeing,
+                )
+                if batch.padded_right and not captured.blind:
+                    self._seeing.append(batch.outputs)
+                self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
+            return self._fronts[batch.key]
+
+    def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
+        """One kind of batch with its weights cut in this way, before it is differentiated."""
+        key = (batch.key, tuple(cuts.items()))
+        with _TRACING:
+            if key not in self._parts:
+                fused = self._front(batch, evaluate).fused
+                with self._running():
+                    tiled = tile(fused, cuts, gather=self._gathers)
+                    self._parts[key] = tiled, partition(tiled.captured)
+            return self._parts[key]
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """What an operator says about its arguments is an error of the model on this batch."""
+        try:
+            yield
+        except MegacompileError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from None
+
+    def _build(self, front: Front, tiled: Tiled, part: Partition, chunk: int) -> Compiled:
+        with self._running():
+            mode = front.fused.fake_mode
+            templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
+        constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
+        parameters = cut_parameters(self.parameters, tiled.cuts)
+        assembly = assemble(
+            part,
+            templates,
+            parameters,
+            constants,
+            self.layouts,
+            outside=front.captured.outside,
+            ranks=self.ranks,
+            replicas=self.replicas,
+        )
+        assembly = with_state(assembly, self._form)
+        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
+
+    def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
+        """Templates of the same name and computation, in programs cut differently, are made once."""
+        key = (template.digest, template.name, chunk)
+        if key not in self._differentiated:
+            self._differentiated[key] = self._differentiated_by(
+                template, mode, self._inductor, self._processors, chunk
+            )
+        return replace(self._differentiated[key], index=template.index)
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, compute_dtype: torch.dtype
+) -> Mapping[str, Parameter]:
+    owners = param_group_of(optimizer) if optimizer is not None else {}
+    forms = parameter_forms(model, compute_dtype)
+    described: dict[str, Parameter] = {}
+    for name, p in model.named_parameters():
+        dtype, strides = forms[name]
+        owner = owners.get(id(p), -1)
+        # what no optimizer holds is not updated, so it needs no gradient
+        trained = p.requires_grad and (optimizer is None or owner >= 0)
+        exact = not trained and dtype == p.dtype == torch.bfloat16
+        described[name] = Parameter(
+            name, stored_shape(p), strides, dtype, owner, trained=trained, exact=exact
+        )
+    return described
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The stages from the plan on: plan -> prove -> emit, for the kinds of batches of one model.
+
+
+_LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
+_FIRST_DECIDES = (
+    "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
+    "largest batch as example_batch, and they may be cut further."
+)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One program: a kind of batch in one mode, planned, proven and printed."""
+
+    compiled: Compiled
+    mode: Mode
+    planned: Planned
+    proof: Proof
+    title: str
+    source: str
+
+
+def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
+    """The program of a plan, its step proven safe in every order that the streams allow."""
+    work = compiled.assembly.work
+    proof = verify(planned.step, work, mode=mode, budget_bytes=budget_bytes)
+    return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
+
+
+class Compiler:
+    """Compiles programs over one model's parameters for the ``room`` that a budget gives. Of the ranks of a
+    ``world`` the first plans, and the others follow.
+
+    ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
+    is once it is allocated.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        room: Room,
+        *,
+        machine: Machine | None = None,
+        dump: Path | None = None,
+        tiers: Tiers | None = None,
+        planner: Planner | None = None,
+        device_state: bool = False,
+        world: World | None = None,
+    ) -> None:
+        self.frontend = frontend
+        self._world = world or World()
+        self.room = room
+        self.placement: Placement | None = None
+        self.cuts: Cuts | None = None
+        self._tiers = tiers
+        self._machine = machine
+        self._planner = planner
+        self._dump = dump
+        self._device_state = device_state
+        self._resident: tuple[int, ...] | None = None
+        self._dumped = 0
+        self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device bytes of a plan."""
+        return self.room.budget_bytes
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that is planned for; a nominal CPU, so that plans do not change with its load."""
+        return self._share_of(self._machine or nominal_cpu(self.frontend.compute_dtype))
+
+    @property
+    def measured_machine(self) -> Machine:
+        """The machine that times are predicted for."""
+        return self._share_of(self._machine or this_cpu(self.frontend.compute_dtype))
+
+    def take_mesh(self, ranks: Ranks) -> None:
+        """Lay weight groups out for the ranks that share them, and plan for what each has of a machine."""
+        self.frontend.ranks, self.frontend.replicas = ranks.shards, ranks.replicas
+
+    def _share_of(self, machine: Machine) -> Machine:
+        return machine.shared_by(self._world.local, self.frontend.ranks, self.frontend.replicas)
+
+    @property
+    def keys(self) -> set[tuple[Any, ...]]:
+        """The keys of the batches that programs were compiled for."""
+        return {key for key, _ in self._scheduled}
+
+    def knows(self, batch: Batch) -> bool:
+        """Whether a program for this kind of batch was compiled before."""
+        return batch.key in self.keys
+
+    def number(self, batch: Batch, mode: Mode) -> int:
+        """Which of the programs that were compiled this is, in their order; -1: none of them."""
+        return next((i for i, key in enumerate(self._scheduled) if key == (batch.key, mode)), -1)
+
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled and are not forgotten."""
+        return len(self._scheduled)
+
+    @property
+    def training(self) -> list[Scheduled]:
+        """The programs that compute gradients, in the order of their compilation."""
+        return [s for (_, mode), s in self._scheduled.items() if mode.kind in ("train", "accumulate")]
+
+    def forget(self) -> None:
+        """Forget all programs and captures; how weights are cut and where state is stays decided."""
+        self._scheduled.clear()
+        self.frontend.forget()
+
+    def plan_within(self, room: Room, scheduled: Scheduled) -> None:
+        """Forget a program, to plan it again within other room."""
+        self.room = room
+        self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
+
+    def begin_again(self, room: Room) -> None:
+        """Forget all programs and what the first one decided, before any has run."""
+        self.room, self.cuts, self._resident, self._dumped = room, None, None, 0
+        self._scheduled.clear()
+
+    @property
+    def pieces(self) -> Mapping[str, Parameter]:
+        """The parameters with those that are cut replaced by their pieces."""
+        return cut_parameters(self.frontend.parameters, self.cuts or {})
+
+    def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
+        """One kind of batch, through all stages before the plan, cut as chosen."""
+        return self.frontend.build(batch, self.cuts or {}, evaluate=evaluate)
+
+    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
+        """Plan, prove and print one program; made once per key and mode."""
+        key = (batch.key, mode)
+        found = self._scheduled.get(key)
+        if found is not None:
+            return found
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
+        _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
+        start = time.perf_counter()
+        compiled, planned = self._together(batch, mode)
+        if self._resident is None and mode.kind in ("train", "accumulate"):
+            self._resident = planned.step.resident
+        name, work = type(self.frontend.model).__name__, compiled.assembly.work
+        title = (
+            f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
+            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
+            f"{self._world.chosen}"
+        ).rstrip()
+        scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
+        self._scheduled[key] = scheduled
+        _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
+        if self._dump is not None:
+            folder = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
+            self._dumped += 1
+            write_dump(self._dump / folder, scheduled, self.schedule_of(scheduled, self.machine))
+        return scheduled
+
+    def schedule_of(
+        self, scheduled: Scheduled, machine: Machine, measured: Measured | None = None
+    ) -> Schedule:
+        """A program as something to look at, with times predicted for ``machine``."""
+        return Schedule(
+            scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
+            machine, self.budget_bytes, measured=measured,
+        )  # fmt: skip
+
+    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """Plan on rank 0; the plan and how far weights are cut are the same on all."""
+        if self._world.size == 1:
+            return self._within(batch, mode)
+        found: list[tuple[Compiled, Planned]] = []
+
+        def decide() -> bytes:
+            compiled, planned = self._within(batch, mode)
+            found.append((compiled, planned))
+            assert self.cuts is not None
+            decided = {
+                "cuts": [[n, list(c)] for n, c in self.cuts.items()],
+                "plan": planned.plan.to_json(),
+                "workload": compiled.assembly.work.digest,
+            }
+            return json.dumps(decided).encode()
+
+        decided = json.loads(self._world.from_first(decide))
+        if found:
+            return found[0]
+        self.cuts = {name: tuple(cuts) for name, cuts in decided["cuts"]}
+        compiled, plan = (
+            self.compile(batch, evaluate=mode.kind == "evaluate"),
+            Plan.from_json(decided["plan"]),
+        )
+        if decided["workload"] != compiled.assembly.work.digest:
+            raise MegacompileError(
+                "The model or the batch is not that of rank 0: make the same model on every rank."
+            )
+        return compiled, follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
+
+    def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """Plan, on rank 0; of the first batch, that decides how far weights are cut."""
+        with self.room.naming_reserved():
+            compiled, planned = self.plan(batch, mode)
+        if self.cuts is None:
+            self.cuts = compiled.tiled.cuts
+        return compiled, planned
+
+    def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+        """A plan that also fits as the device's allocator lays it; nothing is decided by it."""
+        lacking_bytes = self.room.lacking_bytes
+        if lacking_bytes is None:
+            return self._plan(batch, mode, self.budget_bytes)
+
+        def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
+            compiled, step = found[0], found[1].step
+            requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
+            return lacking_bytes(budget + self.room.loose_bytes, step, requests)
+
+        return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
+
+    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned]:
+        """Plan a kind of batch; of the first one, also how far weights are cut."""
+        evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
+        chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
+        cuts = self.cuts
+
+        def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
+            if cuts is None:
+                tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
+                gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
+                return plan_program(tilings, mode, terms, gathers=gathers, most=most)
+            compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
+
+        try:
+            return first_that_fits(chunks, budget, plan)
+        except BudgetError as error:
+            ways = " ".join(self._ways_out(batch, evaluate))
+            raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error
+
+    def _ways_out(self, batch: Batch, evaluate: bool) -> Iterator[str]:
+        """What else may help where a program does not fit the budget."""
+        if why := self.frontend.why_whole(batch, self.cuts or {}, evaluate=evaluate):
+            yield why
+        if self.cuts is None:
+            return
+        if batch.outputs is not None:
+            compiled = self.compile(batch, evaluate=evaluate)
+            sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
+            names = [name or "the output" for name in compiled.captured.structure.names]
+            largest = sorted(zip(sizes, names, strict=True), reverse=True)[:3]
+            results = ", ".join(f"{name} of {format_bytes(nbytes)}" for nbytes, name in largest)
+            yield f"What is predicted is computed there ({results}): give predict outputs= that return less."
+        finest = list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1]
+        if self._planner is None and finest != self.cuts:
+            yield _FIRST_DECIDES
+
+    def _terms(self, mode: Mode, budget: int) -> Terms:
+        residents = self._may_reside(mode)
+        return Terms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
+
+    def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
+        """Groups whose state may be on the device: any for the first program that trains, later its own."""
+        if not self._device_state:
+            return ()
+        if self._resident is None:
+            return None if mode.kind in ("train", "accumulate") else ()
+        return self._resident

@@ -1,0 +1,572 @@
+"""A session: the programs of one model, compiled as kinds of batches come, over one runtime and state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.api.batch_reader import Intake, OfRanks
+from megacompile.api.bound_programs import Allocated, Bindings, allocate
+from megacompile.api.pipeline import Compiled, Compiler, Scheduled
+from megacompile.api.rank_agreement import agreed_program, micro_seeds
+from megacompile.api.settings import Room, Settings
+from megacompile.capture.batch import Batch
+from megacompile.capture.fingerprint import Frozen
+from megacompile.distributed.ranks import Ranks
+from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, MegacompileError, ProgramError
+from megacompile.graph.captured import OutputsFn
+from megacompile.runtime.call_context import exclusive, naming_failures, refuse_autocast, whole_step
+from megacompile.runtime.executor import Runtime
+from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
+from megacompile.schedule.plan import Mode
+from megacompile.state.checkpoint import BackgroundSave, read_manifest
+from megacompile.state.foreign_optimizer import Foreign, GroupSettings, members_of
+from megacompile.state.host_budget import host_bytes
+from megacompile.state.masters import Weights
+from megacompile.state.model_values import ModelValues
+from megacompile.state.optimizer import hypers
+from megacompile.units import format_bytes, format_seconds
+
+# ------------------------------------------------------------------------------------------------------------
+# Losses outside of the program: computed by torch from what the forward returned, with the gradient by it.
+#
+# In: a function of the user's and the results of one micro-batch's forward, on the host. Out: its loss, and
+# the
+# gradient by each result, from which the program's backward starts.
+
+
+LossOfOutputs = Callable[[int, Any], Tensor]
+"""(number of the micro-batch, its outputs, which require gradients) -> a scalar loss."""
+
+
+class OutsideLoss:
+    """Calls ``function`` for a micro-batch of a program, on outputs without padding; ``weights`` are those of
+    the losses.
+    """
+
+    def __init__(
+        self, function: LossOfOutputs, compiled: Compiled, micro: Sequence[Batch], weights: Sequence[float]
+    ) -> None:
+        self._function, self._weights = function, weights
+        self._micro = micro
+        self._structure, self._order = compiled.captured.structure, compiled.part.results
+        self._again: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # of a loss that is not finite
+        self.running = False  # the function, inside of a step
+
+    def __call__(self, micro: int, results: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        """The loss, and its weighted gradient by each result, by value. The function is called once, also
+        where a step is run again."""
+        if micro in self._again:
+            return self._again.pop(micro)
+        leaves = {value: x.requires_grad_(x.is_floating_point()) for value, x in results.items()}
+        copies = {value: leaf.clone() for value, leaf in leaves.items()}  # may be changed in place
+        copies = {value: self._micro[micro].own(x) for value, x in copies.items()}
+        loss = self._computed(micro, self._structure.around([copies[value] for value in self._order]))
+        (loss * self._weights[micro]).sum().backward()  # type: ignore[no-untyped-call]
+        zeros = {v: torch.zeros_like(x) for v, x in leaves.items() if x.requires_grad and x.grad is None}
+        found = {value: leaf.grad for value, leaf in leaves.items() if leaf.grad is not None}
+        loss, found = loss.detach().reshape(()), zeros | found
+        if not loss.isfinite():
+            self._again[micro] = loss, dict(found)
+        return loss, found
+
+    def _computed(self, micro: int, outputs: Any) -> Tensor:
+        self.running = True
+        try:
+            loss = self._function(micro, outputs)
+        finally:
+            self.running = False
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise MegacompileError("loss= must return one number, as a tensor.")
+        if not loss.requires_grad:
+            raise MegacompileError(
+                "loss= returned a number without a gradient by the outputs: compute it from what it is given."
+            )
+        return loss
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The mesh of ranks on several machines where none is given: one state of all, or a copy in each machine.
+#
+# In: the kind of batch that the first program is for, and the checkpoint that will be loaded, if there is
+# one.
+# Out: the mesh, the same on all ranks, and a sentence that says why. A checkpoint's mesh goes on, as another
+# would add up gradients in another order. Else rank 0 plans for both, as ``megacompile plan`` does, and the
+# faster is taken of those that fit the devices and host memory. Its times are those of the machine that
+# plans
+# are made for, not of a stopwatch, so the same run chooses the same mesh again.
+
+
+_MESH_LOG = logging.getLogger("megacompile.compiler.mesh")  # trainers show what the compiler tells
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A mesh, the predicted seconds of a step on it, None where no plan fits the devices, and the host bytes
+    that a machine then needs, and has."""
+
+    ranks: Ranks
+    seconds: float | None = None
+    host_bytes: int = 0
+    host_budget_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and host memory are large enough."""
+        return self.seconds is not None and self.host_bytes <= self.host_budget_bytes
+
+    @property
+    def state(self) -> str:
+        """Who has the state."""
+        return "one state of all ranks" if self.ranks.replicas == 1 else "a copy of the state in each machine"
+
+    @property
+    def verdict(self) -> str:
+        """How it does."""
+        if self.seconds is None:
+            return f"{self.state} does not fit the devices"
+        takes = f"{self.state} takes {format_seconds(self.seconds)}"
+        if self.fits:
+            return takes
+        need, budget = format_bytes(self.host_bytes), format_bytes(self.host_budget_bytes)
+        return f"{takes} and {need} of a machine's host memory, which gives {budget}"
+
+
+def settle_mesh(
+    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
+) -> None:
+    """Choose, where that is still to be done; all ranks call it together, before any group is laid out."""
+    world = settings.world
+    if not world.ranks.undecided:
+        return
+
+    def decide() -> bytes:
+        return json.dumps(_decided(compiler, batch, mode, settings, checkpoint)).encode()
+
+    shards, why = json.loads(world.from_first(decide))
+    world.settle(shards, why)
+    compiler.take_mesh(world.ranks)
+    if world.ranks.replicas > 1:
+        compiler.room = settings.measure_room()  # other collectives hold other memory of a device
+    if world.rank == 0:
+        _MESH_LOG.info("%s", why)
+
+
+def _decided(
+    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
+) -> tuple[int, str]:
+    """How many ranks share the state, and why."""
+    ranks = settings.world.ranks
+    if checkpoint is not None:
+        replicas, shards = read_manifest(checkpoint.resolve())[0].mesh
+        if replicas * shards == ranks.size:
+            return shards, f"mesh=({replicas}, {shards}) as in the checkpoint."
+    compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
+    tried = [_tried(compiler, batch, mode, settings, shards) for shards in (ranks.size, ranks.local)]
+    best, other = _ranked(tried)
+    took, seconds = best.ranks, format_seconds(best.seconds or 0.0)
+    mesh = f"mesh=({took.replicas}, {took.shards})"
+    return took.shards, f"{mesh}, {best.state}, for {seconds} a step as predicted: {other.verdict}."
+
+
+def _tried(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, shards: int) -> Tried:
+    ranks = replace(settings.world.ranks, shards=shards)
+    compiler.take_mesh(ranks)
+    try:
+        compiled, planned = compiler.plan(batch, mode)
+    except MegacompileError:  # or a plan that was given is for the other
+        return Tried(ranks)
+    need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total
+    of_machine = (ranks.local * nbytes for nbytes in (need, settings.host_budget_bytes))
+    return Tried(ranks, planned.seconds, *of_machine)
+
+
+def _ranked(tried: Sequence[Tried]) -> list[Tried]:
+    """The fastest that fits first; where none does, they stay as they are."""
+    fitting = sorted((t for t in tried if t.fits), key=lambda t: t.seconds or 0.0)
+    return fitting + [t for t in tried if not t.fits]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
+#
+# In: batches, modes and loss weights from the :class:`~megacompile.api.program.Program`. Out: results of
+# runs.
+# The first program allocates the state and takes over the model's values; all later ones share both.
+
+
+_LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells
+
+
+class Session:
+    """Compiles, binds and runs the programs of one model.
+
+    ``inconsistent`` says, once a fault has left some weights updated and others not, what to do about it.
+    ``current`` is the training program that ran last; ``calls`` counts the runs that drew a seed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compiler: Compiler,
+        settings: Settings,
+        weights: Weights | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
+        self.world = settings.world
+        self._frozen = Frozen(model, optimizer)
+        self.values = ModelValues(model, optimizer, weights)
+        self.runtime: Runtime | None = None
+        self.current: Scheduled | None = None
+        self.predicted_peak = 0
+        self.seed, self.calls = settings.seed, 0
+        self.inconsistent = ""
+        self.resumes: Path | None = None  # the checkpoint that will be loaded first
+        self.lock = threading.RLock()  # of all calls of the program
+        self._pid = os.getpid()
+        self.intake = Intake(model, compiler, settings.max_seq_len)
+        self._bindings = Bindings(compiler)
+        self._last_batch: Batch | None = None
+        self._told: set[bool] = set()  # reasons for another program that were said
+        self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
+        self.saving: BackgroundSave | None = None  # the last one
+        self.outside: OutsideLoss | None = None  # of the last run
+
+    def training(self, micro: list[Batch]) -> Mode:
+        """The mode of a whole step on these micro-batches."""
+        return Mode("train", len(micro), self.settings.defers_updates)
+
+    def scheduled(self) -> Scheduled:
+        """The training program that ran last."""
+        if self.current is None:
+            raise ProgramError("Nothing is compiled yet: run a step, or compile with example_batch.")
+        return self.current
+
+    def read(self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None) -> list[Batch]:
+        """What a batch, or a list of them, holds."""
+        refuse_autocast()
+        self.check_model(trains=not evaluate)
+        return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
+
+    def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
+        """What was read, padded where that saves compiling, or as several ranks need it."""
+        return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
+
+    def check_model(self, *, trains: bool = True) -> None:
+        """Refuse what was changed at the model or its param groups since it was compiled, and matters."""
+        with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
+            self._frozen.check(trains=trains)
+
+    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
+        """The program for a kind of batch; the first one takes over the model's storage."""
+        if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
+            self._tell_of_another(batch)
+        if self.runtime is None:
+            scheduled = self._first_program(batch, mode)
+            self._take_over(scheduled)
+        else:
+            if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
+                self.compiler.room = room
+            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            state = self.runtime.state
+            self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))
+        if mode.kind != "evaluate" or self.current is None:
+            self.current = scheduled
+        self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
+        return scheduled
+
+    def _tell_of_another(self, batch: Batch) -> None:
+        """Say, once for each reason, that another program is compiled, and what would save that."""
+        last = self._last_batch
+        changed = last is not None and last.settings != batch.settings
+        if changed in self._told:
+            return
+        self._told.add(changed)
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
+        why, way_out = (
+            ", as each kind of batch has one",
+            "pad batches to few lengths, or drop the last short one",
+        )
+        if changed:
+            why = ", as modes or attributes of the model's modules changed"
+            way_out = "leave them as they are between steps"
+        text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
+        warnings.warn(text, stacklevel=6)
+
+    def _first_program(self, batch: Batch, mode: Mode) -> Scheduled:
+        """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the
+        device than was left to them."""
+        self._find_exact()
+        longest = self.intake.longest(batch)
+        settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
+        while True:
+            if longest is not None:  # first: how far weights are cut must suffice for it
+                self.world.agree(lambda: self.compiler.schedule(longest, mode))
+            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            self.world.agree(partial(self._bindings.make_ready, scheduled, self.settings.device))
+            room = self._shorter_room()
+            if room is None:
+                return scheduled
+            self._bindings.drop(scheduled)
+            self.compiler.begin_again(room)
+
+    def _find_exact(self) -> None:
+        """Look which frozen weights need no FP32 masters, by the values that the first rank has now."""
+        frontend = self.compiler.frontend
+
+        def look() -> bytes:
+            self.values.refuse_taken()
+            return json.dumps(self.values.exact(frontend.rounded)).encode()
+
+        if frontend.take_exact(set(json.loads(self.world.from_first(look)))):
+            self.compiler.begin_again(self.compiler.room)
+
+    def _shorter_room(self) -> Room | None:
+        """What plans may use of the device now, where that is less than they were made for by more than was
+        left to the driver."""
+        planned = self.compiler.room
+        with naming_failures(self.settings.device):
+            room = self.settings.measure_room()
+        if not room.short_of(planned):
+            return None
+        _LOG.info(
+            "the GPU's driver took %s more than was planned for: planning within so much less",
+            format_bytes(planned.budget_bytes - room.budget_bytes),
+        )
+        return room
+
+    def forget_programs(self) -> None:
+        """Capture and compile every kind of batch anew, over the same state."""
+        self.compiler.forget()
+        self._bindings.clear()
+        self.intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
+
+    def release(self) -> None:
+        """Leave the values to the model alone, and free the state."""
+        self.values.release()
+        self._bindings.clear()
+        self.runtime = None
+
+    def _take_over(self, scheduled: Scheduled) -> None:
+        def allocated() -> Allocated:
+            self.values.refuse_taken()
+            return allocate(scheduled, self.settings)
+
+        assembly = scheduled.compiled.assembly
+        # what may be refused comes before the model is taken
+        state, self.compiler.placement, device = self.world.agree(allocated)
+        self.values.take_over(state, assembly.homes, self._reading)
+        self.compiler.frontend.layouts = assembly.groups
+        self.runtime = Runtime(state, device)
+        self._follow_modes()
+
+    def _follow_modes(self) -> None:
+        """Have the optimizers' own eval() and train(), where their classes change parameters by them, change
+        the masters."""
+        switch = weakref.WeakMethod(self._switch)
+
+        def call(member: torch.optim.Optimizer, method: str) -> None:
+            switched = switch()
+            if switched is None:
+                raise ProgramError(
+                    f"The program that held what {method}() changes is gone: compile it again."
+                )
+            switched(member, method)
+
+        for member in members_of(self.optimizer):
+            for method in ("eval", "train"):
+                if callable(getattr(type(member), method, None)):
+                    setattr(member, method, partial(call, member, method))
+
+    def _switch(self, member: torch.optim.Optimizer, method: str) -> None:
+        form = self.settings.optimizer_state
+        assert isinstance(form, Foreign) and self.runtime is not None
+        with exclusive(self, f"optimizer.{method}"), self.values.in_call():
+            settings = form.called(member, method)
+            if any(group.written for group in settings):
+                self.synchronize()
+                self.values.take_back()
+                self.runtime.state.call(method, settings)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """No call of the program is running, and no update is under way."""
+        with exclusive(self, "A copy or state_dict of the model"):
+            self.synchronize()
+            yield
+
+    def run(
+        self, micro: list[Batch], mode: Mode, weights: Sequence[float], *, loss: LossOfOutputs | None = None
+    ) -> StepResults:
+        """One run of the program for these micro-batches in a mode; ``loss`` is computed outside of it.
+
+        Where the device's memory runs out before anything is changed, once more, planned within less. So it
+        is before a first run where the driver has taken what plans were made for.
+        """
+        scheduled = self.schedule(micro[0], mode)
+        if self.runtime is not None and self.runtime.device.unsettled:
+            room = self._shorter_room()
+            if room is not None:
+                self._bindings.drop(scheduled)
+                self.compiler.plan_within(room, scheduled)
+                scheduled = self.schedule(micro[0], mode)
+        try:
+            return self._run(scheduled, micro, mode, weights, loss)
+        except DeviceFullError as error:
+            scheduled = self._within_less(error, scheduled, micro[0], mode)
+        return self._run(scheduled, micro, mode, weights, loss)
+
+    def _within_less(self, error: Exception, scheduled: Scheduled, batch: Batch, mode: Mode) -> Scheduled:
+        """The program with more room for the device's allocator."""
+        assert self.runtime is not None
+        trains = mode.kind == "train"
+        if self.world.ended or self.runtime.inconsistent or (self.runtime.lost_gradients and not trains):
+            raise error
+        if trains:
+            self.runtime.drop_gradients()  # of the step that is repeated
+        self._bindings.drop(scheduled)
+        before = self.compiler.room
+        try:
+            room = min(before.less(), self.settings.measure_room(), key=lambda room: room.budget_bytes)
+            more = format_bytes(before.budget_bytes - room.budget_bytes)
+            warnings.warn(
+                f"{error} The program is planned again within {more} less, and the step repeated: please "
+                "report this.",
+                stacklevel=6,
+            )
+            self.compiler.plan_within(room, scheduled)
+            return self.schedule(batch, mode)
+        except BudgetError as least:
+            raise error from least
+
+    def _run(
+        self,
+        scheduled: Scheduled,
+        micro: list[Batch],
+        mode: Mode,
+        weights: Sequence[float],
+        loss: LossOfOutputs | None,
+    ) -> StepResults:
+        runtime = self.runtime
+        assert runtime is not None
+        if scheduled not in self._bindings:
+            self.finish_saving()
+            runtime.state.copies.free()  # where this program's buffers may want to be
+        bound = self._bindings.bind(scheduled, runtime.device)
+        if bound is not self._bindings.last:
+            runtime.synchronize()
+            self._bindings.last = bound
+        if mode.kind != "evaluate":
+            self._last_batch = micro[0]  # whose program an update by hand belongs to
+        self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
+        updates = mode.kind in ("train", "update")
+        inputs = StepInputs(
+            leaves=[m.leaves for m in micro],
+            seeds=micro_seeds(self.seed, self.calls, len(micro), self.world),
+            loss_weights=list(weights),
+            hypers=hypers(self.optimizer, self.settings.optimizer_state) if updates else (),
+            max_grad_norm=self.settings.max_grad_norm,
+            check_loss=mode.kind == "train" and not mode.keeps_gradients,
+            losses_count=self.settings.on_nonfinite is not None,
+            outside=self.outside,
+        )
+        with whole_step(), self._noting_faults(), self.world.together():
+            results = runtime.run(bound, inputs)
+        if updates and isinstance(self.settings.optimizer_state, Foreign):
+            self.settings.optimizer_state.advance(cast("Sequence[GroupSettings]", inputs.hypers))
+        self.calls += mode.kind in ("train", "accumulate")
+        if results.takes_norm:
+            self.unreported.append(results)
+        return results
+
+    def update(self) -> StepResults:
+        """Apply all gradients that wait, whichever kinds of batch they are of."""
+        assert self._last_batch is not None and self.runtime is not None
+        landed = self.runtime.landed
+        work = self.compiler.compile(self._last_batch, evaluate=False).assembly.work
+        mode = Mode("update", landed=() if set(landed) == set(work.contributions) else landed)
+        results = self.run([self._last_batch], mode, [])
+        assert not self.runtime.has_gradients
+        return results
+
+    def same_process(self) -> None:
+        """Refuse a forked child."""
+        if os.getpid() != self._pid:
+            raise ProgramError(
+                "This program was made in another process, whose worker threads a fork does not copy: use it "
+                "there, or compile in this process."
+            )
+
+    def await_losses(self) -> None:
+        """Return when the losses of all steps so far can be read."""
+        self._await(lambda runtime: runtime.await_losses())
+
+    def await_norm(self) -> None:
+        """Return when the norm of the last gradient is known; raise for one that was not finite."""
+        self._await(lambda runtime: runtime.await_norm())
+        self.report_skipped()
+
+    def synchronize(self) -> None:
+        """Return when every transfer and update that is under way is over."""
+        self._await(lambda runtime: runtime.synchronize())
+
+    def _await(self, over: Callable[[Runtime], object]) -> None:
+        self.same_process()
+        if self.runtime is not None:
+            with self._noting_faults(Exception), self.world.together():
+                over(self.runtime)
+
+    def finish_saving(self) -> None:
+        """Return when no checkpoint is being written any more; raise why one was not written."""
+        if self.saving is not None:
+            self.saving.finish()
+
+    def forget_faults(self, inconsistent: str = "") -> None:
+        """The state is whole again; ``inconsistent`` is what still keeps it from being trained on."""
+        if self.runtime is not None:
+            self.runtime.forget_faults()
+        self.inconsistent = inconsistent
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that belong to a step that is not made."""
+        if self.runtime is not None:
+            self.runtime.drop_gradients()
+
+    def report_skipped(self) -> None:
+        """Raise for a step whose update was not applied; steps without a verdict yet are kept in mind."""
+        known = [r for r in self.unreported if r.grad_norm is not None]
+        self.unreported = [r for r in self.unreported if r.grad_norm is None]
+        if self.settings.on_nonfinite != "skip":
+            raise_skipped(known)
+
+    @contextmanager
+    def _noting_faults(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        """An exception inside may have left the state half updated; who only waits may be interrupted."""
+        try:
+            with naming_failures(self.settings.device):
+                yield
+        except kind as error:
+            if self.runtime is not None and isinstance(error, DeviceLostError):
+                with suppress(Exception):  # which the caller is told now, and not by the next call again
+                    self.runtime.synchronize()
+            if self.runtime is not None and self.runtime.inconsistent:
+                self.inconsistent = (
+                    f"A step stopped in the middle ({type(error).__name__}: {error}) after some weights were "
+                    "updated and before others: load a checkpoint with program.load, or weights with "
+                    "program.load_state_dict, which then sets Adam's moments to zero."
+                )
+            raise

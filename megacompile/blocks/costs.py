@@ -1,0 +1,227 @@
+"""The cost of one node of a graph (FLOPs, bytes, launches), and the calls of our operators in a program."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from megacompile.blocks.memory_meter import SORTED_FROM
+from megacompile.capture.sdpa import attention, attention_backward
+from megacompile.graph.captured import is_view
+from megacompile.graph.sequence_dimension import arguments
+from megacompile.kernels.registry import called
+
+# ------------------------------------------------------------------------------------------------------------
+# What one node of a graph costs: floating-point operations, bytes moved, kernels launched on a GPU.
+
+
+aten = torch.ops.aten
+ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload
+_LAUNCHES = {  # of torch's operators, where not one; ``tests/simulated/test_blocks.py`` counts them
+    aten.constant_pad_nd.default: 2,
+    aten.nll_loss_backward.default: 2,
+    aten.slice_backward.default: 2,
+    aten.select_backward.default: 2,
+}
+_GROUPED = {  # products of sorted rows with stacked weights that an operator forms; torch has no formula yet
+    "aten::_grouped_mm": 1,
+    "transformers::grouped_mm_fallback": 1,  # in a loop over the experts
+    "transformers::grouped_mm_fallback_backward": 2,
+}
+_SORTING = 21  # of a gradient of an embedding that sorts its indices
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+_HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
+                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an operator is worth keeping the result of: products, attention, searches."""
+    if node.target is operator.getitem:
+        return is_heavy(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target._overloadpacket in flop_registry:
+        return True
+    name = node.target._schema.name.split("::")[1]
+    return any(part in name for part in _HEAVY_PARTS)
+
+
+def flat(value: Any) -> list[Any]:
+    """The leaves of nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return [item for part in value for item in flat(part)]
+    return [value]
+
+
+def _value(argument: Any) -> Tensor:
+    """The tensor of an argument that is a node."""
+    value: Tensor = argument.meta["val"]
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in flat(value) if isinstance(v, Tensor)]
+
+
+def flops(node: fx.Node, share: float = 1.0) -> int:
+    """Floating-point operations of the products and attention in one node.
+
+    ``share`` is the part of its rows that a grouped product computes.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    if products := _GROUPED.get(node.target._schema.name):
+        first, second = map(_value, node.args[:2])
+        rows, inner = first.shape[-2:]
+        return round(int(2 * products * rows * inner * second.shape[-1]) * share)
+    formula = flop_registry.get(node.target._overloadpacket)
+    if formula is None:
+        return 0
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+
+
+def attention_flops(node: fx.Node) -> tuple[int, int]:
+    """What of a node's :func:`flops` is attention's: forward, backward."""
+    work = flops(node) if node.target in (ATTENTION, _BACKWARD) else 0
+    return (work, 0) if node.target is ATTENTION else (0, work)
+
+
+def grouped(node: fx.Node, share: float = 1.0) -> tuple[int, int]:
+    """:func:`flops` of a grouped product, and the bytes that it reads and writes: stacked weights and their
+    gradients whole, of rows the ``share`` that it computes. Of any other node, nothing."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
+        return 0, 0
+    tensors = _operands(node)
+    whole = sum(v.nbytes for v in tensors if v.ndim != 2)
+    return flops(node, share), whole + round(share * sum(v.nbytes for v in tensors if v.ndim == 2))
+
+
+def _operands(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node reads, each once, and those that it returns."""
+    return _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+
+
+def moved(node: fx.Node) -> int:
+    """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing (those of
+    :func:`grouped` ones stand apart), but for the logits that a head's kernels read, and in its backward
+    write, and what a scan in plain torch does beside its products."""
+    call = called(node.target)
+    if call is not None and call.part.moved is not None:
+        return call.part.moved(values(node))
+    if is_view(node) or node.target is operator.getitem or flops(node):
+        return 0
+    return sum(v.nbytes for v in _operands(node))
+
+
+def launches(node: fx.Node) -> int:
+    """Kernels that one node launches on a GPU; views and fresh memory take none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_view(node):
+        return 0
+    if target._schema.name.removeprefix("aten::") in _EMPTY:
+        return 0
+    if target is aten.embedding_dense_backward.default:
+        return _SORTING if _value(node.args[1]).numel() >= SORTED_FROM else 2
+    if (name := target._schema.name) in _GROUPED and target.namespace != "aten":
+        return _GROUPED[name] * (1 + len(_value(node.args[1])))
+    call = called(target)
+    if call is None:
+        return _LAUNCHES.get(target, 1)
+    if callable(call.part.launches):
+        return call.part.launches(values(node))
+    rows = call.spec.along == "rows"
+    return call.part.launches + rows * sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes)
+
+
+def values(node: fx.Node) -> dict[str, Any]:
+    """Return a call's arguments by their names, with the values of nodes in their place."""
+    return {n: a.meta["val"] if isinstance(a, fx.Node) else a for n, a in arguments(node).items()}
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the last dimension's rows follow each other at one distance: else a kernel takes a copy."""
+    try:
+        x.view(-1, x.shape[-1])
+    except (RuntimeError, ValueError):  # of real tensors, of fake ones
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Which of our operators a program calls, on which shapes, how often per step, and what they do.
+#
+# In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump
+# writes beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
+
+
+@dataclass(frozen=True, order=True)
+class KernelCall:
+    """One operator on tensors of these shapes; ``dtype`` is that of the largest one, ``constants`` are
+    its other arguments, as text.
+
+    ``variant`` says in the words of the ahead-of-time gate's cases what its speed depends on: sizes, an
+    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of
+    recurrences the floating-point operations of products; 0 where no kernel of ours runs them.
+    """
+
+    op: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    constants: tuple[str, ...]
+    variant: str = ""
+    work: int = 0
+
+
+Calls = tuple[tuple[KernelCall, int], ...]
+
+
+def kernel_calls(graph: fx.Graph) -> Calls:
+    """The calls of our operators in a graph whose nodes carry their values."""
+    return total([(_call(node), 1) for node in graph.nodes if is_ours(node)])
+
+
+def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
+    """Equal calls added up, in a fixed order."""
+    counts: Counter[KernelCall] = Counter()
+    for call, count in calls:
+        counts[call] += count
+    return tuple(sorted(counts.items()))
+
+
+def is_ours(node: fx.Node) -> bool:
+    """Whether a node calls one of our operators."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacompile"
+
+
+def _call(node: fx.Node) -> KernelCall:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    tensors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    floats = [t for t in tensors if t.is_floating_point()]
+    dtype = max(floats or tensors, key=Tensor.numel).dtype
+    constants = [repr(a) for a in node.args if not isinstance(a, fx.Node)]
+    return KernelCall(
+        node.target._schema.name.removeprefix("megacompile::"),
+        str(dtype).removeprefix("torch."),
+        tuple(tuple(t.shape) for t in tensors),
+        tuple(constants),
+        *_variant_and_work(node),
+    )
+
+
+def _variant_and_work(node: fx.Node) -> tuple[str, int]:
+    call = called(node.target)
+    assert call is not None
+    given = values(node)
+    if call.spec.runs_kernels is None:
+        return call.spec.variant(given), moved(node)
+    return call.spec.variant(given), flops(node) if call.spec.runs_kernels(given) else 0

@@ -1,0 +1,338 @@
+"""The joint graph of a template: forward and backward in one graph, its parts, and what is saved between."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacompile.blocks.costs import ATTENTION, flat, is_heavy
+from megacompile.blocks.memory_meter import is_oversized
+from megacompile.blocks.partition import Template
+from megacompile.capture.patches import graphs_alone
+from megacompile.errors import CaptureError
+from megacompile.graph.captured import is_view, reached, storage_nbytes
+from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, value
+
+# ------------------------------------------------------------------------------------------------------------
+# Gradients of rows that were put into another order: gathered, where torch scatters them into zeros.
+#
+# A mixture of experts sorts rows by expert and takes the results back by ``inverse``, with
+# ``inverse[order] = arange(n)``. The gradient of ``y[inverse]`` is ``grad[order]``; torch's rule adds
+# ``grad``
+# at ``inverse`` to zeros, which on a GPU sorts the indices too. Invariant: equal values, but that zeros keep
+# their sign.
+
+
+_FRESH = (aten.new_zeros.default, aten.zeros.default)
+_VIEWS = (aten._unsafe_view.default, aten.view.default, aten.reshape.default)
+
+
+def gather_permuted(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Replace each sum into zeros at all places of a permutation, in place."""
+    changed = False
+    for node in list(graph.nodes):
+        order = _scattered_back(node)
+        if order is None:
+            continue
+        rows = operands(node)[2]
+        with graph.inserting_before(node):
+            emit = Emitter(graph, node, lambda: mode)
+            repeated = _repeated(rows)
+            if repeated is not None:
+                rows, times = repeated
+                order = emit.call(aten.floor_divide.default, order, times)
+            found = emit.call(aten.index.Tensor, rows, [order])
+        node.replace_all_uses_with(found)
+        changed = True
+    if changed:
+        graph.eliminate_dead_code()
+
+
+def _scattered_back(node: fx.Node) -> fx.Node | None:
+    """The order whose inverse tells where ``zeros.index_put([inverse], rows, accumulate=True)`` puts rows."""
+    if not is_call(node, aten.index_put.default) or operands(node)[3:] != (True,):
+        return None
+    zeros, places, rows = operands(node)[:3]
+    if not is_call(zeros, *_FRESH) or len(places) != 1 or value(zeros).shape != value(rows).shape:
+        return None
+    return _inverted(places[0])
+
+
+def _inverted(places: Any) -> fx.Node | None:
+    """The order of a sorted vector of which ``places`` are the inverse."""
+    if not is_call(places, aten.index_put.default) or operands(places)[3:] not in ((), (False,)):
+        return None
+    _, indices, numbers = operands(places)[:3]
+    order = indices[0] if len(indices) == 1 else None
+    if not is_call(order, operator.getitem) or operands(order)[1] != 1:
+        return None
+    if not is_call(operands(order)[0], aten.sort.default, aten.sort.stable) or value(order).ndim != 1:
+        return None
+    counts = is_call(numbers, aten.arange.default) and operands(numbers) == (len(value(order)),)
+    return order if counts and value(places).shape == value(order).shape else None
+
+
+def _repeated(rows: fx.Node) -> tuple[fx.Node, int] | None:
+    """(x, n) of a copy [T n, H] of x [T, H] in which each row stands n times, one after the other."""
+    if not is_call(rows, *_VIEWS) or not is_call(copy := operands(rows)[0], aten.clone.default):
+        return None
+    if not is_call(wide := operands(copy)[0], aten.expand.default):
+        return None
+    column = operands(wide)[0]
+    if not is_call(column, aten.unsqueeze.default) or operands(column)[1] != 1:
+        return None
+    x = operands(column)[0]
+    if value(x).ndim != 2 or value(rows).shape != (value(wide).shape[:2].numel(), value(x).shape[1]):
+        return None
+    return x, value(wide).shape[1]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The joint graph: a template's forward and backward traced as one functional graph, and parts of it.
+#
+# The gradient rules are those of eager PyTorch. Invariant: no operator writes in place, and nothing is a
+# constant of the trace.
+
+
+RefKind = Literal["in", "out", "saved", "grad"]
+Ref = tuple[RefKind, int]
+
+
+@graphs_alone()
+def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
+    """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
+    module = fx.GraphModule({}, template.graph)
+
+    def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        outputs = fx.Interpreter(module).run(*inputs)
+        roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
+        leaves = [(i, k) for i, k in zip(inputs, template.kinds, strict=True) if i.requires_grad]
+        found: list[Tensor | None] = []
+        if roots and leaves:
+            raw = torch.autograd.grad(roots, [i for i, _ in leaves], grads, allow_unused=True)
+            found = [_own_memory(grad, *leaf) for grad, leaf in zip(raw, leaves, strict=True)]
+        return list(outputs), found
+
+    with mode:
+        inputs = [e.detach().requires_grad_(e.requires_grad) for e in template.examples]
+        grads = [
+            torch.empty_like(o, memory_format=torch.preserve_format)
+            for o, g in zip(template.results, template.out_grads, strict=True)
+            if g
+        ]
+        traced = make_fx(joint)(inputs, grads)  # what comes of no argument is of this mode, too
+    if any(_is_mutable(n) for n in traced.graph.nodes):
+        # some gradient rules write in place; a second trace without autograd makes them functional
+        with mode, torch.no_grad():
+            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
+            traced.graph.eliminate_dead_code()
+    _check_functional(traced.graph, template)
+    gather_permuted(traced.graph, mode)
+    for node in list(traced.graph.nodes):
+        if is_oversized(node):
+            _copy_after(traced.graph, node, mode)
+    return traced.graph
+
+
+def _own_memory(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
+    """A gradient that keeps no more memory than its own alive and, for a value, is laid out as it is.
+
+    A slice of a larger tensor would hold all of it, while a plan counts bytes by tensor; and the block
+    that is handed a value's gradient was traced for the value's layout.
+    """
+    if grad is None:
+        return None
+    if kind == "value" and grad.stride() != leaf.stride():
+        strides = leaf.stride()
+        order = sorted(range(leaf.dim()), key=lambda d: (-strides[d], d))
+        inverse = sorted(range(leaf.dim()), key=order.__getitem__)
+        grad = grad.permute(order).contiguous().permute(inverse)
+    if storage_nbytes(grad) > grad.numel() * grad.element_size():
+        grad = grad.clone()
+    return grad
+
+
+def _copy_after(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    with mode:
+        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _check_functional(graph: fx.Graph, template: Template) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise CaptureError(
+                f"{template.name or 'The model'} creates a constant tensor in its "
+                "backward, which cannot be placed: report the operator it uses."
+            )
+        if _is_mutable(node):
+            raise CaptureError(
+                f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
+                "place and cannot be recomputed: replace the operator that it differentiates."
+            )
+
+
+def extract(joint: fx.Graph, results: list[fx.Node], given: dict[fx.Node, Ref]) -> tuple[fx.Graph, list[Ref]]:
+    """The subgraph from ``given`` to ``results``.
+
+    In a backward, forward parts that are computed again stand right before their first use, so that
+    they live as short as possible.
+    """
+    needed = _needed(results, given)
+    inputs = [n for n in joint.nodes if n in needed and n in given]
+    inputs.sort(key=lambda n: ("in", "out", "saved", "grad").index(given[n][0]))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def put(node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [a for a in current.all_input_nodes if a not in copies]
+            if missing:
+                pending += reversed(missing)
+            else:
+                pending.pop()
+                if current not in copies:
+                    copies[current] = graph.node_copy(current, copies.__getitem__)
+
+    moved = {n for n in inputs if given[n][0] == "grad"}
+    backward = bool(moved)
+    for node in joint.nodes:
+        if node in needed and node not in given:
+            if any(a in moved for a in node.all_input_nodes):
+                moved.add(node)
+            if node in moved or not backward:
+                put(node)
+    for node in results:
+        put(node)
+    graph.output(tuple(copies[n] for n in results))
+    return graph, [given[n] for n in inputs]
+
+
+def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
+    return reached(results, lambda node: [] if node in given else node.all_input_nodes)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Saved sets: which forward tensors a backward starts from.
+#
+# In: a template's joint graph. Out: :class:`Joint`, the graph with the roles of its nodes, and saved sets.
+# Invariants: weights and what is computed from weights alone are never saved, and views are never saved
+# (their
+# base is).
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph: its outputs, gradients of its inputs (None where there is none), and names.
+
+    ``refs`` names inputs, gradients of outputs, and outputs. ``backward`` holds the nodes that depend on a
+    gradient, ``static`` those that are computed from weights and buffers alone.
+    """
+
+    graph: fx.Graph
+    outs: list[fx.Node]
+    grads: list[fx.Node | None]
+    refs: dict[fx.Node, Ref]
+    backward: frozenset[fx.Node]
+    static: frozenset[fx.Node]
+
+
+_KEPT: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
+
+
+def joint_of(template: Template, mode: FakeTensorMode) -> Joint:
+    """Trace a template's forward and backward and tell its nodes apart; made once while a template lives."""
+    if template not in _KEPT:
+        _KEPT[template] = _joint_of(template, mode)
+    return _KEPT[template]
+
+
+def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
+    graph = trace_joint(template, mode)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    count = len(template.examples)
+    inputs, tangents = placeholders[:count], placeholders[count:]
+    results = flat(graph.output_node().args[0])
+    outs = results[: len(template.out_grads)]
+    refs: dict[fx.Node, Ref] = {n: ("in", i) for i, n in enumerate(inputs)}
+    with_grad = [k for k, g in enumerate(template.out_grads) if g]
+    refs.update({n: ("grad", k) for n, k in zip(tangents, with_grad, strict=True)})
+    for k, node in enumerate(outs):
+        refs.setdefault(node, ("out", k))
+    fixed = {n for n, k in zip(inputs, template.kinds, strict=True) if k in ("weight", "buffer")}
+    moving = _depends_on(graph, [n for n in placeholders if n not in fixed])
+    static = frozenset(n for n in graph.nodes if n not in moving and not is_heavy(n))
+    backward = frozenset(_depends_on(graph, tangents))
+    return Joint(graph, outs, results[len(outs) :], refs, backward, static)
+
+
+def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    for node in graph.nodes:
+        if any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def keeps_all(_: fx.Node) -> bool:
+    """Of a saved set that holds whatever the backward reads."""
+    return True
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is a result of attention, or attention itself."""
+    if node.target is operator.getitem:
+        return is_attention(node.args[0])  # type: ignore[arg-type]
+    return node.target is ATTENTION
+
+
+def saved_set(joint: Joint, keeps: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Forward tensors that the backward starts from, in the order of the forward.
+
+    Inputs and outputs count as given. Results of operators that ``keeps`` names are kept; what is derived
+    from them is derived again.
+    """
+    saved: set[fx.Node] = set()
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        if node in joint.refs:
+            return []
+        passes_on = is_view(node) or node in joint.static or _is_tuple(node)
+        if passes_on or (node.all_input_nodes and not keeps(node)):
+            return node.all_input_nodes
+        saved.add(node)
+        return []
+
+    reached(_read_by_backward(joint), onward)
+    return [n for n in joint.graph.nodes if n in saved]
+
+
+def _read_by_backward(joint: Joint) -> list[fx.Node]:
+    """The forward nodes that the backward reads, and gradients that no output's gradient changes."""
+    nodes = [n for n in joint.graph.nodes if n in joint.backward and n.op != "output"]
+    reads = [a for node in nodes for a in node.all_input_nodes]
+    reads += [grad for grad in joint.grads if grad is not None]
+    return [node for node in reads if node not in joint.backward]
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))

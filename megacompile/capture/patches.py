@@ -1,0 +1,546 @@
+"""The patches of a capture: what of torch and transformers is replaced while a forward is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
+from torch.fx import config as fx_config
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from megacompile.capture import coded_weights, refusals, replacements
+from megacompile.capture.refusals import refused
+from megacompile.errors import CaptureError
+
+# ------------------------------------------------------------------------------------------------------------
+# Casts of operands in a model's forward: float32 beside weights of a lower precision, as autocast treats it.
+#
+# A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor
+# of bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a
+# dtype, the weights are cast up. Without this, each such call is an error of
+# torch's. Operands that agree stay as they are.
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_PRODUCTS = frozenset(
+    {
+        F.linear, F.bilinear, torch.bilinear, F.scaled_dot_product_attention,
+        torch.conv1d, torch.conv2d, torch.conv3d,
+        torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm,
+        torch.einsum, torch.chain_matmul, torch.prelu,
+        torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.addmm,
+        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm,
+    }
+)  # fmt: skip
+_NORMS = frozenset({F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, torch.layer_norm,
+                    torch.group_norm, torch.batch_norm, torch.instance_norm, torch.rms_norm})  # fmt: skip
+
+
+class MixedDtypes(TorchFunctionMode):
+    """Cast mixed operands of products and norms within."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            args, kwargs = _lowered(args, kwargs)
+        elif func in _NORMS:
+            args, kwargs = _raised(args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The operands, those of float32 in the lower dtype that stands beside them."""
+    low = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in _LOW}
+    if len(low) != 1:
+        return args, kwargs
+    dtype = low.pop()
+
+    def cast(x: Tensor) -> Tensor:
+        # a parameter that is kept in float32 is the model's choice, and its product an error of the model's
+        return x.to(dtype) if x.dtype == torch.float32 and not isinstance(x, nn.Parameter) else x
+
+    lowered: tuple[Any, Any] = pytree.tree_map_only(Tensor, cast, (args, kwargs))
+    return lowered
+
+
+def _raised(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The operands of a norm, its weights in float32 where its input is."""
+    first = args[0] if args else kwargs.get("input")
+    if not isinstance(first, Tensor) or first.dtype != torch.float32:
+        return args, kwargs
+    raised: tuple[Any, Any] = pytree.tree_map_only(
+        Tensor, lambda x: x.float() if x.dtype in _LOW else x, (args, kwargs)
+    )
+    return raised
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Recurrent layers written out step by step, in place of torch's fused ones.
+#
+# torch's fused recurrent operators hide their dropout and choose their kernels by device and gradient
+# mode, so a recompute would not repeat them. Written out, they are products and pointwise operators like
+# everything else. Argument lists are those of ``torch._VF``; a sequence of T steps becomes about 10·T nodes
+# per layer.
+
+
+State = tuple[Tensor, ...]
+Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
+"""(input's part of the gates, state, weights of the recurrent part) -> next state, its output first."""
+PACKED = (
+    "The forward packs sequences (pack_padded_sequence), whose shapes depend on the data: pass the padded "
+    "batch to the recurrent layer, and mask the loss."
+)
+
+
+def lstm(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch._VF.lstm``: (output, last hidden states, last cell states)."""
+    _refuse_packed(hx, weights)
+    projected = hx[0].shape[2] != hx[1].shape[2]
+    output, last = _layers(_lstm_cell, input, tuple(hx), weights, *options, projected=projected)
+    return output, last[0], last[1]
+
+
+def gru(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    """``torch._VF.gru``: (output, last hidden states)."""
+    _refuse_packed(hx, weights)
+    output, last = _layers(_gru_cell, input, (hx,), weights, *options)
+    return output, last[0]
+
+
+def rnn(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``torch._VF.rnn_tanh`` and ``rnn_relu``: (output, last hidden states)."""
+
+    def cell(given: Tensor, state: State, recurrent: Sequence[Tensor]) -> State:
+        return (activation(given + F.linear(state[0], *recurrent)),)
+
+    def run(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
+        _refuse_packed(hx, weights)
+        output, last = _layers(cell, input, (hx,), weights, *options)
+        return output, last[0]
+
+    return run
+
+
+def _refuse_packed(hx: Any, weights: Any) -> None:
+    """``torch._VF`` takes packed data as (data, batch sizes, hx, ...)."""
+    if isinstance(weights, Tensor) or (isinstance(weights, tuple) and isinstance(hx, Tensor)):
+        raise CaptureError(PACKED)
+
+
+def _layers(
+    cell: Cell,
+    input: Tensor,
+    hx: State,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *,
+    projected: bool = False,
+) -> tuple[Tensor, State]:
+    """All layers and directions; (output, last states stacked as torch stacks them)."""
+    x = input.transpose(0, 1) if batch_first else input
+    directions = 2 if bidirectional else 1
+    each = (4 if has_biases else 2) + projected
+    last: list[State] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own = weights[index * each : (index + 1) * each]
+            state = tuple(s[index] for s in hx)
+            output, state = _scan(cell, x, state, own, has_biases, reverse=direction == 1)
+            outputs.append(output)
+            last.append(state)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    return x.transpose(0, 1) if batch_first else x, tuple(torch.stack(s) for s in zip(*last, strict=True))
+
+
+def _scan(
+    cell: Cell, x: Tensor, state: State, own: Sequence[Tensor], has_biases: bool, *, reverse: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction over x [T, B, F]; the input's products are made for all steps at once."""
+    given = F.linear(x, own[0], own[2] if has_biases else None)
+    recurrent = (own[1], own[3]) if has_biases else (own[1],)
+    projection = own[4 if has_biases else 2 :]
+    steps = range(len(x) - 1, -1, -1) if reverse else range(len(x))
+    outputs = []
+    for t in steps:
+        state = cell(given[t], state, recurrent)
+        if projection:
+            state = (F.linear(state[0], projection[0]), *state[1:])
+        outputs.append(state[0])
+    if reverse:
+        outputs.reverse()
+    return torch.stack(outputs), state
+
+
+def _lstm_cell(given: Tensor, state: State, recurrent: Sequence[Tensor]) -> State:
+    hidden, memory = state
+    enter, forget, update, leave = (given + F.linear(hidden, *recurrent)).chunk(4, -1)
+    memory = forget.sigmoid() * memory + enter.sigmoid() * update.tanh()
+    return leave.sigmoid() * memory.tanh(), memory
+
+
+def _gru_cell(given: Tensor, state: State, recurrent: Sequence[Tensor]) -> State:
+    (hidden,) = state
+    reset, update, new = given.chunk(3, -1)
+    reset_h, update_h, new_h = F.linear(hidden, *recurrent).chunk(3, -1)
+    update = (update + update_h).sigmoid()
+    new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
+    return (new + update * (hidden - new),)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rotary embeddings of transformers whose frequencies depend on how long the sequence is.
+#
+# A model's own forward keeps the frequencies of the batch at hand in a buffer. Here they are a value of the
+# graph: LongRoPE (arXiv 2402.13753) chooses by the largest position, as transformers does; dynamic NTK
+# scaling
+# is the original embedding up to the original length, and beyond it depends on all batches before: refused.
+
+
+_UPDATES = "transformers.modeling_rope_utils"
+
+
+def turning_lengths(model: nn.Module) -> frozenset[int]:
+    """The lengths beyond which some rotary embedding of the model computes otherwise."""
+    rotary: list[Any] = [module for module in model.modules() if depends_on_length(module)]
+    return frozenset(length for module in rotary for length in _limits(module))
+
+
+def _limits(rotary: Any) -> Iterator[int]:
+    types = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
+    for layer_type, name in types.items():
+        if name == "longrope":
+            yield _original_length(rotary, layer_type)
+        elif "dynamic" in name:
+            yield rotary.original_max_seq_len
+
+
+def _original_length(rotary: Any, layer_type: str | None) -> int:
+    parameters = rotary.config.rope_parameters
+    length: int = (parameters if layer_type is None else parameters[layer_type])[
+        "original_max_position_embeddings"
+    ]
+    return length
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    types = getattr(module, "rope_type", None)
+    named = list(types.values()) if isinstance(types, dict) else [types]
+    if not any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in named):
+        return False
+    forward: Any = type(module).forward
+    while forward := getattr(forward, "__wrapped__", None):
+        if getattr(forward, "__globals__", {}).get("__name__") == _UPDATES:
+            return True
+    return False
+
+
+@torch.no_grad()
+def rotary_forward(
+    positions_given: bool,
+    theirs: Any,
+    rotary: Any,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """The forward of an embedding that depends on the length, which writes no frequencies into its buffers.
+
+    ``positions_given`` says that positions come with the batch, so that no shape tells the largest.
+    """
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    name: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    frequencies = None
+    if "dynamic" in name:
+        frequencies = _original(rotary, position_ids, layer_type, positions_given)
+    elif name == "longrope":
+        frequencies = _short_or_long(rotary, position_ids, layer_type, x.device)
+    buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+    module = rotary if frequencies is None else _With(rotary, buffer, frequencies)
+    return inspect.unwrap(theirs)(module, x, position_ids, **named)
+
+
+class _With:
+    """A module as its forward sees it, with other frequencies."""
+
+    def __init__(self, module: nn.Module, buffer: str, frequencies: Tensor) -> None:
+        self._module = module
+        setattr(self, buffer, frequencies)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _prefixed(module: nn.Module, layer_type: str | None, name: str) -> Any:
+    return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
+
+
+def _original(rotary: Any, positions: Tensor, layer_type: str | None, positions_given: bool) -> Tensor:
+    """Dynamic NTK scaling where it scales nothing, or refused."""
+    limit = rotary.original_max_seq_len
+    if positions_given or positions.dim() != 2 or positions.shape[-1] > limit:
+        raise CaptureError(
+            "The dynamic rotary embedding of this model depends on all batches before, where positions may "
+            f"reach {limit}: give batches of at most {limit} tokens and no position_ids, or set another "
+            "rope_type, such as yarn."
+        )
+    frequencies: Tensor = _prefixed(rotary, layer_type, "original_inv_freq")
+    return frequencies
+
+
+def _short_or_long(rotary: Any, positions: Tensor, layer_type: str | None, device: torch.device) -> Tensor:
+    """LongRoPE's frequencies [dim / 2] for the largest of these positions."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    limit = _original_length(rotary, layer_type)
+    short: Tensor = _prefixed(rotary, layer_type, "original_inv_freq").to(device)
+    long, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, device, seq_len=limit + 1, layer_type=layer_type)
+    return torch.where(positions.max() + 1 > limit, long, short)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is replaced while a forward is captured: the one table of it, and the one way of replacing.
+#
+# In: functions of the other modules of this stage, each of which is given what it replaces, then the call's
+# arguments. Functions of the whole process are replaced for the calls of one thread; other threads run
+# torch's
+# own, and wait for their turn where they want to replace some themselves.
+
+
+_ABSENT = object()
+_lock = threading.RLock()  # what is replaced is the whole process's
+
+
+class Patch(NamedTuple):
+    """An attribute, or a dict's entry, with what takes its place, a function or a plain value, and why."""
+
+    owner: Any
+    name: str
+    ours: Any
+    why: str
+
+
+_RECURRENCES: dict[str, tuple[Callable[..., Any], str]] = {  # of transformers, in the file of each model
+    "torch_chunk_gated_delta_rule": (replacements.gated_delta_rule, "loops over rows and chunks, unrolled"),
+    "mamba2_chunk_scan": (
+        replacements.mamba2_chunk_scan,
+        "scores of all pairs of a chunk, for all chunks at once",
+    ),
+}
+_NO_GRADIENTS = "a graph holds a forward alone"
+_BY_VALUES = "depends on values, which tracing does not know"
+_NEVER = "would never run"
+_COUNTED = "random numbers come from a counter, so that a recompute repeats them"
+
+REFUSED: tuple[Patch, ...] = (
+    Patch(
+        torch.autograd.Function, "apply", refusals.own_gradient, "a graph knows torch's gradient rules alone"
+    ),
+    Patch(torch.autograd, "_engine_run_backward", refused(refusals.BACKWARD), _NO_GRADIENTS),
+    Patch(eager_transforms, "grad_increment_nesting", refused(refusals.GRAD), _NO_GRADIENTS),
+    Patch(eager_transforms, "_construct_standard_basis_for", refused(refusals.JACFWD), _NO_GRADIENTS),
+    Patch(Tensor, "register_hook", refusals.gradient_hook, _NEVER),
+    Patch(FakeTensor, "is_cuda", property(refusals.is_cuda), "a graph has one side of a branch"),
+    Patch(saved_tensors_hooks, "__enter__", refusals.no_packing, _NEVER),
+    Patch(torch.inference_mode, "__enter__", refusals.no_inference, "a trace does not hold the mode"),
+    Patch(torch._VF, "_pack_padded_sequence", refused(PACKED), _BY_VALUES),
+    Patch(torch, "ctc_loss", refused(refusals.CTC), _BY_VALUES),
+    Patch(F, "gaussian_nll_loss", refused(refusals.GAUSSIAN), _BY_VALUES),
+    Patch(Distribution, "__init__", refusals.unchecked, _BY_VALUES),
+    Patch(Distribution, "_validate_sample", refusals.nothing, _BY_VALUES),
+    Patch(
+        torch.utils.checkpoint,
+        refusals.CHECKPOINT,
+        refusals.once,
+        "the plan decides what is recomputed; export takes how nested ones save inputs for no_grad's end",
+    ),
+)
+"""In a forward that is captured, and its loss: what a graph would lose is refused, or done without."""
+
+_OURS: tuple[Patch, ...] = (
+    Patch(F, "dropout", replacements.dropout, _COUNTED),
+    Patch(torch, "dropout", replacements.dropout, _COUNTED),
+    Patch(
+        F, "scaled_dot_product_attention", replacements.attention, "one node of known cost on every device"
+    ),
+    Patch(transformer, "_detect_is_causal_mask", replacements.said_to_be_causal, _BY_VALUES),
+    Patch(torch, "bincount", replacements.bincount, _BY_VALUES),
+    Patch(torch._VF, "lstm", lstm, "fused ones hide their dropout"),
+    Patch(torch._VF, "gru", gru, "fused ones hide their dropout"),
+    Patch(torch._VF, "rnn_tanh", rnn(torch.tanh), "fused ones hide their dropout"),
+    Patch(torch._VF, "rnn_relu", rnn(torch.relu), "fused ones hide their dropout"),
+)
+"""In a model's forward, captured or eager: our operators in the place of torch's."""
+
+
+def _of_transformers(
+    model: nn.Module, sites: replacements.CallSites, positions_given: bool
+) -> Iterator[Patch]:
+    """The same for transformers. A model keeps the name of its attention, "sdpa" or "eager": it asks for it
+    before it does what a boolean mask needs, or an additive one; others become "eager".
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or "transformers.modeling_utils" not in sys.modules:
+        return  # no model of theirs; what is imported within an export misses its registration as a pytree
+    held = {id(v): v for m in model.modules() for v in vars(m).values()}
+    for config in held.values():
+        if (
+            isinstance(config, transformers.PreTrainedConfig)
+            and config._attn_implementation_internal != "sdpa"
+        ):
+            yield Patch(config, "_attn_implementation_internal", "eager", "the names that we stand for")
+    attention, makers = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    for name in ("eager", "sdpa"):
+        ours = replacements.transformers_attention
+        yield Patch(attention._global_mapping, name, ours, "one node of known cost on every device")
+        yield Patch(makers._global_mapping, name, sites.masks.make, "plain bands are computed, not read")
+    masking, masks = sys.modules["transformers.masking_utils"], sites.masks
+    for name, own, why in (
+        ("_preprocess_mask_arguments", masks.prepare, "a batch's own mask of padding is told"),
+        ("packed_sequence_compatibility_function", masks.pack, "documents are told by their bounds"),
+    ):
+        if hasattr(masking, name):
+            yield Patch(masking, name, own, why)
+    if not positions_given:
+        yield Patch(
+            masking, "find_packed_sequence_indices", refusals.nothing, "a model's own are never packed"
+        )
+    for name in ("longt5", "switch_transformers", "udop"):
+        file = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+        if file is not None:
+            yield Patch(
+                file, "is_torchdynamo_compiling", refusals.nothing, "they make a mask of ones, but not then"
+            )
+    for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
+        for function, (recurrence, why) in _RECURRENCES.items():
+            if name.startswith("transformers.") and hasattr(sys.modules.get(name), function):
+                yield Patch(sys.modules[name], function, recurrence, why)
+    for kind in {type(module) for module in model.modules() if depends_on_length(module)}:
+        forward = functools.partial(rotary_forward, positions_given)
+        yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")
+
+
+def _of_bitsandbytes(model: nn.Module) -> Iterator[Patch]:
+    for kind in {type(module) for module in model.modules() if coded_weights.is_marked(module)}:
+        yield Patch(kind, "forward", coded_weights.linear, "its weight is decoded where it is read")
+
+
+@contextlib.contextmanager
+def our_operators(
+    model: nn.Module, rng: Tensor, *, positions_given: bool = False, padding: Tensor | None = None
+) -> Iterator[None]:
+    """Within the context ``model`` runs :mod:`~megacompile.capture.sdpa` and
+    :mod:`~megacompile.capture.counter_rng` that are ours.
+
+    ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
+    ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
+    look for packed sequences in them; positions that a model makes itself are never packed. ``padding`` is a
+    batch's mask of padding that causal attention is to leave out.
+
+    Used by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
+    computes the same function with the same dropout masks.
+    """
+    with (
+        _lock,
+        replacements.numbered(rng, padding) as sites,
+        replaced((*_OURS, *_of_bitsandbytes(model), *_of_transformers(model, sites, positions_given))),
+        MixedDtypes(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(patches: Iterable[Patch]) -> Iterator[None]:
+    """Within the context each patch is in the place of what it replaces, functions for this thread alone."""
+    with _lock, contextlib.ExitStack() as undo:
+        for patch in patches:
+            _replace(patch, undo)
+        yield
+
+
+def _replace(patch: Patch, undo: contextlib.ExitStack) -> None:
+    owner, name, ours, _ = patch
+    if isinstance(owner, dict):
+        own, put, drop = owner, owner.__setitem__, owner.__delitem__
+        theirs = owner.get(name)
+    else:
+        own, put, drop = vars(owner), functools.partial(setattr, owner), functools.partial(delattr, owner)
+        theirs = getattr(owner, name)
+    before = own.get(name, _ABSENT)
+    if isinstance(before, classmethod):
+        ours = classmethod(_in_this_thread(ours, before.__func__))
+    elif isinstance(before, types.ClassMethodDescriptorType):  # a class method in C
+        ours = classmethod(_in_this_thread(ours, functools.partial(_called_on, before)))
+    elif callable(ours):  # without an original there is nothing else for other threads
+        ours = functools.partial(ours, None) if theirs is None else _in_this_thread(ours, theirs)
+    put(name, ours)
+    if before is _ABSENT:
+        undo.callback(drop, name)
+    else:
+        undo.callback(put, name, before)
+
+
+def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """``ours``, given ``theirs`` first, for calls from the thread that asks for it, else ``theirs``."""
+    thread = threading.get_ident()
+
+    @functools.wraps(theirs, assigned=("__name__", "__doc__"))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return ours(theirs, *args, **kwargs)
+        return theirs(*args, **kwargs)
+
+    return call
+
+
+def _called_on(method: types.ClassMethodDescriptorType, kind: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, kind)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def graphs_alone() -> Iterator[None]:
+    """Let torch make graphs alone, without their Python source and a stack trace for each node."""
+    patches = [Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs")]
+    if hasattr(fx_config, "do_not_emit_stack_traces"):  # new in later torchs
+        patches.append(Patch(fx_config, "do_not_emit_stack_traces", True, "nobody reads them"))
+    with replaced(patches):
+        yield
+
+
+def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> None:
+    """Write a graph's source when it is called."""
+
+    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        theirs(self)
+        return self.forward(*args, **kwargs)
+
+    type(module).forward = forward  # each module of a graph has a class of its own

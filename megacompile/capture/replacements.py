@@ -1,0 +1,494 @@
+"""Put our operators in the place of a model's own: attention, masks, dropout, recurrences."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megacompile.capture.counter_rng import dropout as dropout_operator
+from megacompile.capture.sdpa import attention as attention_operator
+from megacompile.errors import CaptureError
+from megacompile.kernels.gated_delta import gated_delta_rule as delta_rule
+from megacompile.kernels.mamba2 import mamba2_chunk_scan as chunk_scan
+
+# ------------------------------------------------------------------------------------------------------------
+# Attention masks that are made for transformers' models, and the plain patterns that they turn out to be.
+#
+# A mask has the form that the model's own attention takes, boolean for "sdpa" and additive for "eager": what
+# a row without keys sees depends on it. A mask that is a plain band is still made, but attention that gets
+# it
+# untouched computes the band itself, and the mask is dead code.
+
+
+Band = tuple[bool, int]
+"""(causal, window): the keys that each query sees; a window of 0 is unlimited."""
+
+
+class Mask(NamedTuple):
+    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
+    boolean one hides a key), the plain band that it is, if any, and the bounds of the packed documents, int32
+    [2, B, S], within which it is one.
+    """
+
+    given: Tensor
+    version: int
+    additive: Tensor
+    band: Band | None
+    bounds: Tensor | None
+
+
+class Masks:
+    """Makes the masks of one forward, and knows them again where they are used.
+
+    ``padding`` is the batch's mask of padding, where causal masks are to leave it out; what a model makes of
+    it is not left out.
+    """
+
+    def __init__(self, padding: Tensor | None = None) -> None:
+        self._made: list[Mask] = []
+        self._padding = padding
+        self._unchanged = None if padding is None else padding._version
+        self._prepared: list[Tensor] = []
+        self._packed: list[tuple[Callable[..., Any], Callable[..., Any], Tensor]] = []
+
+    def prepare(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """transformers' preparation of a mask of padding, whose result is known again in :meth:`make`."""
+        found = theirs(*args, **kwargs)
+        given = inspect.signature(theirs).bind(*args, **kwargs).arguments["attention_mask"]
+        known = self._padding is not None and _is_alias(given, self._padding)
+        if known and given._version == self._unchanged:
+            self._prepared.append(found[1])
+        return found
+
+    def known(self, mask: Tensor | None) -> Mask | None:
+        """What is known of a mask that was made here, or of an alias of it, as long as nothing changed it."""
+        for made in self._made:
+            if mask is not None and _is_alias(mask, made.given) and mask._version == made.version:
+                return made
+        return None
+
+    def pack(
+        self,
+        theirs: Callable[..., Callable[..., Any]],
+        mask_function: Callable[..., Any],
+        position_ids: Tensor,
+        packed_sequence_mask: Tensor,
+    ) -> Callable[..., Any]:
+        """transformers' mask function within documents, which is known again in :meth:`make`.
+
+        Positions rise by one within a document, so a band of positions is one of indices.
+        """
+        made = theirs(mask_function, position_ids, packed_sequence_mask)
+        self._packed.append((made, mask_function, packed_sequence_mask))
+        return made
+
+    def make(
+        self,
+        theirs: Callable[..., Tensor],
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> Tensor:
+        """transformers' mask interface: always a dense mask, boolean or additive as ``theirs`` makes it.
+
+        Where the model changes it, it is no longer known, and the dense mask, which is right in every case,
+        is used.
+        """
+        from transformers.masking_utils import causal_mask_function
+
+        function = mask_function or causal_mask_function
+        mask = theirs(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            dtype=dtype,
+            **{name: value for name, value in kwargs.items() if name != "allow_torch_fix"},
+        )
+        skippable = allow_is_causal_skip or allow_is_bidirectional_skip
+        band, bounds = self._plain(function, attention_mask, q_length, kv_length, local_size, skippable)
+        if band is not None and not q_offset == kv_offset == 0:
+            band, bounds = None, None
+        additive = as_additive(mask, dtype) if mask.dtype == torch.bool else mask
+        self._made.append(Mask(mask, mask._version, additive, band, bounds))
+        return mask
+
+    def _plain(
+        self, function: Callable[..., Any], padding: Tensor | None, q_length: int, kv_length: int,
+        local_size: int | None, skippable: bool,
+    ) -> tuple[Band | None, Tensor | None]:  # fmt: skip
+        """(band, bounds of documents) that a mask of this function and mask of padding is, as far as any."""
+        left_out = any(padding is mask for mask in self._prepared)
+        within = [(base, ids) for made, base, ids in self._packed if made is function]
+        if not (padding is None or left_out) or not (skippable or within):
+            return None, None
+        band = _recognise(within[0][0] if within else function, q_length, kv_length, local_size)
+        if band is None or (left_out and not band[0]):  # all tokens would see the padding
+            return None, None
+        return band, _bounds(within[0][1]) if within else None
+
+
+def _bounds(documents: Tensor) -> Tensor:
+    """int32 [2, B, S] of the numbers of documents [B, S], which rise: where each token's begins, and ends."""
+    documents = documents.contiguous()
+    first = torch.searchsorted(documents, documents, out_int32=True)
+    return torch.stack((first, torch.searchsorted(documents, documents, out_int32=True, right=True)))
+
+
+def _is_alias(x: Tensor | None, of: Tensor) -> bool:
+    """Whether a tensor has all the elements of another in its own memory, in their order."""
+    if x is None or (x.shape, x.stride()) != (of.shape, of.stride()):
+        return False
+    return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)
+
+
+def as_additive(mask: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:
+    """A boolean mask as what is added to scores, ``hidden`` where it is False."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
+
+
+def _recognise(
+    function: Callable[..., Any], q_length: int, kv_length: int, local_size: int | None
+) -> Band | None:
+    """The band that equals the mask function on sampled rows, or None.
+
+    Rows are compared on real tensors, outside any tracing. The sampled rows tell a causal band, a
+    causal window, a full mask and a chunked mask apart, which is all that transformers builds without
+    data-dependent parts.
+    """
+    window = local_size if local_size is not None and local_size < kv_length else 0
+    rows = sorted({0, q_length // 3, min(window + window // 2, q_length - 1), q_length - 1})
+    try:
+        with _disable_current_modes(), disable_proxy_modes_tracing():
+            q = torch.tensor(rows)[:, None]
+            k = torch.arange(kv_length)[None, :]
+            zero = torch.zeros((), dtype=torch.long)
+            mask = torch.as_tensor(function(zero, zero, q, k)).expand(len(rows), kv_length)
+            for causal in (True, False):
+                if causal and q_length != kv_length:
+                    continue
+                band = (k <= q) if causal else torch.ones_like(mask)
+                if window:
+                    band = band & ((q - k < window) if causal else ((q - k).abs() < window))
+                if torch.equal(mask, band):
+                    return causal, window
+    except Exception:  # a mask function over traced tensors cannot be sampled: the dense mask stands
+        return None
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Put our attention and dropout operators in place of a model's own, for the length of a context.
+#
+# Used twice: by ``capture``, so that the graph holds them, and by eager reference runs, so that eager
+# PyTorch computes the same function with the same dropout masks. A transformers model is switched to a
+# registered attention function; any other module is covered by torch's functional entry points.
+
+
+_WITHOUT_EFFECT = {  # handed through; the last four say what a mask says, to flash attention alone
+    *("position_ids", "cache_position", "labels"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+_current: list[CallSites] = []
+
+
+class CallSites:
+    """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks."""
+
+    def __init__(self, rng: Tensor, padding: Tensor | None = None) -> None:
+        self.rng = rng
+        self.masks = Masks(padding)
+        self._count = itertools.count()
+
+    def next(self) -> int:
+        return next(self._count)
+
+
+@contextlib.contextmanager
+def numbered(rng: Tensor, padding: Tensor | None = None) -> Iterator[CallSites]:
+    """The sites of one forward's calls; ``rng`` is int64 [2], (seed, 0). Masks leave ``padding`` out."""
+    if _current:
+        raise RuntimeError("our_operators is already active: contexts cannot be nested.")
+    _current.append(CallSites(rng, padding))
+    try:
+        yield _current[-1]
+    finally:
+        _current.pop()
+
+
+def said_to_be_causal(
+    theirs: Any, mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """torch would compare the mask's values with a causal one's; used as it is, it is right in every case."""
+    return is_causal is True
+
+
+def bincount(theirs: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """``torch.bincount`` of values below ``minlength``; a larger one is an index error, where torch returns
+    more counts than that."""
+    if weights is not None or not minlength:
+        return theirs(input, weights, minlength)  # type: ignore[no-any-return]
+    counts = torch.zeros(minlength, dtype=torch.int64, device=input.device)
+    return counts.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+
+
+def dropout(
+    theirs: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """``F.dropout`` whose mask comes from a counter."""
+    if not training or p == 0.0:
+        return input
+    sites = _current[-1]
+    out = dropout_operator(input, sites.rng, sites.next(), float(p))
+    return input.copy_(out) if inplace else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float | None,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    bounds: Tensor | None = None,
+) -> Tensor:
+    sites = _current[-1]
+    drops = dropout_p > 0.0
+    if bias is not None and bias.dtype == torch.bool:
+        bias = as_additive(bias, q.dtype)
+    out: Tensor
+    out, _ = attention_operator(
+        q,
+        k,
+        v,
+        bias,
+        sinks,
+        sites.rng if drops else None,
+        max(1, q.shape[-1]) ** -0.5 if scale is None else float(scale),
+        causal,
+        window,
+        softcap,
+        float(dropout_p),
+        sites.next() if drops else 0,
+        bias is not None and bias.requires_grad,
+        bounds,
+    )
+    return out
+
+
+def attention(
+    theirs: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's functional entry point; leading dimensions are broadcast, and flattened or added to have two.
+
+    Keys and values of fewer heads stay as few where that is what our operator takes.
+    """
+    rank = max(x.dim() for x in (query, key, value))
+    query, key, value = (x if x.dim() == rank else x[(None,) * (rank - x.dim())] for x in (query, key, value))
+    alone = rank == 4 and key.shape[1] == value.shape[1]
+    if enable_gqa and not alone:
+        key, value = (x.repeat_interleave(max(1, query.shape[-3] // x.shape[-3]), -3) for x in (key, value))
+    grouped = alone and (enable_gqa or key.shape[1] == 1)
+    query, key, value = broadcast(query, key, value, kept=3 if grouped else 2)
+    lead = query.shape[:-2]
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        rows = torch.arange(query.shape[-2], device=query.device)[:, None]
+        attn_mask = rows >= torch.arange(key.shape[-2], device=query.device)
+        is_causal = False
+
+    def to_four(x: Tensor) -> Tensor:
+        return x.reshape(math.prod(lead), 1, *x.shape[-2:]) if rank != 4 else x
+
+    if attn_mask is not None and rank != 4:
+        attn_mask = to_four(attn_mask.expand(*lead, *attn_mask.shape[-2:]))
+    elif attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    out = _attend(
+        to_four(query), to_four(key), to_four(value), attn_mask,
+        scale=scale, causal=is_causal, dropout_p=dropout_p,
+    )  # fmt: skip
+    return out.reshape(*lead, *out.shape[-2:]) if rank != 4 else out
+
+
+def broadcast(*tensors: Tensor, kept: int) -> tuple[Tensor, ...]:
+    """Broadcast all dimensions but the last ``kept`` of tensors of one rank; what fits stays as it is."""
+    lead = torch.broadcast_shapes(*(x.shape[:-kept] for x in tensors))  # type: ignore[no-untyped-call]
+    return tuple(x if x.shape[:-kept] == lead else x.expand(*lead, *x.shape[-kept:]) for x in tensors)
+
+
+def transformers_attention(
+    theirs: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' attention interface. A mask known to be a plain pattern is never read.
+
+    Where a model passes tensors that our operator does not know, its own attention function runs.
+    """
+    unknown = [n for n, v in rest.items() if isinstance(v, Tensor) and n not in _WITHOUT_EFFECT]
+    if unknown:
+        own = _own_attention(module, unknown)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = as_additive(attention_mask, query.dtype, torch.finfo(query.dtype).min)
+        rest |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        rest |= {"position_bias": position_bias, "dropout": dropout, "scaling": scaling}
+        given = {n: v for n, v in rest.items() if v is not None}
+        return own(module, query, key, value, attention_mask, **given)
+    query, key, value = broadcast(query, key, value, kept=3)
+    seen = _seen(module, query, key, attention_mask, is_causal, sliding_window, position_bias)
+    out = _attend(
+        query, key, value, seen.bias, scale=scaling, causal=seen.causal, window=seen.window,
+        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, bounds=seen.bounds,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+class _Seen(NamedTuple):
+    """What each query of a call sees, and what is added to its scores."""
+
+    bias: Tensor | None
+    causal: bool = False
+    window: int = 0
+    bounds: Tensor | None = None
+
+
+def _seen(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None,
+    sliding_window: int | None, position_bias: Tensor | None,
+) -> _Seen:  # fmt: skip
+    """Of a mask that is a plain pattern the pattern, of any other the mask."""
+    known = _current[-1].masks.known(mask)
+    packed = known is not None and known.bounds is not None
+    if known is not None and known.band is not None and not (packed and position_bias is not None):
+        return _Seen(position_bias, *known.band, known.bounds)
+    if mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return _Seen(position_bias, causal and query.shape[2] > 1, sliding_window or 0)
+    bias = mask if known is None or position_bias is not None else known.additive
+    bias = bias[..., : key.shape[2]]
+    if position_bias is not None and bias.dtype == torch.bool:
+        bias = torch.where(bias, position_bias, torch.finfo(query.dtype).min)
+    elif position_bias is not None:
+        bias = position_bias + bias
+    return _Seen(bias)
+
+
+def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple[Tensor, Any]]:
+    """The eager attention of the file that a model comes from."""
+    own: Callable[..., tuple[Tensor, Any]]
+    try:
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    except AttributeError:
+        raise CaptureError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention function, which ours "
+            "does not take: report the model."
+        ) from None
+    return own
+
+
+def gated_delta_rule(
+    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' gated delta rule, from a state of zeros. Its chunks are a matter of rounding.
+
+    States that are given or wanted, for samples, stay its own loops, as does its refusal of packed sequences.
+    """
+    packed = any(rest.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+    if packed or initial_state is not None or output_final_state:
+        rest |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        return theirs(
+            query, key, value, g, beta, chunk_size=chunk_size,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **rest,
+        )  # fmt: skip
+    return delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+
+
+def mamba2_chunk_scan(
+    theirs: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **rest: Any,
+) -> Any:
+    """transformers' scan of Mamba-2, from a state of zeros. Its chunks are a matter of rounding.
+
+    States that are given or wanted, for samples, stay its own code, as does its refusal of packed sequences.
+    """
+    given = (rest.get(name) for name in ("initial_states", "z", "seq_idx", "cu_seqlens"))
+    if D is None or rest.get("return_final_states") or any(x is not None for x in given):
+        return theirs(
+            hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=dt_limit, **rest,
+        )  # fmt: skip
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    return chunk_scan(hidden_states, torch.clamp(dt, *dt_limit), A, B, C, D)

@@ -1,0 +1,793 @@
+"""Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the loss or outputs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import operator
+import re
+import sys
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from megacompile.capture.batch import LossFn, apply_loss, divide, divides, find_loss, given_batch
+from megacompile.capture.counter_rng import replace_draws
+from megacompile.capture.fingerprint import Form, fake_copy
+from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
+from megacompile.capture.refusals import (
+    FLEX,
+    Effects,
+    fake_kernels_named,
+    forward_runs,
+    refuse_constants,
+    refuse_mixed_products,
+    refuse_mutations,
+    refuse_other_forward,
+    refuse_sparse,
+    refuse_writes,
+)
+from megacompile.errors import BudgetError, CaptureError
+from megacompile.graph.captured import (
+    Captured,
+    OutputsFn,
+    Returned,
+    Structure,
+    all_outputs,
+    copy_results,
+    given_gradients,
+    module_path,
+    returned,
+    split,
+    strip,
+)
+from megacompile.graph.sequence_dimension import reads_no_padding
+
+# ------------------------------------------------------------------------------------------------------------
+# What export leaves in a graph: checks and dead code are dropped, what could not run right is refused.
+
+
+aten = torch.ops.aten
+_OURS = "megacompile"
+_SELF = {aten.to, aten.contiguous, aten.type_as}
+CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+
+
+def clean(graph: fx.Graph) -> None:
+    """Drop checks and dead code, and refuse randomness that a recompute would not repeat."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in CHECKS:
+            graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten.copy.default:
+            _replace_copy(graph, node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
+                f"batch ({node.target}): a scheduled step needs fixed shapes."
+            )
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(
+                f"{module_path(node) or 'The model'} takes a number out of a tensor ({node.target}): compute "
+                "with the tensor, or pass the number itself in the batch."
+            )
+        _refuse_call(node)
+    graph.lint()
+
+
+def _refuse_call(node: fx.Node) -> None:
+    """Refuse an operator that draws random numbers or writes, one of graphs, one whose gradient is sparse."""
+    target, where = node.target, module_path(node) or "The model"
+    if isinstance(target, HigherOrderOperator):
+        raise CaptureError(_of_graphs(where, node, target))
+    if target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+        raise CaptureError(
+            f"{where} changes its running statistics: a recomputed block would change them twice; build it "
+            "with track_running_stats=False, or put it into eval mode."
+        )
+    if target is aten.embedding.default and any(node.args[4:5]):
+        raise CaptureError(
+            f"{where} is an embedding with sparse=True, whose gradient no "
+            "Adam takes: build it with sparse=False."
+        )
+    if isinstance(target, torch._ops.OpOverload) and target.namespace != _OURS:
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise CaptureError(
+                f"{where} calls {target}, whose randomness a recompute cannot repeat: make the numbers from "
+                "torch.rand or randn without a generator, or move them into the batch."
+            )
+        if target._schema.is_mutable:
+            raise CaptureError(
+                f"{where} calls {target}, which writes in place: replace it by its out-of-place form."
+            )
+
+
+def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:
+    """What is said of an operator whose operands are graphs, or another operator that writes."""
+    if "auto_functionalized" in str(target):
+        return (
+            f"{where} calls {node.args[0]}, which writes into its arguments: write it as an operator that "
+            "returns new tensors, with mutates_args=()."
+        )
+    if "flex_attention" in str(target):
+        return f"{where} calls flex attention, {FLEX}."
+    return (
+        f"{where} calls torch's {target}, whose parts are graphs of their own: compute all branches and "
+        "choose by torch.where, and write loops in Python."
+    )
+
+
+def handed_through(owner: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.Node | None:
+    """The operand of a region of a graph that one of its results is: the same tensor, and no new one.
+
+    Operators such as ``x.to(x.dtype)`` return their argument; what reads x later then reads the region.
+    """
+    inner, *operands = region.args[1:]
+    assert isinstance(inner, fx.Node) and item.target is operator.getitem
+    graph = getattr(owner, str(inner.target)).graph
+    (results,) = next(n for n in graph.nodes if n.op == "output").args
+    source = results[item.args[1]]
+    while _returns_its_argument(source):
+        source = source.args[0]
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    found = operands[places.index(source)] if source in places else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _SELF:
+        return False
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    (before, after) = (n.meta["val"] for n in (node.args[0], node))  # type: ignore[union-attr]
+    same = (before.dtype, before.device, before.stride()) == (after.dtype, after.device, after.stride())
+    return same and not given.get("copy")
+
+
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Write ``copy(target, source)``, which has no gradient rule, as a cast and an expansion."""
+    source, value = node.args[1], node.meta["val"]
+    assert isinstance(source, fx.Node)
+    given = source.meta["val"]
+    with graph.inserting_before(node):
+        new = source
+        if given.dtype != value.dtype:
+            new = graph.call_function(aten._to_copy.default, (new,), {"dtype": value.dtype})
+            new.meta = dict(node.meta, val=given.to(value.dtype))
+        if given.shape != value.shape:
+            new = graph.call_function(aten.expand.default, (new, list(value.shape)))
+            new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Functionalise: what export wrote becomes one flat graph of operators that neither write nor hide others.
+#
+# In: an exported program in training IR. Out: the graph that ``run_decompositions({})`` would give, and its
+# signature. torch would trace the whole graph twice for it. But few operators change, and how a call changes
+# depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form
+# of
+# call is decomposed once, and every call of the form is written in this way. A graph in which an operator
+# writes, or that holds more than calls of operators, goes through torch.
+
+
+_REGIONS = (
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast,
+)
+_Values = dict[fx.Node, Any]  # what a node became: a node, or a list of nodes
+
+
+class _NeedsTorchError(Exception):
+    """Something that a call's form does not describe."""
+
+
+class _Form:
+    """A call without its tensors: what equal calls have in common."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.target: Any = node.target
+        self.tensors = list(node.all_input_nodes)
+        place = {n: f"%{i}" for i, n in enumerate(self.tensors)}
+        arguments = fx.map_arg((node.args, node.kwargs), place.__getitem__)
+        given = [(tuple(v.shape), v.stride(), v.dtype) for v in map(_tensor, self.tensors)]
+        self.key = f"{self.target} {arguments} {given}"
+        self.value = node.meta["val"]
+        self._node = node
+
+    def call(self, tensors: Sequence[Tensor]) -> Any:
+        """The call on other tensors of the same form."""
+        given = dict(zip(self.tensors, tensors, strict=True))
+        args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
+        return self.target(*args, **kwargs)
+
+
+def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
+    """The graph without writes, regions and composite operators, and the signature that names its inputs."""
+    _keep_gradient_barriers(exported.graph_module)
+    try:
+        calls = list(_calls(exported.graph_module))
+        forms = {form.key: form for form in map(_Form, (c for c in calls if _is_composite(c.target)))}
+        became = _decomposed(list(forms.values())) if forms else {}
+        return _rewritten(exported.graph_module, became), exported.graph_signature
+    except _NeedsTorchError:
+        for module in exported.graph_module.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()  # with the barriers that were put in
+        whole = exported.run_decompositions({})
+        return whole.graph, whole.graph_signature
+
+
+def _keep_gradient_barriers(root: fx.GraphModule) -> None:
+    """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
+    for module in root.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+                _detach_results(module, node)
+            autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
+            if autocast and node.args[2]:  # enabled
+                raise CaptureError(
+                    "The forward enters torch.autocast: remove it and choose compute_dtype= "
+                    "in megacompile.compile instead."
+                )
+
+
+def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
+    for item in list(region.users):
+        same = handed_through(owner, region, item)
+        if same is not None:  # a tensor of outside, which keeps its gradient
+            item.replace_all_uses_with(same)
+            continue
+        with owner.graph.inserting_after(item):
+            barrier = owner.graph.call_function(aten.detach.default, (item,))
+        barrier.meta = dict(item.meta)
+        item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
+
+
+def _calls(owner: fx.GraphModule) -> list[fx.Node]:
+    """The calls of a graph and its regions, those of checks left out."""
+    found = []
+    for node in owner.graph.nodes:
+        if node.target in _REGIONS:
+            found += _calls(_region(owner, node)[0])
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            if not _is_plain(node.target):
+                raise _NeedsTorchError
+            if node.target not in CHECKS:
+                found.append(node)
+        elif node.op == "get_attr" and not isinstance(getattr(owner, str(node.target)), fx.GraphModule):
+            raise _NeedsTorchError
+    return found
+
+
+def _is_plain(target: Any) -> bool:
+    """Whether a call computes and does nothing else, or is a check."""
+    if target is operator.getitem or target in CHECKS:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target is aten.native_batch_norm.default:
+        return False  # the latter writes, whatever its schema says
+    return not target._schema.is_mutable and bool(target._schema.returns)
+
+
+def _region(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """The graph of a region and its operands, which follow the arguments of the region itself."""
+    at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    inner = node.args[at]
+    assert isinstance(inner, fx.Node)
+    module: fx.GraphModule = getattr(owner, str(inner.target))
+    return module, node.args[at + 1 :]
+
+
+@functools.cache
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    """Whether decomposition writes an operator as others: all composites but those that only compute."""
+    if not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    aliases = any(a.alias_info is not None for a in target._schema.arguments)
+    return aliases or torch.Tag.maybe_aliasing_or_mutating in target.tags
+
+
+def _tensor(node: fx.Node) -> Tensor:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        raise _NeedsTorchError
+    return value
+
+
+def _decomposed(forms: Sequence[_Form]) -> dict[str, tuple[list[fx.Node], Any]]:
+    """By form: the inputs of its call in one small graph of them all, and its results."""
+    given = [[_like(_tensor(n)) for n in form.tensors] for form in forms]
+
+    def every(given: list[list[Tensor]]) -> list[Any]:
+        return [form.call(tensors) for form, tensors in zip(forms, given, strict=True)]
+
+    with torch.no_grad():
+        graph = make_fx(every)(given).graph
+    if any(n.op == "get_attr" or (n.op == "call_function" and not _is_plain(n.target)) for n in graph.nodes):
+        raise _NeedsTorchError
+    places = iter([n for n in graph.nodes if n.op == "placeholder"])
+    results = iter(pytree.tree_leaves(graph.output_node().args[0]))
+    found = {}
+    for form in forms:
+        inputs = [next(places) for _ in form.tensors]
+        found[form.key] = inputs, pytree.tree_map(lambda _: next(results), form.value)  # one node or a list
+        if any(map(_differ, pytree.tree_leaves(found[form.key][1]), pytree.tree_leaves(form.value))):
+            raise _NeedsTorchError
+    return found
+
+
+def _differ(result: fx.Node, value: Tensor) -> bool:
+    made: Tensor = result.meta["val"]
+    return (made.shape, made.stride(), made.dtype) != (value.shape, value.stride(), value.dtype)
+
+
+def _like(value: Tensor) -> Tensor:
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _value(call: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a call gives for other arguments, in their storage where it is a view."""
+    if not call.all_input_nodes:
+        return call.meta["val"]
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    target: Any = call.target
+    with torch.no_grad():
+        return target(*given, **named)
+
+
+def _rewritten(root: fx.GraphModule, became: dict[str, tuple[list[fx.Node], Any]]) -> fx.Graph:
+    """A graph in which regions stand inline and calls as their forms became."""
+    graph = fx.Graph()
+    values: _Values = {}
+    for node in root.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = graph.placeholder(node.name)
+            values[node].meta = dict(node.meta)
+    _Writer(graph, became).write(root, values)
+    results: Any = root.graph.output_node().args[0]
+    graph.output(tuple(values[n] for n in results))
+    return graph
+
+
+class _Writer:
+    """Writes the calls of graph modules into one graph."""
+
+    def __init__(self, graph: fx.Graph, became: dict[str, tuple[list[fx.Node], Any]]) -> None:
+        self._graph = graph
+        self._became = became
+
+    def write(self, owner: fx.GraphModule, values: _Values) -> None:
+        """Add what a graph module calls; ``values`` holds its inputs and takes what its nodes became."""
+        for node in owner.graph.nodes:
+            if node.op != "call_function" or node.target in CHECKS:
+                continue
+            if node.target in _REGIONS:
+                values[node] = self._inline(*_region(owner, node), values.__getitem__)
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], (list, tuple)):
+                values[node] = values[node.args[0]][node.args[1]]
+            elif node.target is not operator.getitem and _is_composite(node.target):
+                values[node] = self._expand(node, values)
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._put(node.target, args, kwargs, node.meta)
+
+    def _inline(self, inner: fx.GraphModule, operands: Any, value: Callable[[fx.Node], Any]) -> list[Any]:
+        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        values: _Values = {p: value(o) for p, o in zip(places, operands, strict=True)}
+        self.write(inner, values)
+        return [values[n] for n in inner.graph.output_node().args[0]]  # type: ignore[union-attr,index]
+
+    def _expand(self, node: fx.Node, values: _Values) -> Any:
+        """What a call's form became, on the call's own tensors."""
+        form = _Form(node)
+        inputs, results = self._became[form.key]
+        copies = {p: values[n] for p, n in zip(inputs, form.tensors, strict=True)}
+        given = dict(zip(pytree.tree_leaves(results), pytree.tree_leaves(form.value), strict=True))
+
+        def put(inner: fx.Node) -> Any:
+            if inner not in copies:
+                for before in inner.all_input_nodes:
+                    put(before)
+                if inner.op != "call_function":
+                    raise _NeedsTorchError
+                args, kwargs = fx.map_arg((inner.args, inner.kwargs), copies.__getitem__)
+                made = given[inner] if inner in given else _value(inner, args, kwargs)
+                copies[inner] = self._put(inner.target, args, kwargs, node.meta | {"val": made})
+            return copies[inner]
+
+        return pytree.tree_map(put, results)
+
+    def _put(self, target: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
+        packet = getattr(target, "overloadpacket", target)
+        name = self._graph._target_to_str(packet.__name__)
+        node = self._graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta = dict(meta)
+        return node
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The gradient of transformers' grouped product as one operator, where transformers itself has a loop.
+#
+# Before 5.23 the backward of ``transformers::grouped_mm_fallback`` loops over how many rows each expert has,
+# which a graph does not know. Later versions call an operator there, which runs that loop.
+
+
+_NAME = "grouped_mm_fallback"
+_BACKWARD = f"{_NAME}_backward"
+
+
+def define_grouped_gradient() -> None:
+    """Define the operator that later versions of transformers have; the product calls it."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    operators = torch.ops.transformers
+    if moe is None or not hasattr(operators, _NAME) or hasattr(operators, _BACKWARD):
+        return
+    loop = moe._grouped_mm_fallback_backward
+
+    def gradients(input: Tensor, weight: Tensor, offs: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        of_input, of_weight, _ = loop(SimpleNamespace(saved_tensors=(input, weight), offs=offs), grad_output)
+        return of_input, of_weight
+
+    def shapes(input: Tensor, weight: Tensor, offs: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(input), torch.empty_like(weight)
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight = ctx.saved_tensors
+        return *getattr(operators, _BACKWARD)(input, weight, ctx.offs, grad_output), None
+
+    schema = "(Tensor input, Tensor weight, Tensor offs, Tensor grad_output) -> (Tensor, Tensor)"
+    torch.library.custom_op(f"transformers::{_BACKWARD}", gradients, mutates_args=(), schema=schema)
+    torch.library.register_fake(f"transformers::{_BACKWARD}", shapes)
+    context = moe._grouped_mm_fallback_setup_context
+    torch.library.register_autograd(f"transformers::{_NAME}", backward, setup_context=context)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the loss, or of outputs.
+#
+# In: the module (its values are never read), one batch, what of its forward is wanted. Out:
+# :class:`Captured`.
+# Invariants: one placeholder per parameter *object* (tied names are merged), no mutation, no hidden
+# randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
+# Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
+
+
+_LOGS = GuardOnDataDependentSymNode.__module__, FakeTensorMode.__module__
+
+
+class _Forward(nn.Module):
+    """Runs the model on (args, kwargs) with our operators and returns what is wanted of it: the scalar loss,
+    or the tensors of what ``outputs`` returns.
+
+    ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
+    causal attention gets no mask of padding. ``returned`` is what a function of the user's was given.
+    """
+
+    structure: Structure
+    returned: Returned | None = None
+    outside = False
+    _loss_fn: LossFn | None
+    _outputs: OutputsFn | None
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, outputs: OutputsFn | None, effects: Effects
+    ) -> None:
+        super().__init__()
+        self.model, self.leaves_out = model, False
+        vars(self)["_loss_fn"] = loss_fn  # where it is a module, none of the model's
+        vars(self)["_outputs"] = outputs
+        self.effects = effects
+
+    def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        try:
+            tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
+        except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
+            raise CaptureError(_explain(error, self.model)) from None
+        return tensors
+
+    def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("position_ids") is not None
+        with replaced(REFUSED), forward_runs(), fake_kernels_named(), self.effects.noted(self.model):
+            taken, named, rest = (args, kwargs, ())
+            if divides(kwargs, self._loss_fn, self._outputs):
+                function = self._outputs or self._loss_fn
+                taken, named, rest = divide(self.model, args, kwargs, function)
+            padding = kwargs.get("attention_mask") if self.leaves_out else None
+            with our_operators(self.model, rng, positions_given=given, padding=padding):
+                outputs = self.model(*taken, **named)
+            if (self._outputs or self._loss_fn) not in (None, all_outputs):
+                vars(self)["returned"] = returned(outputs)
+            if self._outputs is not None:
+                return self._outputs(outputs, given_batch(args, kwargs))
+            if self._loss_fn is None:
+                return find_loss(outputs)
+            return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    forms: Mapping[str, Form],
+    trained: Collection[str] | None = None,
+    loss_fn: LossFn | None = None,
+    evaluate: bool = False,
+    outputs: OutputsFn | None = None,
+    padded_right: bool = False,
+) -> Captured:
+    """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
+
+    ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
+    traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
+    takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
+    which the graph may then make use.
+
+    Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
+    numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
+    """
+    define_grouped_gradient()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if trained is None:
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    copied = fake_copy(model, forms, mode, trained)
+    if evaluate:
+        copied.eval().requires_grad_(False)
+    _no_cache(copied)
+    _no_draws(copied)
+    with mode:
+        rng = torch.zeros(2, dtype=torch.int64)
+        args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
+    effects = Effects()
+    forward, inputs = _Forward(copied, loss_fn, outputs, effects), (rng, args, kwargs)
+    forward.outside = outputs is not None and not evaluate
+    forward.leaves_out = padded_right
+    captured = _trace(forward, inputs, model)
+    if padded_right and not reads_no_padding(captured, args, kwargs):
+        forward.leaves_out = False
+        captured = _trace(forward, inputs, model)
+    changed = effects.first
+    if changed:  # by the first forward: all later ones must compute the same
+        effects.apply(copied)
+        again = _trace(forward, inputs, model)
+        refuse_other_forward(captured.graph, again.graph, changed, effects.first)
+    if trained and not evaluate and not captured.trainable:
+        raise _without_gradient("loss" if outputs is None else "output", model)
+    return captured
+
+
+def _without_gradient(what: str, model: nn.Module) -> CaptureError:
+    return CaptureError(
+        f"The {what} of {type(model).__name__} has no gradient for any parameter that the optimizer "
+        "trains: look for a detach, a no_grad or an argmax on the way to it."
+    )
+
+
+def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
+    try:
+        with warnings.catch_warnings(), _quiet(*_LOGS), replaced(_FLAGS):
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
+            warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
+            with graphs_alone():
+                exported = torch.export.export(forward, inputs, strict=False)
+            refuse_constants(exported, model, forward.effects.replaced)
+            refuse_writes(exported)
+            refuse_sparse(exported)
+            graph, signature = functionalise(exported)
+    except CaptureError as error:
+        raise error.with_traceback(None) from None  # torch's frames tell nothing
+    except MemoryError as error:
+        raise BudgetError(
+            f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
+        ) from error
+    except Exception as error:
+        raise CaptureError(_explain(error, forward.model)) from None
+    return _flatten(graph, signature, exported.constants, forward)
+
+
+def _fake_leaf(leaf: Tensor) -> Tensor:
+    """A fake tensor of its own for each leaf: one object passed twice would become one input."""
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """What torch logs of a failure says less than the error that is raised for it."""
+    logs = [logging.getLogger(name) for name in names]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
+    try:
+        yield
+    finally:
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
+
+
+def _as_they_are(_theirs: Callable[..., Any], *flags: Any) -> tuple[Any, ...]:
+    """Export sets cuDNN's flags and sets them back: it reads TF32's older flag, which torch refuses where the
+    newer ones say another, and its write fixes them for whatever a user sets later.
+    """
+    return flags
+
+
+_FLAGS = (Patch(torch.backends.cudnn, "set_flags", _as_they_are, "TF32 would not be restored"),)
+
+
+def _no_cache(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for part in (config, getattr(config, "text_config", None)):
+            if part is not None and getattr(part, "use_cache", False):
+                part.use_cache = False
+
+
+def _no_draws(model: nn.Module) -> None:
+    """Let PEFT's LoHa and LoKr, which draw whether to drop an adapter, know that they never do."""
+    for module in model.modules():
+        dropouts = [getattr(module, name, None) for name in ("module_dropout", "rank_dropout")]
+        if all(isinstance(values, dict) and not any(values.values()) for values in dropouts):
+            module.training = False  # its parts stay as they are
+
+
+def _flatten(
+    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], forward: _Forward
+) -> Captured:
+    refuse_mutations(signature)
+    model = forward.model
+    nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    names: dict[InputKind, dict[str, Any]] = defaultdict(dict)  # what each placeholder is, by its kind
+    for spec in signature.input_specs:
+        names[spec.kind][spec.arg.name] = str(spec.target)
+    parameters = _merge_tied(model, names[InputKind.PARAMETER], nodes)
+    buffers = {name: strip(target) for name, target in names[InputKind.BUFFER].items()}
+    rng, *leaves = names[InputKind.USER_INPUT]
+    constants = {
+        name: held[target]
+        for kind, targets in names.items()
+        for name, target in targets.items()
+        if kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
+    }
+    fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
+    if forward._outputs is not None:
+        copy_results(graph, fake_mode, shared=forward.outside)
+    replace_draws(graph, nodes[rng])
+    clean(graph)
+    refuse_mixed_products(graph)
+    used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
+    given = {parameters[node.name] for node in given_gradients(graph) if node.name in parameters}
+    return Captured(
+        graph=graph,
+        parameters={n: p for n, p in parameters.items() if n in used},
+        buffers={n: b for n, b in buffers.items() if n in used},
+        inputs={n: i for i, n in enumerate(leaves) if n in used},
+        constants={n: c for n, c in constants.items() if n in used},
+        rng=rng,
+        trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
+        fake_mode=fake_mode,
+        structure=forward.structure,
+        outside=forward.outside,
+        blind=forward.leaves_out,
+        returned=forward.returned,
+    )
+
+
+def _merge_tied(model: nn.Module, targets: Mapping[str, str], nodes: Mapping[str, fx.Node]) -> dict[str, str]:
+    """The parameter's first name by placeholder, of which each parameter object keeps one."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    first_name = {id(p): n for n, p in model.named_parameters()}
+    by_object: dict[int, fx.Node] = {}
+    merged: dict[str, str] = {}
+    for name, target in targets.items():
+        parameter = tensors[strip(target)]
+        original = by_object.setdefault(id(parameter), nodes[name])
+        if original is not nodes[name]:
+            nodes[name].replace_all_uses_with(original)
+        else:
+            merged[name] = first_name[id(parameter)]
+    return merged
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """Return one sentence that names the line of the user's code, and the module, at which tracing failed."""
+    stack = list(traceback.walk_tb(error.__traceback__))
+    summary = traceback.StackSummary.extract(iter(stack))
+    where = _line(summary)
+    at = f" at {where}{_module_of(stack, model)}" if where else ""
+    hint = "its control flow and shapes must not depend on the values of tensors"
+    if any(frame.filename.endswith("flex_attention.py") for frame in summary):
+        return f"The forward of {type(model).__name__} calls flex attention{at}, {FLEX}."
+    if isinstance(error, GuardOnDataDependentSymNode):
+        made = _making(error)
+        if (origin := _line(made)) not in ("", where):
+            return (
+                f"The forward of {type(model).__name__} cannot be captured: {origin}"
+                f"{_module_of(_still_running(stack, made), model)} makes a size that depends on the values "
+                f"of tensors, and {where} needs it. Keep all rows there, and hide some by a mask, or select "
+                "them before the batch comes to the program."
+            )
+        if "layerdrop" in at:
+            hint = "layers that are dropped at random are not supported: set layerdrop to 0"
+        elif "module_dropout" in at:
+            hint = "adapters that are dropped at random are not supported: set both their dropouts to 0"
+        return f"The forward of {type(model).__name__} cannot be captured{at}: {hint}."
+    first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+    if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
+        return f"The forward of {type(model).__name__} fails{at}: {type(error).__name__}: {first_line}."
+    if re.search(r"dtype int|types: Long", first_line):
+        hint = "token ids and labels of classes are whole numbers: give them as .long()"
+    elif "should be the same" in first_line or "dtype" in first_line:
+        hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
+    return f"The forward of {type(model).__name__} cannot be captured{at}: {first_line}; {hint}."
+
+
+def _line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Return the file, number and text of the innermost line of the user's code, or nothing."""
+    torch_root = str(Path(inspect.getfile(torch)).parent)
+    here = str(Path(__file__).parents[1])
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith((torch_root, here)) and "<" not in frame.filename
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _module_of(stack: Iterable[tuple[FrameType, int]], model: nn.Module) -> str:
+    """Return in which module below the model, the innermost, a stack is."""
+    names = {id(module): f" of {name}" for name, module in model.named_modules() if name}
+    inside = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in stack]
+    return next((name for name in reversed(inside) if name), "")
+
+
+def _still_running(
+    stack: list[tuple[FrameType, int]], earlier: list[traceback.FrameSummary]
+) -> list[tuple[FrameType, int]]:
+    """Return the part of a stack that was under way at an earlier moment."""
+    running: list[tuple[FrameType, int]] = []
+    for (frame, line), before in zip(stack, earlier, strict=False):
+        if frame.f_code.co_name != before.name:
+            break
+        running.append((frame, line))
+        if line != before.lineno:
+            break
+    return running
+
+
+def _making(error: GuardOnDataDependentSymNode) -> list[traceback.FrameSummary]:
+    """Return the stack, from our forward on, at which the size was made that an error does not know."""
+    mode = detect_fake_mode()
+    made = mode.shape_env.var_to_stack if mode is not None and mode.shape_env is not None else {}
+    symbol = min((s for s in error.cond.free_symbols if s in made), key=str, default=None)
+    frames = list(made[symbol].summary()) if symbol is not None else []  # type: ignore[no-untyped-call]
+    ours = [i for i, f in enumerate(frames) if f.filename == __file__ and f.name == _Forward.forward.__name__]
+    return frames[ours[-1] :] if ours else []

@@ -1,0 +1,379 @@
+"""Models by name: a preset, a config.json, or a hub id of which only config.json is read."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError
+from megacompile.json_codec import parse_json
+
+# ------------------------------------------------------------------------------------------------------------
+# Presets: geometries of published models, as fields of transformers configs.
+#
+# A preset is what the published config.json says about shapes; what has no bearing on bytes or FLOPs (token
+# ids, rotary base, dropout of zero) is left at the class's default.
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A geometry: ``billions`` and ``active`` are the published parameter counts that tests hold it to."""
+
+    model_type: str
+    fields: dict[str, Any]
+    billions: float
+    active: float
+    source: str
+
+
+def _dense(
+    model_type: str,
+    source: str,
+    vocab: int,
+    rows: dict[str, tuple[float, int, int, int, int, int, bool]],
+    **more: Any,
+) -> dict[str, Preset]:
+    """Presets of one family from (billions, layers, hidden, intermediate, heads, kv heads, tied)."""
+    return {
+        name: Preset(
+            model_type,
+            {"vocab_size": vocab, "num_hidden_layers": layers, "hidden_size": hidden,
+             "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv,
+             "tie_word_embeddings": tied, **more},
+            billions, billions, source,
+        )
+        for name, (billions, layers, hidden, inner, heads, kv, tied) in rows.items()
+    }  # fmt: skip
+
+
+_LLAMA = _dense("llama", "The Llama 3 Herd of Models, table 3; model cards", 128256, {
+    "llama-3.1-8b": (8.03, 32, 4096, 14336, 32, 8, False),
+    "llama-3.1-70b": (70.6, 80, 8192, 28672, 64, 8, False),
+    "llama-3.1-405b": (405.9, 126, 16384, 53248, 128, 8, False),
+}, max_position_embeddings=131072)  # fmt: skip
+_QWEN25_SOURCE = "Qwen2.5 technical report, table 1; model cards"
+_QWEN25 = _dense("qwen2", _QWEN25_SOURCE, 151936, {
+    "qwen2.5-0.5b": (0.494, 24, 896, 4864, 14, 2, True),
+    "qwen2.5-1.5b": (1.54, 28, 1536, 8960, 12, 2, True),
+    "qwen2.5-3b": (3.09, 36, 2048, 11008, 16, 2, True),
+}, max_position_embeddings=131072) | _dense("qwen2", _QWEN25_SOURCE, 152064, {
+    "qwen2.5-7b": (7.62, 28, 3584, 18944, 28, 4, False),
+    "qwen2.5-14b": (14.8, 48, 5120, 13824, 40, 8, False),
+    "qwen2.5-32b": (32.8, 64, 5120, 27648, 40, 8, False),
+    "qwen2.5-72b": (72.7, 80, 8192, 29568, 64, 8, False),
+}, max_position_embeddings=131072)  # fmt: skip
+_QWEN3 = _dense("qwen3", "Qwen3 technical report, table 1; model cards", 151936, {
+    "qwen3-0.6b": (0.596, 28, 1024, 3072, 16, 8, True),
+    "qwen3-1.7b": (1.72, 28, 2048, 6144, 16, 8, True),
+    "qwen3-4b": (4.02, 36, 2560, 9728, 32, 8, True),
+    "qwen3-8b": (8.19, 36, 4096, 12288, 32, 8, False),
+    "qwen3-14b": (14.8, 40, 5120, 17408, 40, 8, False),
+    "qwen3-32b": (32.8, 64, 5120, 25600, 64, 8, False),
+}, head_dim=128, max_position_embeddings=40960)  # fmt: skip
+_GEMMA3_SOURCE = "Gemma 3 technical report, table 1 (embedding + non-embedding, no vision encoder)"
+_GEMMA3 = (
+    _dense("gemma3_text", _GEMMA3_SOURCE, 262144,
+           {"gemma3-1b": (1.0, 26, 1152, 6912, 4, 1, True)},
+           head_dim=256, sliding_window=512, max_position_embeddings=32768)
+    | _dense("gemma3_text", _GEMMA3_SOURCE, 262208, {
+        "gemma3-4b": (3.884, 34, 2560, 10240, 8, 4, True),
+        "gemma3-12b": (11.77, 48, 3840, 15360, 16, 8, True),
+    }, head_dim=256, sliding_window=1024)
+    | _dense("gemma3_text", _GEMMA3_SOURCE, 262208,
+             {"gemma3-27b": (27.02, 62, 5376, 21504, 32, 16, True)},
+             head_dim=128, sliding_window=1024, query_pre_attn_scalar=168)
+)  # fmt: skip
+
+
+def _experts(model_type: str, source: str, billions: float, active: float, **fields: Any) -> Preset:
+    return Preset(model_type, {"tie_word_embeddings": False, **fields}, billions, active, source)
+
+
+_MIXTRAL_SOURCE = "Mixtral of Experts, table 1; model card"
+_EXPERTS = {
+    "qwen3-235b-a22b": _experts(
+        "qwen3_moe", "Qwen3 technical report, table 2; model card", 235.1, 22.2,
+        vocab_size=151936, num_hidden_layers=94, hidden_size=4096, intermediate_size=12288,
+        moe_intermediate_size=1536, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=40960),
+    "mixtral-8x7b": _experts(
+        "mixtral", _MIXTRAL_SOURCE, 46.7, 12.9, vocab_size=32000, num_hidden_layers=32,
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768),
+    "mixtral-8x22b": _experts(
+        "mixtral", "Mistral AI, model card of 8x22B", 140.6, 39.1, vocab_size=32768,
+        num_hidden_layers=56, hidden_size=6144, intermediate_size=16384, num_attention_heads=48,
+        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=65536),
+    "deepseek-v3": _experts(
+        "deepseek_v3", "DeepSeek-V3 technical report, section 4.2 (without the prediction module)",
+        671.0, 37.0, vocab_size=129280, num_hidden_layers=61, hidden_size=7168,
+        intermediate_size=18432, moe_intermediate_size=2048, num_attention_heads=128,
+        num_key_value_heads=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+        n_group=8, topk_group=4, first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, routed_scaling_factor=2.5),
+} | {
+    name: _experts(
+        "gpt_oss", "gpt-oss model card, table 1", billions, active, vocab_size=201088,
+        num_hidden_layers=layers, hidden_size=2880, intermediate_size=2880, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, sliding_window=128, num_local_experts=experts,
+        num_experts_per_tok=4, max_position_embeddings=131072)
+    for name, layers, experts, billions, active in (
+        ("gpt-oss-20b", 24, 32, 20.91, 3.61), ("gpt-oss-120b", 36, 128, 116.83, 5.13))
+}  # fmt: skip
+PRESETS: dict[str, Preset] = _LLAMA | _QWEN25 | _QWEN3 | _GEMMA3 | _EXPERTS
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Models by name: a preset, a config.json (file or folder) or a hub id, of which only config.json is read.
+#
+# Out: a causal language model on the meta device, and the counts that model FLOPs are made of. No remote
+# code
+# runs, and no weight is needed.
+
+
+_MOST_LAYERS = 4096  # beyond any model; a config of a billion layers would fill this machine
+
+_NOT_ATTENDING = {"linear_attention", "conv", "mlp", "moe"}  # kinds of layers, as transformers names them
+
+
+@dataclass(frozen=True)
+class Lora:
+    """PEFT's LoRA of a rank, on the modules of these names; none: on all linear layers but the head."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A causal language model on the meta device under the name that the user gave.
+
+    ``lora`` are the adapters that alone are trained; None: all of it is.
+    """
+
+    name: str
+    config: Any
+    module: nn.Module
+    lora: Lora | None = None
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through: of routed experts only those it is sent to."""
+        held = sum(p.numel() for n, p in self.module.named_parameters() if ".experts." in n)
+        if not held:
+            return self.parameters
+        chosen = _first(self.config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+        experts = _first(self.config, "n_routed_experts", "num_local_experts", "num_experts")
+        return self.parameters - held + held * chosen // experts
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Active parameters that are multiplied: an embedding is looked up, unless it is the head too."""
+        tables = {
+            id(m.weight): m.weight.numel() for m in self.module.modules() if isinstance(m, nn.Embedding)
+        }
+        heads = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Linear)}
+        return self.active_parameters - sum(n for key, n in tables.items() if key not in heads)
+
+    def attention_flops(self, seq: int) -> float:
+        """Forward FLOPs of causal attention for one sequence, each score counted once."""
+        c = self.config
+        heads: int = getattr(c, "num_attention_heads", None) or 0  # Mamba has none
+        if not heads:
+            return 0.0
+        width: int = getattr(c, "head_dim", None) or c.hidden_size // heads
+        query: int = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
+        window = getattr(c, "sliding_window", None) or seq
+        kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+        pairs = sum(_pairs(seq, window if "sliding" in k else seq) for k in kinds if k not in _NOT_ATTENDING)
+        value: int = getattr(c, "v_head_dim", width)
+        return 2.0 * pairs * heads * (query + value)
+
+    def forward_flops(self, batch: int, seq: int) -> float:
+        """Model FLOPs of a forward on ``batch`` sequences: 2·P·T, and attention."""
+        return 2.0 * self.matmul_parameters * batch * seq + batch * self.attention_flops(seq)
+
+    def step_flops(self, batch: int, seq: int) -> float:
+        """Model FLOPs of a training step on ``batch`` sequences: three times its forward's, less those of
+        frozen weights' gradients."""
+        frozen = self.matmul_parameters - self.trained_parameters if self.lora else 0
+        return 3.0 * self.forward_flops(batch, seq) - 2.0 * frozen * batch * seq
+
+
+def _pairs(seq: int, window: int) -> float:
+    """(query, key) pairs under a causal mask that sees ``window`` positions, itself included."""
+    window = min(window, seq)
+    return window * (window + 1) / 2 + (seq - window) * window
+
+
+def _first(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise MegacompileError(
+        f"The config of this {config.model_type} model has experts but none of {', '.join(names)}."
+    )
+
+
+def load_model(name: str, lora: Lora | None = None) -> Model:
+    """The model of a preset, a config.json or a hub id, built on the meta device, with the adapters ``lora``
+    where that is given.
+
+    :class:`MegacompileError` names the near presets for an unknown name, and says what is wrong with a
+    config that cannot be read or is no causal language model.
+    """
+    _need_transformers()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    config = _config(name)
+    _need_decoder(name, config)
+    return build(name, config, lora)
+
+
+def build(name: str, config: Any, lora: Lora | None = None) -> Model:
+    """The model of a transformers config on the meta device, with the adapters ``lora``."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config).train()
+    except Exception as error:  # transformers raises many kinds for a config that does not hang together
+        kind = getattr(config, "model_type", "?")
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise MegacompileError(
+            f"{name}: no causal language model comes of its config ({kind}): {reason}"
+        ) from error
+    return Model(name, config, module if lora is None else _adapted(module, lora), lora)
+
+
+def _adapted(module: nn.Module, lora: Lora) -> nn.Module:
+    """Return the model with PEFT's adapters, and the rest frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MegacompileError("--lora needs PEFT: pip install peft.") from error
+    targets = list(lora.targets) or "all-linear"
+    config = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, target_modules=targets)
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(module, config)
+    except (ValueError, TypeError) as error:  # of PEFT, about layers that it cannot adapt
+        reason = str(error).strip().splitlines()[0]
+        raise MegacompileError(
+            f"--lora {lora.rank}: PEFT makes no adapters for this model: {reason}"
+        ) from error
+    return adapted
+
+
+def _need_decoder(name: str, config: Any) -> None:
+    """An encoder has a language model head in transformers too, yet its tokens see what follows them."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.model_type
+    encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    sequence = kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if encoder and not sequence and not getattr(config, "is_decoder", False):
+        raise MegacompileError(
+            f"{name}: a {kind} is an encoder, no causal language model, unless its config says "
+            '"is_decoder": true.'
+        )
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise MegacompileError(f"{name}: {layers} layers cannot be meant; {_MOST_LAYERS} are the most.")
+
+
+def _config(name: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    preset = PRESETS.get(name.lower())
+    if preset is not None:
+        return CONFIG_MAPPING[preset.model_type](**preset.fields)
+    path = Path(name).expanduser()
+    if path.is_dir() and name and not (path / "config.json").is_file():
+        raise MegacompileError(f"--model {name}: there is no config.json in this folder.")
+    if name and (path.exists() or path.suffix == ".json"):
+        return _config_file(path / "config.json" if path.is_dir() else path)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _hub_config(name)
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`megacompile models` lists what is built in."
+    raise MegacompileError(f"No model is called {name!r}: {hint} A path to a config.json also works.")
+
+
+def _hub_config(name: str) -> Any:
+    """The config of a hub id, from the cache or the hub; nothing but its config.json is fetched."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError):
+        _need_connection(name)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise MegacompileError(f"{name}: its config.json could not be fetched: {reason}") from error
+
+
+def _need_connection(name: str) -> None:
+    """Say at once that the hub cannot be reached; its client would try again for half a minute."""
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
+    if getproxies().get("https"):
+        return  # whether a proxy reaches it, only the client can tell
+    try:
+        socket.create_connection((host, 443), timeout=10).close()
+    except OSError as error:
+        raise MegacompileError(
+            f"{name}: its config.json could not be fetched, {host} cannot be reached from here: save the "
+            "file by other means and give its path as --model."
+        ) from error
+
+
+def _config_file(path: Path) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        fields = parse_json(path.read_text(), str(path), finite=False)  # Mamba-2's limits of time steps
+    except (OSError, UnicodeDecodeError) as error:
+        raise MegacompileError(f"{path} cannot be read: {error}.") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(kind, str):
+        raise MegacompileError(f"{path} is no config of a model: it has no model_type.")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f": did you mean {' or '.join(near)}?" if near else "."
+        raise MegacompileError(f"{path}: transformers knows no model_type {kind!r}{hint}")
+    try:
+        return CONFIG_MAPPING[kind].from_pretrained(path)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise MegacompileError(f"{path} is no valid {kind} config: {reason}") from error
+
+
+def _need_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise MegacompileError(
+            "Models by name need transformers: pip install 'megacompile[transformers]'."
+        ) from error

@@ -1,1 +1,0 @@
-"""Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy."""

@@ -1,1 +1,0 @@
-"""Partition: the flat graph becomes a chain of blocks; equal blocks share one template."""

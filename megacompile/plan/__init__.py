@@ -1,1 +1,0 @@
-"""Plan: the fastest plan that fits the budgets, scored by simulating the step it leads to."""

@@ -1,0 +1,154 @@
+"""Candidates: plans lowered by the passes that make the final step, measured and simulated; the best so far.
+
+A plan's peak is exact, and known before its waits are; its time is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import Timeline, duration, simulate
+from megacompile.passes import finish, lower_memory
+from megacompile.planner.bounds import Floor
+from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.nvme_placement import Drive
+from megacompile.schedule.op_table import STREAMS
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.schedule.step import Step, peak_bytes
+from megacompile.schedule.workload import Workload
+from megacompile.state.host_budget import step_bytes
+
+_LIMIT = 100_000  # operations lowered
+_EVALUATIONS = 300  # where steps are short
+_EFFORT = 8  # times the part by which the best is slower than expected: the share of these that it is worth
+_BETTER = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the step it lowers to and what that step is predicted to take; ``evaluations`` is how many
+    plans were tried for it."""
+
+    plan: Plan
+    step: Step
+    timeline: Timeline
+    peak_bytes: int
+    evaluations: int = field(compare=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds
+
+
+class Measured(NamedTuple):
+    """A plan as asked for and as placed, its step before its waits, its peak, and whether it fits."""
+
+    asked: Plan
+    plan: Plan
+    step: Step
+    peak: int
+    fits: bool
+
+
+class Candidates:
+    """Lowers, measures and simulates candidates, each plan once; keeps the best."""
+
+    def __init__(
+        self,
+        work: Workload,
+        mode: Mode,
+        machine: Machine,
+        budget_bytes: int,
+        host_budget: int | None,
+        drive: Drive | None,
+        spills: bool,
+        residents: Collection[int],
+        resident: Collection[int],
+    ) -> None:
+        self.work, self.mode, self.machine = work, mode, machine
+        self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
+        self.spills, self.residents, self.resident = spills, residents, frozenset(resident)
+        self.floor = Floor(work, mode, machine)
+        self.best: Planned | None = None
+        self.expected = 0.0  # seconds of the linear program, of the fastest of its plans that fit; 0: of none
+        self.lowered = 0  # operations so far
+        self.evaluations = self._begun = 0
+        self.seen: set[Plan] = set()
+        self.misfits: dict[Plan, tuple[int, int]] = {}  # their peaks, and host bytes above the budget
+
+    @property
+    def gap(self) -> float:
+        """By what part the best plan is slower than expected."""
+        assert self.best is not None
+        return self.best.seconds / self.expected - 1 if self.expected else 1.0
+
+    @property
+    def spent(self) -> bool:
+        """Whether the best plan has had the evaluations that it is worth: the closer to what is expected, the
+        less is to be gained.
+        """
+        share = min(1.0, _EFFORT * self.gap)
+        return self.evaluations - self._begun >= share * _EVALUATIONS or self.lowered >= share * _LIMIT
+
+    def restart(self) -> None:
+        """A new best plan has all evaluations for itself."""
+        self.lowered, self._begun = 0, self.evaluations
+
+    def measure(self, plan: Plan) -> Measured:
+        """The plan over its best placement and the step before its waits."""
+        self.evaluations += 1
+        asked, plan = plan, with_state_at(plan, self.resident, "device")
+        step = self._lower(plan)
+        peak, taken = peak_bytes(step), step_bytes(step, self.work)
+        over = 0 if self.host_budget is None else max(0, taken - self.host_budget)
+        if over and self.spills and self.drive is not None and peak <= self.budget_bytes:
+            spilled = self.drive.spill(plan, step, taken)
+            if spilled is not None:
+                return Measured(asked, spilled, self._lower(spilled), peak, True)
+        fits = peak <= self.budget_bytes and not over
+        if not fits:
+            self.misfits[asked] = peak, over
+        elif self.drive is not None and (placed := self.drive.place(plan, taken)) != plan:
+            plan, step = placed, self._lower(placed)
+        return Measured(asked, plan, step, peak, fits)
+
+    def _lower(self, plan: Plan) -> Step:
+        step = lower_memory(self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        return step
+
+    def score(self, plan: Plan) -> bool:
+        """Whether a plan fits and is faster than the best so far, which it then becomes."""
+        if plan in self.seen:
+            return False
+        self.seen.add(plan)
+        placed = with_state_at(plan, self.resident, "device")
+        if (least := self.floor.nbytes(placed)) > self.budget_bytes:
+            self.misfits[plan] = least, 0
+            return False
+        if self.best is not None and self.floor.seconds(placed) >= self.best.seconds:
+            return False
+        found = self.measure(plan)
+        return found.fits and self.simulate(found)
+
+    def simulate(self, found: Measured) -> bool:
+        _, plan, step, peak, _ = found
+        if self.best is not None and self._busiest(step) >= self.best.seconds:
+            return False
+        step = finish(step, self.work, plan, self.mode)
+        self.lowered += len(step.ops) // 2
+        timeline = simulate(step, self.machine)
+        if self.best is not None and timeline.step_seconds >= self.best.seconds * _BETTER:
+            return False
+        self.best = Planned(plan, step, timeline, peak, 0)
+        return True
+
+    def _busiest(self, step: Step) -> float:
+        """Seconds that the busiest stream takes alone: a step takes no less."""
+        busy = dict.fromkeys(STREAMS, 0.0)
+        for op in step.ops:
+            busy[op.stream] += duration(op, self.machine)
+        return max(busy.values())

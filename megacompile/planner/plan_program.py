@@ -1,0 +1,209 @@
+"""Plan one program: choose what stays on the device, search, and fit the caching allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megacompile.blocks.weight_groups import Assembly
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.hardware.machine import Machine
+from megacompile.planner.device_state_fill import not_gathered, reside, trained_groups
+from megacompile.planner.nvme_placement import Drive, Tiers
+from megacompile.planner.plan_evaluator import Planned
+from megacompile.planner.search import Planner, follow, search
+from megacompile.planner.tiling import Tiling, TilingCandidate, choose
+from megacompile.schedule.plan import Mode, Plan
+from megacompile.state.host_budget import Placement, state_in_ram, step_bytes
+from megacompile.units import format_bytes
+
+# ------------------------------------------------------------------------------------------------------------
+# Plans that also fit as a device's allocator lays their tensors, on pages that no plan counts.
+#
+# In: what plans within a number of bytes, and what tells by how much a device would be too small for a plan.
+# Out: a plan that it is large enough for, or the least budget of one.
+
+
+T = TypeVar("T")
+_LOG = logging.getLogger("megacompile.compiler.allocator")
+
+
+def plan_on_pages(plan: Callable[[int], T], lacking: Callable[[T, int], int], budget_bytes: int) -> T:
+    """The plan within the budget; as long as ``lacking(plan, budget)`` bytes are missing, one within so much
+    less, last the one of the least bytes that there is.
+
+    The least budget that an error names has room for that plan's pages.
+    """
+    within, last = budget_bytes, False
+    while True:
+        try:
+            found = plan(within)
+        except BudgetError as error:
+            least = error.least_bytes
+            if last or least is None:
+                raise
+            if least > budget_bytes:
+                raise BudgetError(str(error), least_bytes=least + _at(least, plan, lacking)) from error
+            within, last = least, True
+            continue
+        missing = lacking(found, budget_bytes)
+        if not missing:
+            return found
+        if last:
+            raise BudgetError(
+                f"hbm_budget is {format_bytes(missing)} too small for the pages of the device's allocator, "
+                "on which this program's tensors do not lie side by side.",
+                least_bytes=budget_bytes + missing,
+            )
+        _LOG.info("planning again within %s less, for the allocator's pages", format_bytes(missing))
+        within -= missing
+
+
+def _at(least: int, plan: Callable[[int], T], lacking: Callable[[T, int], int]) -> int:
+    """What the plan of the least bytes takes beside them."""
+    try:
+        return lacking(plan(least), least)
+    except BudgetError:
+        return 0  # a planner of one's own may need more still
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Plan a program: how far its weights are cut, the search, and which state is on the device.
+#
+# In:  one kind of batch at ever smaller pieces, a mode, and :class:`Terms`. Out: the batch as it is cut, and
+# its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so they cannot disagree.
+
+
+Known = dict[tuple[Mode, str], list[Plan]]
+"""Winners of earlier searches by mode and digest of the workload, which later ones score too."""
+_SCORED = 8  # of them, the last
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan has to keep to.
+
+    ``tiers`` None: host memory without end. ``placement`` says where the state is once it is allocated.
+    ``residents`` are the groups whose state may be on the device, None: any that the search likes.
+    ``planner`` plans steps that train in the place of the search.
+    """
+
+    machine: Machine
+    budget_bytes: int
+    tiers: Tiers | None = None
+    placement: Placement | None = None
+    residents: tuple[int, ...] | None = None
+    planner: Planner | None = None
+
+    def follows(self, mode: Mode) -> bool:
+        """Whether the planner of one's own plans this step: as given, and no more."""
+        return self.planner is not None and mode.kind in ("train", "accumulate")
+
+    def places_state(self, mode: Mode) -> bool:
+        """Whether the search chooses the groups whose state is on the device."""
+        stored = self.tiers is not None and self.tiers.stored
+        return mode.kind == "train" and self.residents is None and self.planner is None and not stored
+
+    def drive(self, assembly: Assembly) -> Drive | None:
+        """Where state may live beside RAM, as long as that is not decided; then where it does."""
+        if self.tiers is None or not self.tiers.stored:
+            return None
+        if self.placement is None:
+            return Drive.of(assembly.groups, self.tiers)
+        return Drive.fixed(assembly.groups, self.tiers, self.placement.states, self.placement.window)
+
+    def fits_host(self, assembly: Assembly, planned: Planned) -> bool:
+        """Whether what a step takes of the host fits beside the state that is in RAM."""
+        drive = self.drive(assembly)
+        room = self.host_room(assembly) if drive is None else drive.room
+        return room is None or step_bytes(planned.step, assembly.work) <= room
+
+    def host_room(self, assembly: Assembly) -> int | None:
+        """Host bytes that state in RAM leaves to a step; None: without end."""
+        if self.tiers is None:
+            return None
+        return max(0, self.tiers.host_budget_bytes - state_in_ram(assembly.groups, self.tiers.form))
+
+
+def plan_program(
+    candidates: Iterable[TilingCandidate[Tiling]],
+    mode: Mode,
+    terms: Terms,
+    *,
+    gathers: bool = False,
+    known: Known | None = None,
+    most: int = sys.maxsize,
+) -> tuple[Tiling, Planned]:
+    """The tiling taken and the fastest plan found for it.
+
+    ``gathers`` says that the second tiling gathers rows of tables. Raises
+    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits, of the
+    tilings up to one whose activations alone take more than ``most`` bytes.
+    """
+    tiling, planned = choose(
+        candidates, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
+        gathers=gathers, resides=terms.places_state(mode), most=most,
+        fits_host=lambda r, planned: terms.fits_host(r.assembly, planned),
+    )  # fmt: skip
+    if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
+        return tiling, planned
+    work = tiling.assembly.work
+    return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
+
+
+def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T]) -> T:
+    """What ``plan`` gives for the first number of positions in a chunk that fits.
+
+    It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
+    fits, once more, the least that any chunk needed so far, for chunks that needed less than all longer ones.
+    Raises what it does for the chunk of the least budget; where a plan that was given goes with none, that.
+    """
+    least: BudgetError | None = None
+    other: MegacompileError | None = None
+    again: list[int] = []
+    for chunk in chunks:
+        try:
+            return plan(chunk, budget_bytes)
+        except BudgetError as error:
+            if error is (least := _lesser(least, error)):
+                again.append(chunk)
+        except MegacompileError as error:
+            other = other or error
+    if other is not None:
+        raise other
+    for chunk in again:
+        assert least is not None
+        try:
+            return plan(chunk, least.least_bytes or 0)
+        except BudgetError as error:
+            least = _lesser(least, error)
+    assert least is not None
+    raise least
+
+
+def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
+    return other if one is None or (other.least_bytes or 0) < (one.least_bytes or 0) else one
+
+
+def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:
+    """By the planner that was given, if it plans such steps; else by the search, within host bytes."""
+    work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
+    if terms.planner is not None and terms.follows(mode):
+        return follow(terms.planner(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
+    room = terms.host_room(assembly) if drive is None else drive.room
+    resident = not_gathered(work, terms.residents or ())
+    if resident:  # state that need not move between programs, if its place can be spared
+        with contextlib.suppress(BudgetError):
+            return search(work, mode, machine, budget, host_budget=room, resident=resident)
+    residents = trained_groups(work) if terms.places_state(mode) else ()
+    winners = [] if known is None else known.setdefault((mode, work.digest), [])
+    planned = search(
+        work, mode, machine, budget, host_budget=None if drive is not None else room, drive=drive,
+        residents=residents, also=winners[-_SCORED:],
+    )  # fmt: skip
+    winners.append(planned.plan)
+    return planned

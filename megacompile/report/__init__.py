@@ -1,0 +1,1 @@
+"""A schedule as people look at it: printed, drawn, explained, compared."""

@@ -1,0 +1,272 @@
+"""Explain a schedule: why a block or group is planned as it is, and what changed between two plans."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_type_hints
+
+from megacompile.errors import MegacompileError
+from megacompile.hardware.simulate import simulate
+from megacompile.passes import lower
+from megacompile.schedule.op_table import STREAMS, Offloaded
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Plan, block_text, folded, group_text
+from megacompile.schedule.step import Step, peak_bytes, spilled_bytes
+from megacompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from megacompile.report.schedule import Schedule
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Why a block or weight group is planned as it is, and what every other choice for it would cost.
+#
+# In: a schedule and a name. Each alternative changes that block or group alone; the step it leads to is
+# lowered by the real passes and simulated, so the differences are those that the search saw.
+
+
+_T = TypeVar("_T")
+_HEAD = f"{'step':>23}{'device peak':>14}{'offloaded':>13}"
+_TIE = 1e-5  # of a step: below this, two plans take the same time
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One other choice: what it changes, and the step's time, device peak and offloaded bytes with it."""
+
+    change: str
+    seconds: float
+    peak_bytes: int
+    offloaded_bytes: int
+
+
+def explain(schedule: Schedule, name: str) -> str:
+    """The choice, the alternatives as a table, and in a sentence why none of them was taken."""
+    blocks, groups = _find(schedule, name)
+    chosen = Alternative(
+        "as planned", schedule.predicted_seconds, schedule.peak_bytes, most_offloaded(schedule.step)
+    )
+    found = sorted(_alternatives(schedule, blocks, groups), key=lambda a: (a.seconds, a.peak_bytes))
+    width = max(len(a.change) for a in (chosen, *found))
+    lines = [_title(schedule, blocks, groups), "", f"  {'':<{width}}{_HEAD}"]
+    lines.append(
+        f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>23}{format_bytes(chosen.peak_bytes):>14}"
+        f"{format_bytes(chosen.offloaded_bytes):>13}"
+    )
+    lines += [_row(schedule, chosen, other, width) for other in found]
+    return "\n".join([*lines, "", *_why(schedule, chosen, found)])
+
+
+def _find(schedule: Schedule, name: str) -> tuple[list[int], list[int]]:
+    """Blocks and groups of that name; a name may leave out what all begin with."""
+
+    def called(full: str) -> bool:
+        return full == name or full.endswith(f".{name}")
+
+    blocks = [i for i, b in enumerate(schedule.work.blocks) if called(b.name)]
+    groups = [i for i, g in enumerate(schedule.work.groups) if called(g.name)]
+    if blocks or groups:
+        return blocks[:1], groups[:1]
+    names = [b.name for b in schedule.work.blocks] + [g.name for g in schedule.work.groups]
+    short = {n.removeprefix("model."): n for n in names}
+    near = difflib.get_close_matches(name, [*short, *names], n=3, cutoff=0.4)
+    hint = (
+        f"did you mean {' or '.join(dict.fromkeys(near))}?"
+        if near
+        else f"there are {', '.join(names[:4])}, …"
+    )
+    raise MegacompileError(f"No block and no weight group is called {name!r}: {hint}")
+
+
+def _title(schedule: Schedule, blocks: list[int], groups: list[int]) -> str:
+    plan, work = schedule.plan, schedule.work
+    lines = [f"{work.blocks[b].name}: {block_text(plan.blocks[b])}" for b in blocks]
+    for g in groups:
+        size = format_bytes(work.groups[g].nbytes)
+        lines.append(f"weights of {work.groups[g].name}, {size}: {group_text(plan.groups[g], work.ranks)}")
+    return "\n".join(lines)
+
+
+def _alternatives(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterator[Alternative]:
+    seen = {schedule.step.ops}
+    for change, plan in _changes(schedule, blocks, groups):
+        step = lower(schedule.work, plan, schedule.mode)
+        if step.ops in seen:
+            continue  # another name for a step that was already looked at
+        seen.add(step.ops)
+        seconds = simulate(step, schedule.machine).step_seconds
+        yield Alternative(change, seconds, peak_bytes(step), most_offloaded(step))
+
+
+def _changes(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterator[tuple[str, Plan]]:
+    plan, work = schedule.plan, schedule.work
+    for b in blocks:
+        for policy in work.blocks[b].policies:
+            for saved_on in dict.fromkeys(
+                ("device", "host", plan.blocks[b].saved_on)
+            ):  # NVMe is a budget's matter
+                other = BlockPlan(policy.name, saved_on)
+                yield block_text(other), replace(plan, blocks=_with(plan.blocks, b, other))
+    for g in groups:
+        here = plan.groups[g]
+        others = [replace(here, prefetch_depth=n) for n in range(5)]
+        for name, hint in get_type_hints(GroupPlan).items():
+            if (
+                getattr(hint, "__origin__", None) is Literal and name != "state"
+            ):  # whose tier is a budget's matter
+                others += [replace(here, **{name: value}) for value in get_args(hint)]
+        for changed in others:
+            yield group_text(changed, work.ranks), replace(plan, groups=_with(plan.groups, g, changed))
+
+
+def _with(items: tuple[_T, ...], index: int, item: _T) -> tuple[_T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _row(schedule: Schedule, chosen: Alternative, other: Alternative, width: int) -> str:
+    seconds = _change(other.seconds - chosen.seconds, chosen.seconds)
+    peak, offloaded = other.peak_bytes - chosen.peak_bytes, other.offloaded_bytes - chosen.offloaded_bytes
+    over = other.peak_bytes - schedule.budget_bytes
+    note = f"  {format_bytes(over)} over the budget" if over > 0 else ""
+    return f"  {other.change:<{width}}{seconds:>23}{_signed(peak):>14}{_signed(offloaded):>13}{note}"
+
+
+def _why(schedule: Schedule, chosen: Alternative, found: list[Alternative]) -> list[str]:
+    fitting = [a for a in found if a.peak_bytes <= schedule.budget_bytes]
+    tie = _TIE * chosen.seconds
+    faster = [a for a in fitting if a.seconds < chosen.seconds - tie]
+    equal = [a for a in fitting if abs(a.seconds - chosen.seconds) <= tie]
+    slower = [a for a in fitting if a.seconds > chosen.seconds + tie]
+    barred = [a for a in found if a not in fitting and a.seconds < chosen.seconds - tie]
+    lines = []
+    if faster:
+        gain = _change(faster[0].seconds - chosen.seconds, chosen.seconds)
+        lines.append(f"By itself, “{faster[0].change}” would be better, {gain}: the search did not find it.")
+    else:
+        lines.append(f"No other choice for it alone is faster and fits: {len(found)} were simulated.")
+    if equal:
+        lines.append(f"{len(equal)} take the same time; the first is “{equal[0].change}”.")
+    if slower:
+        cost = _change(slower[0].seconds - chosen.seconds, chosen.seconds)
+        peak = _signed(slower[0].peak_bytes - chosen.peak_bytes)
+        offloaded = _signed(slower[0].offloaded_bytes - chosen.offloaded_bytes)
+        lines.append(
+            f"The next best is “{slower[0].change}”: {cost}; device peak {peak}, offloaded {offloaded}."
+        )
+    if barred:
+        gain = _change(barred[0].seconds - chosen.seconds, chosen.seconds)
+        over = format_bytes(barred[0].peak_bytes - schedule.budget_bytes)
+        lines.append(f"“{barred[0].change}” would be {gain}, but exceeds the budget by {over}.")
+    return lines
+
+
+def most_offloaded(step: Step) -> int:
+    """Most bytes of saved tensors that wait in host memory at one time, in program order."""
+    waiting = high = 0
+    for op in step.ops:
+        if op.kind == "offload" and isinstance(op.writes[0], Offloaded):
+            waiting += op.nbytes
+        elif op.kind == "reload" and isinstance(op.reads[0], Offloaded):
+            waiting -= op.nbytes
+        high = max(high, waiting)
+    return high + step.window * spilled_bytes(step)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _change(seconds: float, whole: float) -> str:
+    if abs(seconds) <= _TIE * whole:
+        return "same"
+    return f"{'+' if seconds > 0 else '−'}{_seconds(abs(seconds))} ({seconds / whole:+.2%})".replace(
+        "(-", "(−"
+    )
+
+
+def _signed(nbytes: int) -> str:
+    return "same" if nbytes == 0 else f"{'+' if nbytes > 0 else '−'}{format_bytes(abs(nbytes))}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What changed between two plans, equal layers folded, and what that does to the predicted step.
+
+
+def diff_schedules(a: Schedule, b: Schedule) -> str:
+    """The change of plan, and of predicted time, memory and the work of each stream."""
+    names = [[item.name for item in items] for items in (a.work.blocks, a.work.groups)]
+    others = [[item.name for item in items] for items in (b.work.blocks, b.work.groups)]
+    if names != others:
+        raise MegacompileError(f"These are schedules of different models: {a.title} – {b.title}")
+    lines = [
+        text
+        for text in (_difference("model", a.title, b.title), _difference("batch and sizes", *_works(a, b)))
+        if text
+    ]
+    lines += diff_plans(a.plan, b.plan, *names)
+    if not lines:
+        return "no difference"
+    pairs = [
+        ("machine", a.machine.name, b.machine.name),
+        ("budget", format_bytes(a.budget_bytes), format_bytes(b.budget_bytes)),
+        ("mode", str(a.mode), str(b.mode)),
+    ]
+    lines += [text for pair in pairs if (text := _difference(*pair))]
+    return "\n".join([*lines, "", *_effects(a, b)])
+
+
+def _works(a: Schedule, b: Schedule) -> tuple[str, str]:
+    return ("as in the first", "as in the first" if a.work == b.work else "others in the second")
+
+
+def diff_plans(a: Plan, b: Plan, blocks: Sequence[str] = (), groups: Sequence[str] = ()) -> list[str]:
+    """One line per change; without names, blocks and groups are numbered."""
+    if (len(a.blocks), len(a.groups)) != (len(b.blocks), len(b.groups)):
+        sizes = [f"{len(p.blocks)} blocks and {len(p.groups)} weight groups" for p in (a, b)]
+        raise MegacompileError(f"These are plans of different models: {sizes[0]}, and {sizes[1]}.")
+    blocks = blocks or [f"block {i}" for i in range(len(a.blocks))]
+    groups = groups or [f"group {i}" for i in range(len(a.groups))]
+    rows = [
+        (name, f"{block_text(x)} → {block_text(y)}")
+        for name, x, y in zip(blocks, a.blocks, b.blocks, strict=True)
+        if x != y
+    ]
+    rows += [
+        (f"weights {name}", f"{group_text(x)} → {group_text(y)}".replace("weights ", ""))
+        for name, x, y in zip(groups, a.groups, b.groups, strict=True)
+        if group_text(x) != group_text(y)
+    ]
+    lines = [f"{row.title}  {row.text}" for row in folded(rows)]
+    for item in fields(a):
+        if item.name not in ("blocks", "groups", "names", "loops"):
+            lines += [t for t in [_difference(item.name, getattr(a, item.name), getattr(b, item.name))] if t]
+    return lines
+
+
+def _difference(name: str, old: object, new: object) -> str:
+    return f"{name}  {old} → {new}" if old != new else ""
+
+
+def _effects(a: Schedule, b: Schedule) -> Iterator[str]:
+    yield f"{'':<16}{'first':>12}{'second':>12}{'change':>10}"
+    rows = [("step", a.predicted_seconds, b.predicted_seconds, "s")]
+    rows += [(f"{s} busy", a.timeline.busy[s], b.timeline.busy[s], "s") for s in STREAMS]
+    rows += [
+        ("device peak", a.peak_bytes, b.peak_bytes, "B"),
+        ("offloaded", most_offloaded(a.step), most_offloaded(b.step), "B"),
+        ("operations", len(a.step.ops), len(b.step.ops), ""),
+    ]
+    for name, old, new, unit in rows:
+        if old or new:
+            cells = [_cell(value, unit) for value in (old, new)]
+            share = "same" if old == new else f"{new / old - 1:+.1%}".replace("-", "−") if old else "new"
+            yield f"{name:<16}{cells[0]:>12}{cells[1]:>12}{share:>10}"
+
+
+def _cell(value: float, unit: str) -> str:
+    if unit == "B":
+        return format_bytes(int(value))
+    if unit == "s":
+        return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+    return f"{value:,}"

@@ -1,0 +1,227 @@
+"""The schedule as people and tools look at it: printed, as a page, a trace, JSON, a ``torch.fx`` graph.
+
+A :class:`Schedule` holds a plan and what it was made for. Everything else, the step, its predicted
+times, its source, is derived by the same passes, simulator and emitter that made the program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from megacompile.errors import MegacompileError
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import Measured, Timeline, compare, comparison_table, simulate
+from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.passes import lower
+from megacompile.planner.bounds import Bound, lower_bound
+from megacompile.planner.min_feasible_budget import highest_point
+from megacompile.planner.nvme_placement import describe_traffic
+from megacompile.report.chrome_trace import chrome_trace
+from megacompile.report.explain import explain
+from megacompile.report.page import render_page
+from megacompile.schedule.emit import emit_step, statement
+from megacompile.schedule.op_table import STREAMS
+from megacompile.schedule.plan import Mode, Plan, folded, plan_table
+from megacompile.schedule.step import Op, Step, peak_bytes
+from megacompile.schedule.verify import verify
+from megacompile.schedule.workload import Workload
+from megacompile.units import format_bytes, format_seconds
+
+SCHEDULE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One program's schedule: ``print`` it, open it as a page, or give it to other tools.
+
+    ``tokens`` of one step are 0 where they are not known; ``measured`` is None before the first run.
+    """
+
+    title: str
+    work: Workload
+    plan: Plan
+    mode: Mode
+    machine: Machine
+    budget_bytes: int
+    tokens: int = 0
+    measured: Measured | None = None
+
+    @cached_property
+    def step(self) -> Step:
+        """The light step that the plan lowers to; equal to the one that runs."""
+        return lower(self.work, self.plan, self.mode)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted start and end of each operation."""
+        return simulate(self.step, self.machine)
+
+    @cached_property
+    def source(self) -> str:
+        """The emitted Python."""
+        return emit_step(self.step, self.work, title=self.title)
+
+    @property
+    def peak_bytes(self) -> int:
+        return peak_bytes(self.step)
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Simulated seconds from one step to the next."""
+        return self.timeline.step_seconds
+
+    @property
+    def bound(self) -> Bound:
+        """Seconds that no training step gets below with state where the plan has it."""
+        return lower_bound(self.work, self.mode, self.machine, plan=self.plan)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The step as an fx graph: one node per operation, edges where an operation waits."""
+        return to_fx(self.step)
+
+    def explain(self, name: str) -> str:
+        """Why the block or weight group of that name is planned so, and what the next best would cost."""
+        return explain(self, name)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained page: timeline, memory and code, linked to each other."""
+        return _write(path, render_page(self))
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write predicted (and measured) times in the trace event format, which Perfetto opens."""
+        return _write(path, json.dumps(chrome_trace(self), allow_nan=False) + "\n")
+
+    def to_json(self) -> str:
+        """Plan, workload and machine; :meth:`from_json` is the exact inverse."""
+        head = {"version": SCHEDULE_VERSION, "digest": self._digest()}
+        return json.dumps(head | to_plain(self), allow_nan=False, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """Read :meth:`to_json`; :class:`MegacompileError` for anything else, nothing is executed."""
+        given = parse_json(text, "The schedule file")
+        if not isinstance(given, dict) or "digest" not in given:
+            raise MegacompileError("This is no schedule file: it has no digest.")
+        if given.pop("version", None) != SCHEDULE_VERSION:
+            raise MegacompileError(f"The schedule file is not of version {SCHEDULE_VERSION}: make it again.")
+        digest = given.pop("digest")
+        found: Schedule = from_plain(Schedule, given, "schedule")
+        _check_names(found)
+        try:
+            same = found._digest() == digest
+        except (IndexError, KeyError, ValueError, AssertionError, TypeError, StopIteration) as error:
+            raise MegacompileError(f"The schedule file does not hang together: {error!r}.") from error
+        if not same:
+            raise MegacompileError(
+                "The schedule file was changed, or made by another version of megacompile, whose passes "
+                "lead from its plan to another step: make it again."
+            )
+        return found
+
+    def _digest(self) -> str:
+        content = json.dumps(to_plain(self), allow_nan=False)
+        lowered = [f"{statement(op)} {op.nbytes} {op.offset}" for op in self.step.ops]
+        return hashlib.sha256("\n".join([content, *lowered]).encode()).hexdigest()
+
+    @property
+    def traffic(self) -> str:
+        """What a step moves over NVMe and what that does to the drive; "" where nothing is there."""
+        seconds = self.measured.step_seconds if self.measured else self.predicted_seconds
+        return describe_traffic(self.step, seconds)
+
+    def __str__(self) -> str:
+        busy = [f"{s} {format_seconds(self.timeline.busy[s])}" for s in STREAMS if self.timeline.busy[s]]
+        groups = [group for group in self.work.groups if group.trainable]
+        trained = sum(group.elements for group in groups)
+        lines = [
+            f"{self.mode.kind} step, {len(self.step.ops)} operations; {trained:,} of "
+            f"{self.work.parameters:,} parameters are trained",
+        ]
+        if trained < self.work.parameters:
+            names = ", ".join(row.title for row in folded((group.name, "") for group in groups))
+            nbytes = sum(group.nbytes + group.state_bytes * group.ranks for group in groups)
+            lines.append(f"  trained   of {names}: {format_bytes(nbytes)} of weights, masters and moments")
+        lines += [
+            f"  predicted {format_seconds(self.predicted_seconds)} per step on {self.machine.name} "
+            f"({', '.join(busy)})",
+        ]
+        if self.measured is not None:
+            lines.append(f"  measured  {format_seconds(self.measured.step_seconds)} in the last step")
+        if self.mode.kind == "train":
+            lines.append(f"  at least  {format_seconds(self.bound.seconds)}: {self.bound.binding}")
+        lines.append(f"  {verify(self.step, self.work, budget_bytes=self.budget_bytes)}")
+        lines += [f"  {self.traffic}"] if self.traffic else []
+        lines += ["", *self._memory()]
+        if self.measured is not None:
+            rows = compare(self.step, self.timeline, self.measured)
+            lines += ["", "measured beside predicted", *_indent(comparison_table(rows))]
+        return "\n".join([*lines, "", "plan", *_indent(plan_table(self.plan, self.work)), "", self.source])
+
+    def _memory(self) -> list[str]:
+        """Return the device's bytes at the highest point, to the last, so that they can be added up."""
+        where, parts = highest_point(self.step, self.work)
+        rows = [*parts.items(), ("peak", self.peak_bytes), ("budget", self.budget_bytes)]
+        width = max(len(f"{nbytes:,}") for _, nbytes in rows)
+        return [
+            f"bytes of the device at the highest point, {where}",
+            *(f"  {name:<28}  {nbytes:>{width},}  {format_bytes(nbytes):>8}" for name, nbytes in rows),
+        ]
+
+
+def _write(path: str | os.PathLike[str], text: str) -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+def _indent(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def _check_names(schedule: Schedule) -> None:
+    """Names end up in emitted source, whose text they must not break out of."""
+    names = [schedule.title, schedule.machine.name]
+    names += [b.name for b in schedule.work.blocks] + [g.name for g in schedule.work.groups]
+    for name in names:
+        if not name.isprintable() or '"' in name or "\\" in name:
+            raise MegacompileError(f"The schedule file holds a name that no model has: {name[:40]!r}.")
+
+
+def to_fx(step: Step) -> fx.Graph:
+    """Materialise a light step; every node is a side effect, so no clean-up removes it."""
+    graph = fx.Graph()
+    latest: dict[tuple[object, ...], fx.Node] = {}
+    for op in step.ops:
+        waits = tuple(latest[e] for e in op.waits if e in latest)
+        node = graph.call_function(_operation(op.kind), waits, name="_".join(map(str, op.event)))
+        node.meta["op"] = op
+        latest[op.event] = node
+    graph.output(())
+    return graph
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _operation(kind: str) -> Callable[..., Any]:
+    """The function that stands for a kind of operation; one object per kind."""
+
+    def run(*waits: object) -> Op:
+        raise AssertionError("operations of a schedule run through the emitted source")
+
+    if kind not in _OPERATIONS:
+        run.__name__ = run.__qualname__ = kind
+        fx.node.has_side_effect(run)
+        _OPERATIONS[kind] = run
+    return _OPERATIONS[kind]

@@ -1,0 +1,147 @@
+"""What surrounds a call of a program: a failing GPU by its name, other threads, modes of torch, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from megacompile.errors import BudgetError, DeviceLostError, MegacompileError, ProgramError
+
+# ------------------------------------------------------------------------------------------------------------
+# A GPU that fails, by name: CUDA says so out of whichever call comes next, as an error of any kind.
+
+
+def failure_of(device: torch.device) -> str:
+    """What CUDA answers to everything since a device failed; empty where it works. Waits for nothing."""
+    if device.type != "cuda" or not _begun():
+        return ""
+    try:
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        return first_line(error)
+    return ""
+
+
+@contextmanager
+def naming_failures(device: torch.device) -> Iterator[None]:
+    """Raise :class:`DeviceLostError` for whatever is raised inside because the device failed, and
+    :class:`BudgetError` where it has no room outside of a step."""
+    try:
+        yield
+    except (DeviceLostError, MegacompileError):
+        raise
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"The GPU has no room for what compiling takes beside any plan ({first_line(error)}): end what "
+            "else runs on it, or close the programs that this process is done with."
+        ) from error
+    except Exception as error:
+        said = failure_of(device)
+        if not said and not _begun() and isinstance(error, torch.AcceleratorError):
+            said = first_line(error)  # it failed before it could be asked
+        if not said:
+            raise
+        raise DeviceLostError(
+            f"The GPU failed ({said}), and this process cannot use it any more: program.save still writes "
+            "the state if the host has all of it. Start again from there, or from the last checkpoint."
+        ) from error
+
+
+def _begun() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without what torch's allocator held."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.split(". Of the allocated")[0]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What surrounds a call of a program: other threads, the modes of torch that its caller is in, Ctrl-C.
+#
+# A program computes the same wherever it is called from.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let a program's method run while no other does, in any thread, and in none of torch's modes."""
+
+    @functools.wraps(method)
+    def call(program: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with exclusive(program._session, method.__name__), program._session.values.in_call():
+            return method(program, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def exclusive(session: Any, name: str) -> Iterator[None]:
+    """Within the context, which is named ``name``, no other call of a session's program runs."""
+    session.same_process()  # before the lock, which a fork may have copied as it was held
+    if session.outside is not None and session.outside.running:  # maybe in a thread that the step awaits
+        raise ProgramError(
+            f"{name} was called while a step computes loss=: call it before or after the step."
+        )
+    with session.lock, plain_torch(), naming_failures(session.settings.device):
+        yield
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Gradients are traced, and tensors are made on the host, whatever mode the caller is in."""
+    with contextlib.ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        if torch.is_anomaly_enabled():
+            modes.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        yield
+
+
+def refuse_autocast() -> None:
+    """A graph captured in autocast would be run out of it, or the other way round."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise ProgramError(
+                "The program was called inside of torch.autocast: call it outside, and choose "
+                "compute_dtype= in megacompile.compile instead."
+            )
+
+
+@contextlib.contextmanager
+def whole_step() -> Iterator[None]:
+    """Let a step end before Ctrl-C is raised, which leaves no half of an update; twice stops it at once."""
+    usual, pressed = signal.default_int_handler, threading.Event()
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, usual)
+        pressed.set()
+        print("megacompile: this step ends first; Ctrl-C once more stops it at once.", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if pressed.is_set():
+            raise KeyboardInterrupt

@@ -1,0 +1,234 @@
+"""What a plan is made for: blocks, values and weight groups as plain numbers.
+
+No tensor and no graph: planning, passes, verification and simulation work on this alone, so they run
+without weights, without a GPU, and on instances that tests make up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megacompile.errors import MegacompileError
+from megacompile.json_codec import from_plain, parse_json, to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWork:
+    """What calls of one of our kernels do, counted in ``moved_bytes`` or ``attention_flops`` already; see
+    :class:`~megacompile.blocks.costs.KernelCall`."""
+
+    op: str
+    dtype: str
+    variant: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One function of a block: the values and weight groups it reads, and its cost.
+
+    ``peak_bytes`` is the most it holds beyond what is alive at entry, ``end_bytes`` what it leaves
+    beyond that when it returns (negative where it frees more than it returns). ``seconds`` is what it was
+    measured to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the
+    kernels that a GPU is asked to run, ``attention_flops`` what of ``flops`` is attention's forward and its
+    backward, which are slower than products, ``kernels`` what our own do, ``grouped`` what of ``flops`` is of
+    experts' grouped products, and the bytes that these read and write: the slower of the two counts.
+    """
+
+    reads: tuple[int, ...]
+    groups: tuple[int, ...]
+    peak_bytes: int
+    end_bytes: int
+    flops: int
+    moved_bytes: int
+    seconds: float = 0.0
+    launches: int = 1
+    attention_flops: tuple[int, int] = (0, 0)
+    kernels: tuple[KernelWork, ...] = ()
+    grouped: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What a block saves between forward and backward, and what its functions then cost."""
+
+    name: str
+    forward: Call
+    recompute: Call | None
+    backward: Call | None
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """A block's dataflow and checkpoint policies.
+
+    ``tangents`` are the outputs whose gradient the backward reads, ``grad_values`` the inputs whose
+    gradient it writes, ``grad_groups`` pairs of (weight group, bytes of its gradient); a gradient of
+    gathered rows is counted to the first group of their table.
+    """
+
+    name: str
+    template: int
+    outputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    grad_values: tuple[int, ...]
+    grad_groups: tuple[tuple[int, int], ...]
+    policies: tuple[CheckpointPolicy, ...]
+
+    def policy(self, name: str) -> CheckpointPolicy:
+        """The policy of that name; a block that lacks it has none that saves less than "none"."""
+        found = {c.name: c for c in self.policies}
+        return found.get(name) or found["none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueWork:
+    """A tensor between blocks; ``batch`` marks what a step is given: a leaf of the batch, or rows of the
+    weight groups ``rows`` that the host gathers for it. ``sum_bytes`` is what its gradient takes as a sum in
+    FP32, where more than two blocks add to one of 16 bits; else 0.
+    """
+
+    nbytes: int
+    requires_grad: bool
+    batch: bool = False
+    rows: tuple[int, ...] = ()
+    sum_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """A weight group: parameters that travel together.
+
+    ``nbytes`` on the device; ``elements`` counts parameters; a group that is not ``trainable`` has no
+    gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
+    beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32. Where
+    ``ranks`` share it, both are those of one rank.
+    """
+
+    name: str
+    nbytes: int
+    elements: int
+    trainable: bool = True
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    ranks: int = 1
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that a rank's update reads and writes: weights and state both ways, and an FP32 gradient.
+
+        Where nothing is known of the state, masters and moments are taken to be FP32.
+        """
+        state = self.state_bytes or (12 * self.elements - self.nbytes) // self.ranks
+        return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of a rank's weights, masters and moments, where its device keeps them."""
+        return -(-self.nbytes // self.ranks) + self.state_bytes
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard of the gradient in FP32."""
+        return self.gradient_bytes or 4 * -(-self.elements // self.ranks)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Blocks in execution order over shared values and weight groups.
+
+    A backward starts from ``loss``; a forward alone gives ``results`` to the host, by default the loss. Where
+    the loss is computed ``outside``, training gives the results too, and is given gradients by them.
+    ``loops`` are the positions of a sequence and of a chunk, where blocks run over chunks; else zeros.
+    ``replicas`` of the ranks that share the groups train together, each with a copy of all state.
+    """
+
+    blocks: tuple[BlockWork, ...]
+    values: tuple[ValueWork, ...]
+    groups: tuple[GroupWork, ...]
+    loss: int
+    constant_bytes: int = 0
+    results: tuple[int, ...] = ()
+    outside: bool = False
+    loops: tuple[int, int] = (0, 0)
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", self.results or (self.loss,))
+
+    @cached_property
+    def contributions(self) -> dict[int, tuple[int, ...]]:
+        """Per trainable group, the blocks whose backward contributes to its gradient."""
+        found: dict[int, list[int]] = {}
+        for index in range(len(self.blocks)):
+            for group in self.given(index):
+                found.setdefault(group, []).append(index)
+        return {group: tuple(blocks) for group, blocks in found.items()}
+
+    @cached_property
+    def gathered(self) -> dict[int, tuple[int, ...]]:
+        """Per block that reads gathered rows, the weight groups that they are rows of."""
+        return {
+            index: self.values[v].rows
+            for index, block in enumerate(self.blocks)
+            for v in block.policies[0].forward.reads
+            if self.values[v].rows
+        }
+
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The weight groups that any block reads, or rows of them."""
+        policies = (policy for block in self.blocks for policy in block.policies)
+        calls = (call for p in policies for call in (p.forward, p.recompute, p.backward) if call is not None)
+        rows = (group for groups in self.gathered.values() for group in groups)
+        return frozenset(itertools.chain(rows, *(call.groups for call in calls)))
+
+    def given(self, block: int) -> tuple[int, ...]:
+        """The weight groups to whose gradient a block's backward contributes."""
+        groups = tuple(group for group, _ in self.blocks[block].grad_groups)
+        return self.gathered.get(block, groups) if groups else ()
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks share the state; 1: one alone."""
+        return max((group.ranks for group in self.groups), default=1)
+
+    def crossing_bytes(self, group: int) -> int:
+        """What a rank gets from the other replicas, and sends to them, for the sum of a group's gradient: a
+        part of each of theirs, then their parts of the sum."""
+        return 2 * self.groups[group].shard_bytes * (self.replicas - 1) // self.replicas
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(g.elements for g in self.groups)
+
+    @cached_property
+    def digest(self) -> str:
+        """What a plan file is checked by: equal for equal numbers, but for the format of moments."""
+        groups = tuple(replace(g, state_bytes=0) for g in self.groups)
+        return hashlib.sha256(replace(self, groups=groups).to_json().encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """Strict JSON: every dataclass as the list of its fields' values, in order."""
+        content = {"version": WORKLOAD_VERSION, "work": to_plain(self, named=False)}
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Workload:
+        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else.
+
+        Fields that came after a file was written take their defaults.
+        """
+        given = parse_json(text, "The workload file")
+        if not isinstance(given, dict) or given.get("version") != WORKLOAD_VERSION:
+            raise MegacompileError(f"This is no workload file of version {WORKLOAD_VERSION}.")
+        work: Workload = from_plain(Workload, given.get("work"), "The workload file", partial=True)
+        return work
+
+
+WORKLOAD_VERSION = 1

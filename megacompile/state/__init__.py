@@ -1,0 +1,1 @@
+"""The state on the host: masters and moments, their Adam, NVMe, checkpoints."""

@@ -1,0 +1,226 @@
+"""Export trained values as a folder that plain transformers loads, from a program or a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.capture.coded_weights import is_of_bitsandbytes
+from megacompile.capture.module_wrappers import plain_names
+from megacompile.errors import DiskError, MegacompileError
+from megacompile.state import adam
+from megacompile.state.atomic_folder import adding_to, replacing
+from megacompile.state.checkpoint import Facts, Pieces, Places, by_whole, read_manifest
+from megacompile.state.model_values import persistent_buffers
+from megacompile.state.safetensors_io import checksum, open_shard, save_shard
+
+# ------------------------------------------------------------------------------------------------------------
+# Export: the trained values as a folder that plain transformers, or any safetensors reader, loads.
+
+
+SHARD_BYTES = 2 << 30
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an export needs to know of a model beside its values: shapes and dtypes by name, tied tensors
+    once, the names to write, and its config and generation config, or None."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    names: dict[str, str]
+    config: Any
+    generation: Any
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model, tied ones once."""
+    kept = persistent_buffers(model)
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept}
+
+
+def describe(model: nn.Module) -> Description:
+    """A model's description, which stays as it is when the model changes."""
+    with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
+        named = saved_tensors(model)
+        coded = next((name for name, tensor in named.items() if is_of_bitsandbytes(tensor)), None)
+        if coded is not None:
+            raise MegacompileError(
+                f"{coded} is kept in 4-bit codes, and the base of adapters is not written again: save "
+                "the adapters alone by the trainer's save_model, or, after program.sync_to(model), by "
+                "its save_pretrained."
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        dtypes = {name: tensor.dtype for name, tensor in named.items()}
+    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+    copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
+    return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies)
+
+
+def export_model(
+    folder: Path,
+    model: Description,
+    values: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    *,
+    beside: bool = False,
+) -> None:
+    """Write ``values`` (a name once for tied weights) in ``dtype``, and the model's config where it has one.
+
+    ``dtype`` None: each in the dtype that the model has it in. The folder is written whole or not at all; it
+    must not exist, or be empty, unless ``beside`` says to put the files beside others that are there. Buffers
+    that are no floating point keep their dtype. Beside the state, one shard is in memory at a time.
+    """
+    folder = folder.resolve()
+    if dtype is not None and not dtype.is_floating_point:
+        raise MegacompileError(f"dtype={dtype} cannot hold weights: give torch.bfloat16 or torch.float32.")
+    if not beside and folder.is_dir() and any(folder.iterdir()):
+        raise MegacompileError(f"{folder} is not empty: export to a new folder.")
+    try:
+        with adding_to(folder) if beside else replacing(folder) as fresh:
+            _write_shards(fresh, _cast(values, model, dtype))
+            _write_configs(fresh, model, dtype)
+            if beside:  # files of an earlier export, in other shards, that a reader would take for these
+                _remove_weights(folder)
+    except OSError as error:
+        raise DiskError(f"The model was not exported to {folder}: {error}.") from error
+
+
+def _cast(
+    values: Iterator[tuple[str, Tensor]], model: Description, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in values:
+        floating = value.is_floating_point()
+        yield model.names[name], value.to(dtype or model.dtypes[name]) if floating else value
+
+
+def _remove_weights(folder: Path) -> None:
+    for old in (folder / _INDEX, *folder.glob("model*.safetensors")):
+        old.unlink(missing_ok=True)
+
+
+def _write_shards(folder: Path, values: Iterator[tuple[str, Tensor]]) -> None:
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = size = 0
+    for name, tensor in values:
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+        del tensor
+        if size >= SHARD_BYTES:
+            shards.append(_write(folder, len(shards) + 1, shard))
+            total, size, shard = total + size, 0, {}
+    if shard:
+        shards.append(_write(folder, len(shards) + 1, shard))
+    _name_shards(folder, shards, total + size)
+
+
+def _write(folder: Path, number: int, shard: dict[str, Tensor]) -> list[str]:
+    save_shard(folder / f"{number}", shard, {"format": "pt"})
+    return list(shard)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """The names that transformers expects, and its index where there are several files."""
+    if len(shards) == 1:
+        (folder / "1").rename(folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1))
+
+
+def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) -> None:
+    if model.config is not None:
+        config = copy.copy(model.config)
+        config.dtype = dtype or next(d for d in model.dtypes.values() if d.is_floating_point)
+        config.architectures = [model.name]
+        config.save_pretrained(folder)
+    if model.generation is not None:
+        model.generation.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The model's values out of a checkpoint, without a program: one tensor at a time, from its files.
+#
+# In:  a checkpoint's folder and the description of a model of the same names.
+# Out: what :func:`~megacompile.state.model_export.export_model` writes.
+
+
+def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter's FP32 master, and each persistent buffer, by the model's names, tied ones once.
+
+    Raises :class:`MegacompileError` for a checkpoint of another model, or one that is damaged, by name.
+    """
+    folder = folder.resolve()
+    manifest, places = read_manifest(folder)
+    wholes, shapes = by_whole(manifest.layout.parameters), model.shapes
+    loose = {name.removesuffix("/value") for name in places if name.endswith("/value")}
+    different = sorted(shapes.keys() ^ (wholes.keys() | loose))
+    if different:
+        where = "model" if different[0] in shapes else "checkpoint"
+        raise MegacompileError(f"{folder} is of another model: only the {where} has {different[0]}.")
+    for name, shape in shapes.items():
+        yield name, _value(folder, places, name, wholes.get(name), shape)
+
+
+def _value(folder: Path, places: Places, name: str, pieces: Pieces | None, shape: tuple[int, ...]) -> Tensor:
+    if pieces is None:
+        flat = _read(folder, places, f"{name}/value")
+        value = flat if flat.numel() != prod(shape) else flat.view(shape)
+    else:
+        parts = [_master(folder, places, piece, facts) for piece, facts in pieces.items()]
+        value = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if tuple(value.shape) != shape:
+        raise MegacompileError(
+            f"{folder} has {name} in the shape {tuple(value.shape)}; the model has {shape}."
+        )
+    return value
+
+
+def _master(folder: Path, places: Places, name: str, facts: Facts) -> Tensor:
+    """A parameter or a piece of one, its halves joined where it has two, or widened where one is all."""
+    flat = _read(folder, places, f"{name}/weights")
+    if f"{name}/low" in places:
+        flat = adam.join(flat, _read(folder, places, f"{name}/low"), torch.empty(flat.numel()))
+    elif flat.dtype == torch.bfloat16:
+        flat = flat.float()
+    reach = sum((n - 1) * s for n, s in zip(facts.shape, facts.stride, strict=False)) + 1
+    if (
+        not flat.numel() == prod(facts.shape) == (reach if flat.numel() else 0)
+        or min(facts.stride, default=1) < 0
+    ):
+        raise MegacompileError(f"{folder} is damaged: {name} does not lie in it as it says.")
+    return flat.as_strided(facts.shape, facts.stride)
+
+
+def _read(folder: Path, places: Places, name: str) -> Tensor:
+    """A flat tensor of a checkpoint, mapped from its file, or put together, and compared with checksums."""
+    if name not in places:
+        raise MegacompileError(f"{folder} is damaged: it does not name {name}.")
+    parts = [_read_part(folder, name, *place) for place in places[name]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _read_part(folder: Path, name: str, file: str, known: int) -> Tensor:
+    with open_shard(folder / file) as handle:
+        if name not in handle.keys():  # noqa: SIM118
+            raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
+        tensor: Tensor = handle.get_tensor(name)
+    if checksum(tensor.reshape(-1)) != known:
+        raise MegacompileError(f"{folder / file} is damaged: the checksum of {name} is wrong.")
+    return tensor

@@ -1,0 +1,697 @@
+"""A model's values by its own names, and who owns them: the model itself or a program."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.hooks import RemovableHandle
+
+from megacompile.capture.coded_weights import (
+    copied_weight,
+    is_of_bitsandbytes,
+    is_packed,
+    stored_shape,
+    stored_value,
+)
+from megacompile.capture.module_wrappers import unwrapped
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.state.arena import trim_heap
+from megacompile.state.foreign_optimizer import members_of
+from megacompile.state.masters import HostState, Weights, empty, is_exact, set_value
+from megacompile.state.optimizer import refuse_moments
+from megacompile.units import RESERVE, format_bytes, host_available
+
+# ------------------------------------------------------------------------------------------------------------
+# Who owns a model's values: a program takes them over, and using the model or its optimizer then says so.
+#
+# Names, shapes and dtypes stay known, and ``state_dict`` of a module reads the program's values, in the
+# model's
+# dtypes. What would compute with values, or change them, is refused; or the program lends the model each
+# parameter that is touched, until it is called next.
+
+
+_BELONGS = "This {} belongs to a megacompile program"
+_USED = (
+    " and holds no values: call program.train_step, evaluate, predict or generate, or program.sync_to(model) "
+    "to get the values back."
+)
+_LOADED = (
+    " and holds no values to set: call program.load_state_dict or load, or program.sync_to(model) to get the "
+    "values back."
+)
+_PICKLED = (
+    " and holds no values to save: save program.state_dict(), or call program.save, export, or "
+    "sync_to(model) and save that."
+)
+_STEPPED = ": call program.train_step or program.optimizer_step instead of optimizer.step."
+_MOMENTS = (
+    ", which holds its moments: call program.save and program.load instead of the optimizer's state_dict and "
+    "load_state_dict."
+)
+_GROUPED = (
+    ", which was compiled for its param groups: call program.sync_to(model), add the group, and compile the "
+    "model again."
+)
+_COPIES: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+"""What state dicts hold of parameters, by the ids of both."""
+_OWNED: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_gradient_of: Any = Tensor.grad.__get__  # type: ignore[union-attr]  # whatever a subclass says
+_EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
+
+
+class Lender(Protocol):
+    """A program that lends its model values between its calls."""
+
+    give_up: Callable[[], None]
+
+    def lend(self, name: str) -> None:
+        """Let the model hold a parameter's value; nothing within a call of the program."""
+
+
+class _ValuesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that see values: all but those that make a tensor like another one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_like") or name.startswith("new_"):
+            return func(*args, **(kwargs or {}))
+        return _refuse_values()
+
+
+class _OwnedValues(Tensor):
+    """What a program keeps: its shape, dtype and device are known, and its values are not."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # by a program, or under a user's mode; of this thread, as torch's own flag for it is not
+        captured = _get_current_dispatch_mode() is not None
+        if func is Tensor.detach and not captured:
+            if _borrowed(args):
+                return func(*args)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args).as_subclass(_OwnedValues)
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                with nullcontext() if captured else _ValuesRefused():  # type: ignore[no-untyped-call]
+                    return func(*args, **(kwargs or {}))
+            except ProgramError:  # of its first operator: nothing has run yet
+                if not _borrowed((args, kwargs)):
+                    raise
+        return func(*args, **(kwargs or {}))
+
+    def tolist(self) -> Any:
+        if not _borrowed(self):
+            _refuse_values()  # which no operator would
+        return self.tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_values()
+
+    def __repr__(self, **given: Any) -> str:  # type: ignore[override]
+        return f"<kept by a megacompile program: shape {tuple(self.shape)}, {self.dtype}>"
+
+
+class _LentParameter(nn.Parameter):
+    """A parameter whose gradients a program keeps. Reading ``.grad`` would find none, and go on."""
+
+    @property
+    def grad(self) -> None:
+        caller = sys._getframe(1).f_code.co_name
+        if caller in ("zero_grad", "_apply"):  # a module's or an optimizer's: nothing to do
+            return
+        raise ProgramError(
+            "This parameter belongs to a megacompile program, which keeps its gradients: give "
+            "megacompile.compile max_grad_norm to clip them, and read grad_norm of what a step returns."
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ProgramError(
+                "This parameter belongs to a megacompile program: its gradients come from "
+                "program.forward_backward and train_step alone."
+            )
+
+
+class _OwnedParameter(_OwnedValues, _LentParameter):
+    """A parameter whose values a program keeps too. What is assigned to ``.data`` would be in no step."""
+
+    @property
+    def data(self) -> Tensor:
+        if _borrowed(self):
+            return self.data
+        with torch._C.DisableTorchFunctionSubclass():  # whatever mode is on
+            return self.detach().as_subclass(_OwnedValues)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
+            if not _borrowed(self):
+                _refuse_values()
+            self.data = value
+
+
+@dataclass(frozen=True)
+class _Refuser:
+    """A hook that refuses what is asked of a part of a model, no copy of one, an optimizer or a parameter."""
+
+    reason: str
+
+    def __call__(self, owned: Any, *given: Any) -> None:
+        kind = "optimizer" if isinstance(owned, torch.optim.Optimizer) else "parameter"
+        if isinstance(owned, nn.Module):
+            if owned not in _EMPTY:
+                return
+            kind = type(owned).__name__
+        raise ProgramError(_BELONGS.format(kind) + self.reason)
+
+
+@dataclass  # which torch marks
+class _Filler:
+    """A hook that puts the program's values into a module's part of a state dict, those of a tied parameter
+    once; where ``alone`` is false, what stands for them: several ranks would have to read together."""
+
+    alone: bool
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if not isinstance(parameter, _OwnedParameter) or state.get(key, parameter) is parameter:
+                continue
+            if not self.alone:
+                state[key] = parameter.data
+                continue
+            ids = id(state), id(parameter)
+            copy = _COPIES.get(ids)
+            if copy is None or not any(value is copy for value in state.values()):
+                copy = _COPIES[ids] = vars(parameter)["__deepcopy__"](None).detach()
+            state[key] = copy
+
+
+def take(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    held: Container[str],
+    copied: Callable[[str], nn.Parameter],
+    *,
+    alone: bool,
+    lender: Lender | None,
+) -> None:
+    """A program does the optimizer's updates from now on, and has the values of the parameters ``held``.
+
+    ``copied`` gives a copy of a parameter, by name, for deep copies and, in a process that trains ``alone``,
+    state dicts; it is held by a weak reference. ``lender`` is held by a strong one, as the model is of use
+    where nobody else knows the program any more.
+    """
+    use, load, pickled, step, moments = map(_Refuser, (_USED, _LOADED, _PICKLED, _STEPPED, _MOMENTS))
+    handles = []
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            _EMPTY.add(module)
+            if lender is not None:  # also what is no plain parameter, or is used under a dispatch mode
+                handles += [
+                    module.register_forward_pre_hook(_lend_own),
+                    module.register_state_dict_pre_hook(_lend_own),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(_lend_own),  # type: ignore[no-untyped-call]
+                ]
+                continue
+            handles += [
+                module.register_forward_pre_hook(use),
+                module.register_state_dict_post_hook(_Filler(alone)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(load),  # type: ignore[no-untyped-call]
+            ]
+    _OWNED[model] = [
+        *handles,
+    ]
+    for each in {optimizer, *members_of(optimizer)}:
+        _OWNED[model] += [
+            each.register_step_pre_hook(step),
+            each.register_state_dict_pre_hook(moments),
+            each.register_load_state_dict_pre_hook(moments),
+        ]
+        each.add_param_group = types.MethodType(_Refuser(_GROUPED), each)  # type: ignore[method-assign]
+    for name, parameter in model.named_parameters():
+        if name in held and type(parameter) is nn.Parameter:
+            parameter.__class__ = _OwnedParameter
+        if name in held and lender is not None:
+            vars(parameter)["_lender"] = lender, name
+        reduced = pickled if lender is None else types.MethodType(_pickled, parameter)
+        parameter.__reduce_ex__ = reduced  # type: ignore[method-assign]
+        vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
+
+
+def lend(parameter: nn.Parameter, *, trains: bool) -> None:
+    """The parameter holds its value, until :func:`take_again`; its gradients are the program's while that
+    ``trains``."""
+    if isinstance(parameter, _OwnedParameter):
+        parameter.__class__ = _LentParameter if trains else nn.Parameter  # type: ignore[assignment]
+
+
+def take_again(parameter: nn.Parameter) -> None:
+    """The program alone has the value of a parameter that it had lent."""
+    if type(parameter) in (_LentParameter, nn.Parameter):
+        parameter.__class__ = _OwnedParameter
+
+
+def refuse_own_gradient(parameter: nn.Parameter, name: str) -> None:
+    """Refuse a gradient that code around a training has left in a parameter that was lent to it."""
+    if type(parameter) is _LentParameter and _gradient_of(parameter) is not None:
+        raise ProgramError(
+            f"A gradient of {name} was computed outside of the program, which would not train on it: put the "
+            "loss into compute_loss, or compute under torch.no_grad() or with copy.deepcopy(model)."
+        )
+
+
+def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """The model holds its values again, and the optimizer, without moments, may update them."""
+    for handle in _OWNED.pop(model, ()):
+        handle.remove()
+    _EMPTY.difference_update(model.modules())
+    for each in {optimizer, *members_of(optimizer)}:
+        for name in ("add_param_group", "eval", "train"):
+            vars(each).pop(name, None)
+    for parameter in parameters:
+        if isinstance(parameter, _LentParameter):
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        for name in ("__reduce_ex__", "__deepcopy__", "_lender"):
+            vars(parameter).pop(name, None)
+
+
+def reclaim(model: nn.Module) -> None:
+    """Have programs that lend values of this model leave them to it."""
+    for parameter in model.parameters():
+        if "_lender" in vars(parameter):
+            vars(parameter)["_lender"][0].give_up()
+
+
+def is_owned(model: nn.Module) -> bool:
+    """Whether a program already owns this model, or a part of it."""
+    return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
+
+
+def _borrowed(values: Any) -> bool:
+    """Have all parameters lent that are among these; returns whether all now have their values."""
+    owned = [value for value in pytree.tree_leaves(values) if isinstance(value, _OwnedValues)]
+    for parameter in owned:
+        _borrow(parameter)
+    return not any(isinstance(value, _OwnedValues) for value in owned)
+
+
+def _borrow(parameter: Tensor) -> None:
+    if "_lender" in vars(parameter):
+        lender, name = vars(parameter)["_lender"]
+        lender.lend(name)
+
+
+def _pickled(parameter: nn.Parameter, protocol: Any) -> Any:
+    """Pickle a parameter that is lent, as a plain one."""
+    if not _borrowed(parameter):
+        _refuse_values()
+    return nn.Parameter(parameter.detach(), parameter.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _lend_own(module: nn.Module, *given: Any) -> None:
+    """A hook by which a part of a model, no copy of one, has its own parameters lent before it uses them."""
+    for parameter in module._parameters.values() if module in _EMPTY else ():
+        if parameter is not None:
+            _borrow(parameter)
+
+
+def _refuse_values() -> NoReturn:
+    raise ProgramError(
+        "This parameter belongs to a megacompile program and holds no values: read them from "
+        "program.state_dict, set them by program.load_state_dict, or, to move, cast or compute with them, "
+        "call program.sync_to(model) first."
+    )
+
+
+def _copy(copied: weakref.WeakMethod[Callable[[str], nn.Parameter]], name: str, memo: Any) -> nn.Parameter:
+    copy = copied()
+    if copy is None:
+        raise ProgramError(f"The program that held the values of {name} is gone: there is nothing to copy.")
+    return copy(name)
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """All names of the buffers that a state_dict holds."""
+    names = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Values of a model by its own names, wherever they are: in the host state, or still in the model.
+
+
+class Lending:
+    """Who may use the values that a program lends: any thread, or the one that trains, while it does."""
+
+    def __init__(self) -> None:
+        self._trains: int | None = None  # which thread does
+
+    @property
+    def trains(self) -> bool:
+        """Whether a training is under way, between two steps of it."""
+        return self._trains is not None
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The calling thread trains within the context."""
+        self._trains = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._trains = None
+
+    def check(self) -> None:
+        """Refuse the calling thread."""
+        if self._trains not in (None, threading.get_ident()):
+            raise ProgramError(
+                "While it is trained, the model's own values are for callbacks alone: in compute_loss call "
+                "the model that it is given, whose outputs carry gradients, and in other threads use "
+                "copy.deepcopy(model)."
+            )
+
+
+class ModelValues:
+    """Reads and writes a model's parameters (FP32 masters) and persistent buffers.
+
+    ``source`` gives the values of parameters on the meta device until a program takes the model over.
+    ``lending``, if it is set before that, has each parameter lent to the model when it is touched, until the
+    program is called next; ``lent`` are their names. ``give_up`` then ends the program, where another one is
+    to have the model.
+    """
+
+    lending: Lending | None = None
+    give_up: Callable[[], None]
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
+        self.model, self._optimizer = model, optimizer
+        self._source = source
+        self._owns = False
+        self._state: HostState | None = None
+        self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
+        self._named: Mapping[str, nn.Parameter] = {}  # as they were taken over
+        self.lent: set[str] = set()
+        self._caller: int | None = None  # the thread that is in a call of the program
+
+    def refuse_taken(self) -> None:
+        """Refuse a model that another program has taken over, and an optimizer that was stepped already."""
+        if is_owned(self.model):
+            raise MegacompileError("Another program has taken over this model: use that one.")
+        refuse_moments(self._optimizer)
+
+    def take_over(
+        self,
+        state: HostState,
+        homes: Mapping[str, Sequence[tuple[int, int]]],
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Move the values into a program's state; the model keeps none of those that have a home there.
+
+        Within ``reading`` all updates of the state are over.
+        """
+        _move(self.model, state, homes, self._source)
+        self._source = None  # and with it what it may hold
+        self._state, self._homes = state, homes
+        for buffer in self.model.buffers() if state.world.size > 1 else ():
+            buffer.data.copy_(state.world.broadcast(buffer.data))
+        self._reading = weakref.WeakMethod(reading)  # of what holds these values itself
+        self._named, alone = dict(self.model.named_parameters()), state.world.size == 1
+        if self.lending is not None and alone:
+            self._reads = reading  # which the model now keeps
+        lender = self if self.lending is not None and alone else None  # ranks would have to read together
+        take(self.model, self._optimizer, homes, self.copied, alone=alone, lender=lender)
+        self._owns = True
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """A call of the program, within which nothing is lent to its thread."""
+        outer, self._caller = self._caller, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._caller = outer
+
+    def take_back(self) -> None:
+        """Take over again all values that were lent, and maybe changed."""
+        for name in sorted(self.lent):
+            self._take_back(name)
+
+    def lend(self, name: str) -> None:
+        """Let the model hold a parameter's value until the program is called next; nothing within a call."""
+        assert self.lending is not None
+        if self._caller == threading.get_ident():
+            return
+        self.lending.check()
+        with self._reads():
+            parameter = self._named[name]
+            if name in self.lent:
+                return
+            free = int(host_available() * (1 - RESERVE))
+            if parameter.nbytes > free:
+                raise ProgramError(
+                    f"The model's own {name} needs {format_bytes(parameter.nbytes)} beside the program's "
+                    f"values, and the host has {format_bytes(free)}: use program.generate, predict and "
+                    "export, or, after training, trainer.release()."
+                )
+            set_value(parameter, self._read(name, parameter))
+            lend(parameter, trains=self.lending.trains)
+            self.lent.add(name)
+
+    def _take_back(self, name: str) -> None:
+        parameter = self._named[name]
+        refuse_own_gradient(parameter, name)
+        value, kept = stored_value(parameter).cpu(), self._read(name, parameter)
+        if is_packed(parameter):
+            value = kept  # inference has turned the codes into an order of its own
+        if value.shape != kept.shape:
+            raise MegacompileError(
+                f"{name} was trained in shape {tuple(kept.shape)}, and is {tuple(value.shape)} now: "
+                "undo that, or make another trainer."
+            )
+        if not torch.equal(value, kept.to(value.dtype)):
+            self._write(name, parameter, value)
+        empty(parameter)
+        take_again(parameter)
+        self.lent.remove(name)
+
+    def copied(self, name: str) -> nn.Parameter:
+        """A parameter of a plain copy of the model."""
+        if self._state is not None and self._state.world.size > 1:
+            raise MegacompileError(
+                "Copying a model that several ranks train is not there: make another one, and call "
+                "program.sync_to(it) on all ranks."
+            )
+        reading, parameter = self._reading(), self._named[name]
+        with reading() if reading is not None else nullcontext():
+            lent = name in self.lent
+            if is_of_bitsandbytes(parameter):
+                return copied_weight(parameter, self._read(name, parameter))
+            value = parameter.detach().clone() if lent else self._read(name, parameter).to(parameter.dtype)
+            return nn.Parameter(value, parameter.requires_grad)
+
+    def exact(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters, none of which was taken over, whose values bfloat16 holds as they are."""
+        return [name for name in names if is_exact(self._own(name, self.model.get_parameter(name)))]
+
+    def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""
+        named = self._named.items() or self.model.named_parameters()
+        return ((name, self._read(name, p)) for name, p in named if p.requires_grad or not trained)
+
+    def state_dict(self, *, trained: bool = False) -> dict[str, Tensor]:
+        """FP32 masters and persistent buffers by all of the model's names, tied ones as one tensor; of
+        several ranks, on the first alone."""
+        values = {name: value for name, value in self.parameters(trained=trained) if not value.is_meta}
+        if not trained:
+            values |= {n: b.clone() for n, b in self.buffers().items()}
+        return {name: values[first] for name, first in first_names(self.model).items() if first in values}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers themselves."""
+        kept = persistent_buffers(self.model)
+        return {n: b.detach() for n, b in self.model.named_buffers() if n in kept}
+
+    def check(self, values: Mapping[str, Tensor]) -> None:
+        """Refuse what :meth:`load` could not set as a whole; tied values may come under any name."""
+        firsts = first_names(self.model)
+        unknown = sorted(set(values) - set(firsts))
+        missing = sorted(set(firsts.values()) - {firsts[n] for n in values if n in firsts})
+        if unknown or missing:
+            what = f"holds {unknown[0]}, which is not in" if unknown else f"lacks {missing[0]} of"
+            raise MegacompileError(f"The state does not fit: it {what} this {type(self.model).__name__}.")
+        targets = self._targets()
+        for name, value in values.items():
+            _check_value(name, value, targets[firsts[name]])
+            if self._state is not None and firsts[name] in self._homes:
+                self._state.refuse_rounding(self._homes[firsts[name]], value)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set all parameters and persistent buffers to values that were checked."""
+        firsts, targets = first_names(self.model), self._targets()
+        for name, value in values.items():
+            given = self._state.world.broadcast(value) if self._state is not None else value
+            self._write(firsts[name], targets[firsts[name]], given)
+
+    def _targets(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) | self.buffers()
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Set the values of a model like this one, on every rank; this one itself is an ordinary model after
+        it."""
+        model = unwrapped(model)
+        if is_owned(model) and not (model is self.model and self._owns):
+            raise MegacompileError(
+                f"This {type(model).__name__} belongs to another program: give one that holds its own values."
+            )
+        if model is self.model:
+            named = self._named or dict(model.named_parameters())
+            for name, value in self._everywhere():
+                if named[name].is_meta or (name in self._homes and name not in self.lent):
+                    set_value(named[name], value)
+            self.lent.clear()
+            give_back(model, named.values(), self._optimizer)
+            self._owns = False
+            return
+        targets = self._counterparts(model)
+        for name, value in itertools.chain(self._everywhere(), self.buffers().items()):
+            for target in targets[name]:
+                _set(target, value)
+
+    def _everywhere(self) -> Iterator[tuple[str, Tensor]]:
+        """What :meth:`parameters` gives the first of several ranks, on each of them."""
+        for name, value in self.parameters():
+            if self._state is not None and name in self._homes:
+                given = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value
+                value = self._state.world.broadcast(given)
+            yield name, value
+
+    def release(self) -> None:
+        """The model alone holds its values."""
+        if self._owns:
+            self.copy_to(self.model)
+        self._state, self._homes, self._named = None, {}, {}
+
+    def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
+        """What holds each of our values in another model, if neither has more than the other."""
+        theirs = first_names(model)
+        given = dict(model.named_parameters()) | dict(model.named_buffers())
+        ours, targets = first_names(self.model), self._targets()
+        if ours.keys() != theirs.keys():
+            raise MegacompileError(
+                f"The model is not like the program's {type(self.model).__name__}: only one of them has "
+                f"{min(ours.keys() ^ theirs.keys())}."
+            )
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for name, first in ours.items():
+            target = given[theirs[name]]
+            ours_is, theirs_is = stored_shape(targets[first]), stored_shape(target)
+            if theirs_is != ours_is:
+                raise MegacompileError(
+                    f"{name} has shape {theirs_is} in the model and {ours_is} in the program."
+                )
+            found[first].append(target)
+        return found
+
+    def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if name in self._homes:
+            assert self._state is not None
+            return self._state.read_whole(self._homes[name])
+        value = self._own(name, parameter)
+        value = value if parameter.is_meta and self._source is not None else value.clone()
+        return value.float() if value.is_floating_point() else value
+
+    def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter's value that no program has."""
+        if parameter.is_meta and self._source is not None:
+            return self._source(name)
+        return stored_value(parameter)
+
+    def _write(self, name: str, target: Tensor, value: Tensor) -> None:
+        if name in self._homes:
+            assert self._state is not None
+            self._state.write_whole(self._homes[name], value)
+        else:
+            _set(target, value)
+
+
+def _set(target: Tensor, value: Tensor) -> None:
+    """Write a value where a parameter or buffer is, if it is anywhere."""
+    if target.is_meta or is_of_bitsandbytes(target):
+        set_value(target, value.clone())
+    else:
+        target.data.copy_(value)
+
+
+def _move(
+    model: nn.Module,
+    state: HostState,
+    homes: Mapping[str, Sequence[tuple[int, int]]],
+    source: Weights | None,
+) -> None:
+    """Move each placed parameter's value into a state, one at a time, and leave NaN in its place.
+
+    The model's storage is released parameter by parameter, so that no second copy of the model ever exists
+    on the host. ``source`` gives the value of a parameter on the meta device. What does not come to its end,
+    by Ctrl-C too, is undone: the model then has its values again.
+    """
+    taken, world = [], state.world
+    try:
+        for name, parameter in model.named_parameters():
+            value = stored_value(parameter)
+            if parameter.is_meta:
+                assert source is not None
+                value = source(name)
+            else:
+                value = world.broadcast(value)
+            if name in homes:
+                state.write_whole(homes[name], value)
+                taken.append((name, parameter))
+                empty(parameter)
+            else:
+                set_value(parameter, value.clone() if parameter.is_meta else value)  # its file may change
+            del value
+            trim_heap()
+    except BaseException:
+        for name, parameter in taken if world.size == 1 else ():  # else others would have to help
+            set_value(parameter, state.read_whole(homes[name]))
+        raise
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """All names of parameters and persistent buffers, with the first name of the same tensor."""
+    kept = persistent_buffers(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = ((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in kept)
+    names: dict[int, str] = {}
+    return {name: names.setdefault(id(t), name) for name, t in itertools.chain(parameters, buffers)}
+
+
+def _check_value(name: str, value: Any, target: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+        kind = f"{value.layout} {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise MegacompileError(f"{name} is no dense tensor with values in the state ({kind}): give one.")
+    if value.is_complex() != target.is_complex():
+        raise MegacompileError(f"{name} is {value.dtype} in the state and {target.dtype} in the model.")
+    if tuple(value.shape) != stored_shape(target):
+        raise MegacompileError(
+            f"{name} has shape {tuple(value.shape)} in the state and {stored_shape(target)} in the model."
+        )

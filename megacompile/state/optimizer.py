@@ -1,0 +1,211 @@
+"""Adopt a ``torch.optim`` optimizer: its param groups and settings drive the host Adam, or its own class."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError
+from megacompile.state.adam import AdamHyper
+from megacompile.state.foreign_optimizer import (
+    Foreign,
+    GroupSettings,
+    Numbers,
+    Several,
+    initial_state,
+    members_of,
+)
+from megacompile.state.moment_formats import Form, StateFormat
+
+DEFAULT_LR = 1e-5
+_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, model: nn.Module
+) -> torch.optim.Optimizer:
+    """The optimizer whose settings drive the updates, checked; it stays as it is until a program takes over.
+
+    None stands for AdamW with lr 1e-5 over all trainable parameters, and says so.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise MegacompileError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad on what to train."
+        )
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = Several(optimizer)
+    if optimizer is None:
+        warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
+        optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MegacompileError(
+            f"optimizer= is a {type(optimizer).__name__}: give a torch.optim.Optimizer, or a list of them."
+        )
+    for member in members_of(optimizer):
+        if isinstance(getattr(member, "optimizer", None), torch.optim.Optimizer):
+            raise MegacompileError(
+                f"{type(member).__name__} cannot run on the host: give the optimizer that it wraps."
+            )
+        if member._optimizer_step_pre_hooks or member._optimizer_step_post_hooks:
+            raise MegacompileError(
+                "The optimizer has step hooks, which would never run: remove them, and do their work in the "
+                "loop."
+            )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise MegacompileError("The optimizer holds a complex parameter: train its real and imaginary parts.")
+    owned = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        if takes_our_steps(optimizer):
+            _hyper(optimizer, group)
+        if any(id(p) not in owned for p in group["params"]):
+            raise MegacompileError(
+                "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
+            )
+    refuse_moments(optimizer)
+    held = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+    if not held:
+        raise MegacompileError("The optimizer holds no trainable parameter of the model.")
+    return optimizer
+
+
+def takes_our_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the host Adam takes an optimizer's steps: it is torch's Adam or AdamW, or a subclass
+    with the same step, and keeps no maximum of second moments."""
+    known = [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)]
+    ours = isinstance(optimizer, torch.optim.Adam) and inspect.unwrap(type(optimizer).step) in known
+    return ours and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def form_of(optimizer: torch.optim.Optimizer, form: StateFormat) -> Form:
+    """Return how the host keeps the state of an optimizer; Adam's moments have formats to choose from."""
+    if takes_our_steps(optimizer):
+        return form
+    if form != "fp32":
+        raise MegacompileError(
+            f"optimizer_state={form!r} is a format of Adam's moments, and {type(optimizer).__name__} keeps a "
+            "state of its own: leave optimizer_state out, or use torch.optim.AdamW."
+        )
+    return Foreign(optimizer)
+
+
+def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has taken steps: a program starts with a state of its own."""
+    if not takes_our_steps(optimizer):
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                initial_state(member, group)
+    elif optimizer.state:
+        raise MegacompileError(
+            "The optimizer has already taken steps, whose moments cannot be taken over yet: give a fresh one."
+        )
+
+
+def settings_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, numbers: Mapping[str, Numbers] | None = None
+) -> list[dict[str, Any]]:
+    """Each param group's settings as plain JSON values, with its parameters by name, and the ``numbers`` that
+    are kept of them."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        parameters = [names[id(p)] for p in group["params"]]
+        kept = {name: numbers[name] for name in parameters if numbers and name in numbers}
+        groups.append(settings | {"parameters": parameters} | ({"numbers": kept} if kept else {}))
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's number, a tuple as a list; what is no plain value is left out, as None."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: list[dict[str, Any]]) -> None:
+    """Refuse settings of param groups that are not this optimizer's, by name."""
+    ours = [g["parameters"] for g in settings_of(optimizer, model)]
+    if len(saved) != len(ours):
+        raise MegacompileError(f"The checkpoint has {len(saved)} param groups, the optimizer {len(ours)}.")
+    for index, (group, names) in enumerate(zip(saved, ours, strict=True)):
+        if group.get("parameters") != names:
+            raise MegacompileError(f"Param group {index} holds other parameters than in the checkpoint.")
+        for key in ("lr", "eps", "weight_decay"):
+            ours_has = isinstance(_plain(optimizer.param_groups[index].get(key)), (int, float))
+            if ours_has and not isinstance(group.get(key), (int, float)):
+                raise MegacompileError(f"The checkpoint's param group {index} has no {key}.")
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> dict[str, Numbers]:
+    """Set each param group's settings to those that were saved, as ``load_state_dict`` would; returns the
+    numbers that were kept of parameters."""
+    numbers: dict[str, Numbers] = {}
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in settings.items():
+            if key == "numbers":
+                numbers |= value
+            if key in ("parameters", "numbers") or value is None:
+                continue
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    return numbers
+
+
+def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the device's AdamW kernel takes the steps that this optimizer would."""
+    return all(_decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
+        g.get("maximize") for g in optimizer.param_groups
+    )
+
+
+def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Index of the optimizer's param group by ``id`` of the parameter."""
+    return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+
+
+def hypers(optimizer: torch.optim.Optimizer, form: Form = "fp32") -> list[AdamHyper] | list[GroupSettings]:
+    """Hyper-parameters as they are now, per param group; whoever makes an update says which step it is."""
+    for each in {optimizer, *members_of(optimizer)}:
+        # a learning-rate scheduler wants to see that the optimizer stepped before it does
+        each._opt_called = True  # type: ignore[attr-defined]
+    if isinstance(form, Foreign):
+        return form.settings()
+    return [_hyper(optimizer, group) for group in optimizer.param_groups]
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper:
+    for option in _UNSUPPORTED:
+        if group.get(option):
+            raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
+    return AdamHyper(
+        lr=_number("lr", group["lr"]),
+        beta1=_number("first beta", group["betas"][0]),
+        beta2=_number("second beta", group["betas"][1]),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        decoupled=_decouples(optimizer, group),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's weights decay beside Adam's update: as the group says, whatever the class is."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise MegacompileError(f"The optimizer's {what} is {value!r}: it must be a finite number.")
+    return number

@@ -1,0 +1,242 @@
+"""Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.state.adam import backend, call_kernel
+from megacompile.state.arena import HostArena
+
+# ------------------------------------------------------------------------------------------------------------
+# A pace for threads that write while others compute: a small share of the machine until somebody waits.
+#
+# In: an event that says that somebody waits. Out: :func:`rest`, which writers call between their blocks.
+
+
+SHARE = 0.01  # of the processor time of all cores: one of 100 cores, a 50th of one where there are two
+
+
+class Pace:
+    """How long one thread rests. Time in which it waits for a drive counts as rest."""
+
+    def __init__(self, hurried: threading.Event) -> None:
+        self._hurried = hurried
+        self._cores = SHARE * _cores()
+        self._used, self._since = time.thread_time(), time.perf_counter()
+
+    def rest(self) -> None:
+        """Return when the thread has had no more than its share since the last call, or is hurried."""
+        due = self._since + (time.thread_time() - self._used) / self._cores
+        pause = due - time.perf_counter()
+        if pause > 0 and threading.main_thread().is_alive():  # else the process ends, and waits for this
+            self._hurried.wait(pause)
+        self._used, self._since = time.thread_time(), time.perf_counter()
+
+
+_PACE: ContextVar[Pace | None] = ContextVar("pace", default=None)
+
+
+@contextlib.contextmanager
+def paced(hurried: threading.Event) -> Iterator[None]:
+    """This thread rests, inside, where it calls :func:`rest`, until ``hurried`` is set."""
+    token = _PACE.set(Pace(hurried))
+    try:
+        yield
+    finally:
+        _PACE.reset(token)
+
+
+def rest() -> None:
+    """A point at which a thread that has a pace may rest."""
+    pace = _PACE.get()
+    if pace is not None:
+        pace.rest()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Copies of bytes with their CRC-32: in one pass by a C kernel, or by zlib after the copy.
+#
+# In: flat tensors of bytes. Out: the same bytes elsewhere, and a checksum that is zlib's.
+
+
+_ONES = 0xFFFFFFFF
+_LINE = 64  # bytes of a line of the cache
+
+
+def copy_checked(to: Tensor, source: Tensor, before: int = 0) -> int:
+    """Copy ``source``, less than 2 GiB, on this thread; CRC-32 of its bytes, continued from ``before``."""
+    done, total = 0, source.numel()
+    if backend() == "c":
+        done = min(total, -to.data_ptr() % _LINE)
+        before = _copied(to[:done], source[:done], before)
+        rest = (ctypes.c_uint8 * 16)()
+        arguments = (to[done:], source[done:], total - done, before ^ _ONES, rest)
+        moved = call_kernel("mc_copy_folded", *arguments)
+        before = zlib.crc32(rest, _ONES) if moved else before
+        done += moved
+    return _copied(to[done:total], source[done:], before)
+
+
+def _copied(to: Tensor, source: Tensor, before: int) -> int:
+    to.numpy()[:] = source.numpy()  # torch would wake other threads
+    return zlib.crc32(source.numpy().data, before)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read.
+#
+# In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of each tensor.
+#
+# A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive
+# fetches
+# it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile several times
+# as
+# much. No call holds the interpreter's lock over a block.
+
+
+BLOCK_BYTES = 4 << 20
+DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def save_shard(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Write a safetensors file and return each tensor's checksum; :class:`OSError` where the disk is full."""
+    # the widest first: each begins at a multiple of its elements' size
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    sums = {}
+    with _Blocks(path) as file:
+        file.append(_header(dict(ordered), metadata))
+        for name, tensor in ordered:
+            sums[name] = file.append(_content(tensor))
+    return sums
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of a tensor's bytes, continued from those ``before``."""
+    return zlib.crc32(_content(tensor).numpy().data, before)
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, mapped; one that is not whole is refused by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
+
+
+def _content(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Tensor:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + prod(tensor.shape) * tensor.itemsize
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # tensors begin at lines of the cache
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+
+
+class _Blocks:
+    """A new file, filled from its start through one buffer."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._direct = _set_direct(self._file, True)
+        self._buffer = HostArena(BLOCK_BYTES).tensor  # of few pages, each of which a write pins
+        self._filled = self._written = 0
+
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def append(self, content: Tensor) -> int:
+        """Put bytes at the end, and return their CRC-32."""
+        done = crc = 0
+        while done < content.numel():
+            count = min(content.numel() - done, BLOCK_BYTES - self._filled)
+            crc = copy_checked(self._buffer[self._filled :], content[done : done + count], crc)
+            done, self._filled = done + count, self._filled + count
+            if self._filled == BLOCK_BYTES:
+                self._flush(BLOCK_BYTES)
+        return crc
+
+    def _flush(self, nbytes: int) -> None:
+        """Write so much of the buffer; what a write leaves out is asked for again, from a page's start."""
+        done = 0
+        while done < nbytes:
+            moved = self._write(self._buffer[done:nbytes], self._written + done)
+            done += moved if done + moved == nbytes else moved // mmap.PAGESIZE * mmap.PAGESIZE
+            if moved < mmap.PAGESIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._written, self._filled = self._written + nbytes, 0
+        rest()
+
+    def _write(self, block: Tensor, offset: int) -> int:
+        try:
+            return os.pwrite(self._file, block.numpy().data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        self._direct = False
+        _set_direct(self._file, False)  # some file systems refuse as late as here
+        return os.pwrite(self._file, block.numpy().data, offset)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                end = self._written + self._filled
+                self._flush(-(-self._filled // mmap.PAGESIZE) * mmap.PAGESIZE)  # whole, as direct writes are
+                os.ftruncate(self._file, end)
+        finally:
+            os.close(self._file)
+
+
+def _set_direct(file: int, direct: bool) -> bool:
+    """Write past the page cache from here on, or through it; whether the file system can."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return bool(flag)

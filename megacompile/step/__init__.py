@@ -1,1 +1,0 @@
-"""Step: the light step's operations, their proof, and their Python source."""

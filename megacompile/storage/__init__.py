@@ -1,1 +1,0 @@
-"""Storage: checkpoints and exports."""
