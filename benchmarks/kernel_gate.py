@@ -5,7 +5,7 @@
 
 In: the launches that the registered cases make on meta tensors. Out: one row per (case, kernel,
 chip) with registers, bytes of local memory (spills), bytes of shared memory and the widths of its
-global loads and stores, and one with its ceiling (``ceilings.py``). Needs triton (whose wheel carries ptxas,
+global loads and stores, and one with its ceiling. Needs triton (whose wheel carries ptxas,
 cuobjdump and nvdisasm) and a process without TRITON_INTERPRET. Compiled kernels are kept in triton's own
 cache, keyed by their source. A table's first line has the hash of the kernels and launches, and the triton,
 that it was made of: while both are the same, so is the rest.
@@ -284,7 +284,7 @@ def in_flight(code: Sequence[Instruction], stages: int) -> int:
 # ------------------------------------------------------------------------------------------------------------
 # How fast a compiled kernel can be at most, and what binds: from its machine code and a model of the chip.
 #
-# An iteration of the hot loop (``sass.py``) costs each part of a multiprocessor some cycles. Were they to
+# An iteration of the hot loop costs each part of a multiprocessor some cycles. Were they to
 # overlap entirely, the longest would be the time: the ceiling. Latencies, bank conflicts, waits at barriers
 # and
 # what is outside the loop come on top, so no run is faster and most are slower.

@@ -27,7 +27,7 @@ from megacompile.kernels._triton import (
 from megacompile.kernels.linear_cross_entropy import capped
 
 # ------------------------------------------------------------------------------------------------------------
-# ``attention.py`` in plain torch, with the whole matrix of scores; and the rule that both follow.
+# Attention in plain torch, with the whole matrix of scores; and the rule that both follow.
 #
 # q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv].
 
@@ -275,7 +275,7 @@ def attention_forward_kernel(
 # ------------------------------------------------------------------------------------------------------------
 # The Triton kernels of attention's backward: delta, then dq over keys, then dk and dv over queries.
 #
-# Conventions are those of ``attention_kernels.py``. Traffic: dq reads q and grad once, k and v once per
+# Conventions are those of the forward's kernel. Traffic: dq reads q and grad once, k and v once per
 # block of queries; dk and dv read k and v once, q and grad once per block of keys and member of the group.
 
 

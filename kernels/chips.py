@@ -11,7 +11,7 @@ from megacompile.kernels._triton import triton
 # ------------------------------------------------------------------------------------------------------------
 # The chips that kernels are compiled for, and what is known of a kernel on one: records without code.
 #
-# Planning reads these, so nothing here needs triton or what ``ceilings.py`` takes machine code apart with.
+# Planning reads these, so nothing here needs triton or what the gate takes machine code apart with.
 
 
 LATENCY = 800e-9  # seconds from a load to its value in a busy memory: 20 KB per multiprocessor fill an H100's

@@ -31,7 +31,7 @@ from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 # ------------------------------------------------------------------------------------------------------------
-# ``gated_delta_rule.py`` in plain torch: a few chunks of tokens at a time, from left to right and back.
+# The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
 #
 # Within a span of chunks everything but the state is computed for all chunks at once; the state goes from
 # one
@@ -48,7 +48,7 @@ _EPS = 1e-6  # of the norm, as in transformers and fla
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The operator's arguments; see ``gated_delta_rule.py``."""
+    """The operator's arguments."""
 
     q: Tensor
     k: Tensor
@@ -279,7 +279,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of ``gated_delta_rule.py``'s forward, whose symbols they share.
+# The Triton kernels of the forward.
 #
 # The first makes what a chunk needs beside the state, for all chunks at once; the second carries the state
 # of
@@ -510,7 +510,7 @@ def gated_delta_states_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the gated delta rule's backward; conventions are those of ``gated_delta_kernels.py``.
+# The Triton kernels of the gated delta rule's backward; conventions are those of the forward's.
 #
 # Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every
 # chunk.
@@ -800,7 +800,7 @@ def gated_delta_backward_k_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What launches the kernels of ``gated_delta_rule.py``, and which inputs they take.
+# What launches the kernels, and which inputs they take.
 
 
 MIN_WIDTH, MAX_WIDTH = 64, 128  # of a key; the least one in bfloat16
@@ -1011,7 +1011,7 @@ def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # The 128 are there for all tokens between the two.
 #
 # The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of
-# ``gated_delta_backward_kernels.py``; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements
+# the backward's kernels; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements
 # per
 # token and value head. The states' way there and back is rounded to q's type where a product takes it.
 

@@ -261,7 +261,7 @@ def _aot() -> list[AotCase]:
 # ------------------------------------------------------------------------------------------------------------
 # A linear head and its cross-entropy without ever holding the logits.
 #
-# loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of ``cross_entropy_tiles.py``. Both
+# loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of the tiles above. Both
 # passes walk over the vocabulary in tiles whose logits fit ``workspace`` bytes: the forward folds
 # each tile into a running log-sum-exp, the backward forms the tile's logits again, overwrites them
 # with their gradient and multiplies. Tiling the vocabulary, not the tokens, makes every row of the

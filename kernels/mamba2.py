@@ -32,7 +32,7 @@ from megacompile.kernels.gated_delta import load_tile
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
 
 # ------------------------------------------------------------------------------------------------------------
-# ``mamba2_chunk_scan.py`` in plain torch: a few chunks of tokens at a time, from left to right and back.
+# The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
 #
 # Within a span of chunks everything but the state is computed for all chunks at once; the state goes from
 # one
@@ -48,7 +48,7 @@ SPAN = 4 * CHUNK  # tokens between two states that are kept
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The operator's arguments; see ``mamba2_chunk_scan.py``."""
+    """The operator's arguments."""
 
     x: Tensor
     dt: Tensor
@@ -269,7 +269,7 @@ def eager(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of ``mamba2_chunk_scan.py``'s forward, whose symbols they share; its backward launches
+# The Triton kernels of the forward; the backward launches
 # the first three again.
 #
 # The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second
@@ -481,7 +481,7 @@ def mamba2_scan_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of ``mamba2_chunk_scan.py``'s backward; conventions are those of ``mamba2_kernels.py``.
+# The Triton kernels of the backward; conventions are those of the forward's.
 #
 # The forward's kernels go before: the second leaves the gradient dS' of the state behind every span, the
 # first
@@ -763,7 +763,7 @@ def mamba2_backward_decays_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What launches the kernels of ``mamba2_chunk_scan.py``, and which inputs they take.
+# What launches the kernels, and which inputs they take.
 
 
 MAX_WIDTH = 256  # of B and C

@@ -32,7 +32,7 @@ from megacompile.kernels.rope import eager as rotated
 from megacompile.kernels.rope import load_halves, rotate, turned, turned_heads
 
 # ------------------------------------------------------------------------------------------------------------
-# The kernels of ``qk_norm_rope.py``: a tile is BLOCK_H heads of one token.
+# The kernels: a tile is BLOCK_H heads of one token.
 #
 # A head's columns are a and b, the two halves that are rotated, of HALF columns each, and c, those that
 # pass,
