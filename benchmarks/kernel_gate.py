@@ -284,10 +284,9 @@ def in_flight(code: Sequence[Instruction], stages: int) -> int:
 # ------------------------------------------------------------------------------------------------------------
 # How fast a compiled kernel can be at most, and what binds: from its machine code and a model of the chip.
 #
-# An iteration of the hot loop costs each part of a multiprocessor some cycles. Were they to
-# overlap entirely, the longest would be the time: the ceiling. Latencies, bank conflicts, waits at barriers
-# and
-# what is outside the loop come on top, so no run is faster and most are slower.
+# An iteration of the hot loop costs each part of a multiprocessor some cycles. Were they to overlap entirely,
+# the longest would be the time: the ceiling. Latencies, bank conflicts, waits at barriers and what is outside
+# the loop come on top, so no run is faster and most are slower.
 #
 #     issue    instructions / 4 schedulers              alu, fma, special    lanes of that kind of
 #     instruction

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 # ------------------------------------------------------------------------------------------------------------
 # The one place that knows whether triton is there, and what the launchers share.
 #
-# In: nothing. Out: ``triton`` and ``tl`` (stubs where triton is missing: ``jit`` then returns the
-# function unchanged, and only the torch references can run), and ``runs_triton``, which says for a
-# tensor which of the two implementations an operator takes.
+# In: nothing. Out: ``triton`` and ``tl`` (stubs where triton is missing: ``jit`` then returns the function
+# unchanged, and only the torch references can run), and ``runs_triton``, which says for a tensor which of the
+# two implementations an operator takes.
 
 
 try:
@@ -295,8 +295,8 @@ def aot_cases(make: Callable[[], list[AotCase]]) -> Callable[[], list[AotCase]]:
 # Run a plain torch reference a few rows at a time, so that its float32 copies stay small.
 #
 # A reference computes in float32 on the whole of what it is given. Given a 32nd of the rows at a time it
-# holds a 32nd of the copies, and its results stay the same: what it returns for a row depends on that
-# row alone, and sums over rows are accumulated in the wide type.
+# holds a 32nd of the copies, and its results stay the same: what it returns for a row depends on that row
+# alone, and sums over rows are accumulated in the wide type.
 
 
 PARTS, LEAST = 32, 1 << 13

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the device, for groups that stay there.
 
     w *= 1 - lr * weight_decay;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
@@ -24,9 +25,6 @@ from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
 from megacompile.kernels.registry import OpSpec, declare
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 BLOCK = 1024
 State = tuple[Tensor, Tensor | None, Tensor, Tensor]

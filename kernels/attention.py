@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Attention for what the library's lacks: window, softcap, sinks, packed documents; grouped heads."""
 
 from bisect import bisect_left
@@ -109,15 +110,12 @@ def backward_reference(
 # ------------------------------------------------------------------------------------------------------------
 # The Triton kernel of attention's forward, and what it shares with those of the backward.
 #
-# Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous.
-# ``first`` and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2.
-# Products take 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are blocks x heads x
-# batch: with one flat dimension, what divides it stays live, and two kernels spill on 8.6 and 8.9. Head
-# and row are int64 where they meet a stride: a head's offset passes 2**31 in long sequences. Traffic: q
-# once; k and v once per block of queries that sees them.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous. ``first``
+# and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2. Products take
+# 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are blocks x heads x batch: with one
+# flat dimension, what divides it stays live, and two kernels spill on 8.6 and 8.9. Head and row are int64
+# where they meet a stride: a head's offset passes 2**31 in long sequences. Traffic: q once; k and v once per
+# block of queries that sees them.
 
 
 @triton.jit
@@ -275,11 +273,8 @@ def attention_forward_kernel(
 # ------------------------------------------------------------------------------------------------------------
 # The Triton kernels of attention's backward: delta, then dq over keys, then dk and dv over queries.
 #
-# Conventions are those of the forward's kernel. Traffic: dq reads q and grad once, k and v once per
-# block of queries; dk and dv read k and v once, q and grad once per block of keys and member of the group.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# Conventions are those of the forward's kernel. Traffic: dq reads q and grad once, k and v once per block of
+# queries; dk and dv read k and v once, q and grad once per block of keys and member of the group.
 
 
 @triton.jit
@@ -473,13 +468,13 @@ def attention_backward_kv_kernel(
 #                    window > 0; first[i] <= j < last[i] where there are documents
 #     out = softmax(s over visible j, and the head's sink logit) @ v
 #
-# q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv], G dividing H; i counts from T - S. sinks: [H] or
-# None (a logit in the denominator alone; Xiao et al. 2023, arXiv:2309.17453, as in GPT-OSS). bounds:
-# int32 [2, B, S] or None, the first and last of the document of each token, where S == T and
-# documents lie one after the other (``document_bounds``); the two are equal for padding. out:
-# [B, H, S, Dv], stored as [B, S, H, Dv]. lse: [B, H, S] float32 (float64 for float64), sink included.
-# A query that sees no key gives 0 and passes no gradient. Since lse is one float32, probabilities in
-# the backward are exact to its last place: 0.01 % at scores of 1000.
+# q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv], G dividing H; i counts from T - S. sinks: [H] or None (a
+# logit in the denominator alone; Xiao et al. 2023, arXiv:2309.17453, as in GPT-OSS). bounds: int32 [2, B, S]
+# or None, the first and last of the document of each token, where S == T and documents lie one after the
+# other (``document_bounds``); the two are equal for padding. out: [B, H, S, Dv], stored as [B, S, H, Dv].
+# lse: [B, H, S] float32 (float64 for float64), sink included. A query that sees no key gives 0 and passes no
+# gradient. Since lse is one float32, probabilities in the backward are exact to its last place: 0.01 % at
+# scores of 1000.
 #
 # The backward is deterministic: one kernel for dk and dv, which walks over queries, one for dq, which
 # walks over keys; no atomics. Scores are formed transposed where the gradient needs them so: triton

@@ -104,8 +104,7 @@ class Ceiling(CompiledKernel):
 # The tables of the ahead-of-time gate: what kernels use, how fast they can be, and what is wrong.
 #
 # ``resources.csv`` and ``ceilings.csv`` lie beside this module, one row per case, kernel and chip. Their
-# first
-# line says which sources and which triton they were made of.
+# first line says which sources and which triton they were made of.
 
 
 TABLE_TRITON = "3.9."

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """SwiGLU with clamped inputs, as in GPT-OSS (arXiv:2508.10925), on one packed projection.
 
     g = min(gate, limit)        u = min(max(up, -limit), limit)
@@ -35,9 +36,6 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 BLOCK = 1024
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Weights of 4-bit codes, as QLoRA keeps them (Dettmers et al. 2023, arXiv 2305.14314, section 3), decoded.
 
 One uint8 tensor holds all of a weight: the code book, 16 values in FP32; the scale of each block of elements,
@@ -16,9 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 BOOK_BYTES = 64
 CHUNK = 1 << 18

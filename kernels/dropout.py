@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Dropout whose mask is a function of (seed, site, element index) and nothing else.
 
 Element i of a site is kept when ``hash(seed, site, i) >> 8 >= round(p * 2**24)``, so a recompute
@@ -35,9 +36,6 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 LOW = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9

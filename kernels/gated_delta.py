@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next's linear attention computes it."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -281,23 +282,16 @@ def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # The Triton kernels of the forward.
 #
-# The first makes what a chunk needs beside the state, for all chunks at once; the second carries the state
-# of
+# The first makes what a chunk needs beside the state, for all chunks at once; the second carries the state of
 # some value columns through the chunks; the third does so once more, for a backward, through each span from
-# the
-# state that was kept before it. Products take q and k as they are given: their norms, decays and
+# the state that was kept before it. Products take q and k as they are given: their norms, decays and
 # strengths are factors of rows and columns, applied to what comes out of a product or goes into it.
 #
 # Of each value head and chunk there are, in the type of q: ``solves``, (1 + tril(K K^T * D, -1)
-# diag(beta))^-1,
-# and ``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token, four
-# ``factors``:
-# those of k and of q where they read the state, that of k where it writes it, the chunk's decay. So both are
-# applied to W / beta, which is ``solved``: exact where beta is zero, and what the gradient of beta needs.
-# Tokens that a last chunk lacks are zeros that decay nothing.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# diag(beta))^-1, and ``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token,
+# four ``factors``: those of k and of q where they read the state, that of k where it writes it, the chunk's
+# decay. So both are applied to W / beta, which is ``solved``: exact where beta is zero, and what the gradient
+# of beta needs. Tokens that a last chunk lacks are zeros that decay nothing.
 
 
 @triton.jit
@@ -512,14 +506,11 @@ def gated_delta_states_kernel(
 # ------------------------------------------------------------------------------------------------------------
 # The Triton kernels of the gated delta rule's backward; conventions are those of the forward's.
 #
-# Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every
-# chunk.
+# Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every chunk.
 # Here, one carries the state's gradient back through all chunks, and leaves that of v and the state's
-# gradient
-# behind every chunk. Of these one makes, for each chunk and value head, what pairs of tokens have to do
-# with,
-# and two, for each chunk and key head, the gradients of q, and of k, g and beta; they go through the value
-# heads of their key head, so no sum depends on an order that changes.
+# gradient behind every chunk. Of these one makes, for each chunk and value head, what pairs of tokens have to
+# do with, and two, for each chunk and key head, the gradients of q, and of k, g and beta; they go through the
+# value heads of their key head, so no sum depends on an order that changes.
 #
 # With L what the chunk lacks of v, U = ``solved``, S the state before the chunk, and dX the gradient of X:
 #
@@ -529,9 +520,6 @@ def gated_delta_states_kernel(
 # ``solves`` and ``scores`` have the gradients -dv U^T and dout U^T of what they are made of, lower triangles
 # of which count. Where c or beta is a factor of something, its gradient is that of the thing times the thing
 # (beta: without the factor): each term is as small as its decay.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit
@@ -990,33 +978,25 @@ def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
 #
 #     S = exp(g_t) S        S = S + beta_t k_t (v_t - S^T k_t)^T        out_t = S^T q_t / sqrt(Dk)
 #
-# with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk].
-# v: [B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
+# with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk]. v:
+# [B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
 # (float64 for float64 q); products of the kernels take q's type and accumulate in float32. Saves the inputs
-# and
-# the states before every 256th token.
+# and the states before every 256th token.
 #
 # Tokens are taken in chunks of 64. With c the sum of g from a chunk's start, z its last, D_ij = exp(c_i -
-# c_j),
-# W what the chunk writes, and S the state before it:
+# c_j), W what the chunk writes, and S the state before it:
 #
 #     W = (1 + tril(beta K K^T * D, -1))^-1 (beta (V - exp(c) K S))
 #     out = exp(c) Q S + tril(Q K^T * D) W        S' = exp(z) S + (exp(z - c) K)^T W
 #
 # so that all but S is a product of matrices. The forward is two kernels on bfloat16: one makes the inverse
-# and
-# the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per
-# token
-# and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the second.
-# The 128 are there for all tokens between the two.
+# and the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per
+# token and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the
+# second. The 128 are there for all tokens between the two.
 #
-# The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of
-# the backward's kernels; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements
-# per
-# token and value head. The states' way there and back is rounded to q's type where a product takes it.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of the
+# backward's kernels; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements per token and value
+# head. The states' way there and back is rounded to q's type where a product takes it.
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())

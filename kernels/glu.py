@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Gated activations (Shazeer 2020, arXiv:2002.05202): ``y = activation(gate) * up``.
 
 activation: ``silu`` (SwiGLU), ``gelu_tanh``, ``gelu_erf`` (GeGLU, Hendrycks and Gimpel 2016,
@@ -32,9 +33,6 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu")
 BLOCK = 1024

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """LayerNorm (Ba et al. 2016, arXiv:1607.06450) over the last dimension; saves mean and rstd.
 
     y = (x - mean(x)) * rstd * weight + bias        rstd = (var(x) + eps) ** -0.5
@@ -40,9 +41,6 @@ from megacompile.kernels.norm_reference import (
     layer_norm_reference,
 )
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 MAX_ROW_BACKWARD = 8192  # dw and db of longer rows would spill; torch takes over
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """A linear head and its cross-entropy without ever holding the logits."""
 
 import itertools
@@ -37,20 +38,17 @@ from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, decl
 #     lse = logsumexp(z)
 #     loss = lse - (1 - s) * z[label] - s * mean(z)
 #
-# with label smoothing s (Szegedy et al. 2015, arXiv:1512.00567).
-# labels: int64 [T]; ``ignore_index`` gives loss 0 and gradient 0, any other label outside [0, V) a NaN loss.
-# Stats are the maximum of z and the logarithm of the sum of exp(z - maximum). Their sum is lse, but rounded
-# to one float32 it would cost 0.4 % of every probability at logits of 60000.
+# with label smoothing s (Szegedy et al. 2015, arXiv:1512.00567). labels: int64 [T]; ``ignore_index`` gives
+# loss 0 and gradient 0, any other label outside [0, V) a NaN loss. Stats are the maximum of z and the
+# logarithm of the sum of exp(z - maximum). Their sum is lse, but rounded to one float32 it would cost 0.4 %
+# of every probability at logits of 60000.
 #
 # ``accumulate`` folds a tile of logits [T, columns] into a running state [4, T] (maximum, sum of
-# exponentials, z at the label, sum of z; Milakov and Gimelshein 2018, arXiv:1805.02867), ``finish`` turns
-# the state into losses and stats [2, T], ``gradient_`` overwrites a tile of logits with its gradient. State
-# and stats are float32 (float64 for float64 logits), and so is all arithmetic. Offsets of rows are int64:
-# tokens times vocabulary pass 2**31. Traffic per logit: one read in ``accumulate`` (and the state once per
-# tile), one read and one write in ``gradient_``.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# exponentials, z at the label, sum of z; Milakov and Gimelshein 2018, arXiv:1805.02867), ``finish`` turns the
+# state into losses and stats [2, T], ``gradient_`` overwrites a tile of logits with its gradient. State and
+# stats are float32 (float64 for float64 logits), and so is all arithmetic. Offsets of rows are int64: tokens
+# times vocabulary pass 2**31. Traffic per logit: one read in ``accumulate`` (and the state once per tile),
+# one read and one write in ``gradient_``.
 
 
 BLOCK = 4096
@@ -261,16 +259,16 @@ def _aot() -> list[AotCase]:
 # ------------------------------------------------------------------------------------------------------------
 # A linear head and its cross-entropy without ever holding the logits.
 #
-# loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of the tiles above. Both
-# passes walk over the vocabulary in tiles whose logits fit ``workspace`` bytes: the forward folds
-# each tile into a running log-sum-exp, the backward forms the tile's logits again, overwrites them
-# with their gradient and multiplies. Tiling the vocabulary, not the tokens, makes every row of the
-# weight's gradient one matrix product over all tokens: it is accumulated in float32 inside the
-# product and rounded once, without a float32 buffer of the weight's size. What does accumulate over
-# tiles is the gradient of hidden: float32 [T, H]. Products are the library's (cuBLAS).
+# loss[t] = cross_entropy(hidden[t] @ weight.T + bias), with the terms of the tiles above. Both passes walk
+# over the vocabulary in tiles whose logits fit ``workspace`` bytes: the forward folds each tile into a
+# running log-sum-exp, the backward forms the tile's logits again, overwrites them with their gradient and
+# multiplies. Tiling the vocabulary, not the tokens, makes every row of the weight's gradient one matrix
+# product over all tokens: it is accumulated in float32 inside the product and rounded once, without a float32
+# buffer of the weight's size. What does accumulate over tiles is the gradient of hidden: float32 [T, H].
+# Products are the library's (cuBLAS).
 #
-# hidden: [T, H]. weight: [V, H]. bias: [V] or None. labels: int64 [T]. loss: [T] float32 (or
-# float64). Saves hidden, weight and stats [2, T]. Extra cost: the head's forward product once more.
+# hidden: [T, H]. weight: [V, H]. bias: [V] or None. labels: int64 [T]. loss: [T] float32 (or float64). Saves
+# hidden, weight and stats [2, T]. Extra cost: the head's forward product once more.
 
 
 WORKSPACE = 256 << 20

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Mamba-2's scan, the state space dual (Dao and Gu 2024, arXiv:2405.21060), as its models compute it."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,10 @@ from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Recu
 # ------------------------------------------------------------------------------------------------------------
 # The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
 #
-# Within a span of chunks everything but the state is computed for all chunks at once; the state goes from
-# one
+# Within a span of chunks everything but the state is computed for all chunks at once; the state goes from one
 # to the next. A forward keeps the state before each span, from which the backward computes the rest again.
 # Tensors of a span are [chunks, batch, groups, CHUNK, ...], wide. The heads of a group and P come last, so
-# that
-# a product with B or C takes all of them at once.
+# that a product with B or C takes all of them at once.
 
 
 CHUNK = 64  # tokens that see each other by scores, and earlier ones through the state
@@ -269,27 +268,18 @@ def eager(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the forward; the backward launches
-# the first three again.
+# The Triton kernels of the forward; the backward launches the first three again.
 #
-# The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second
-# goes
+# The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second goes
 # through the spans, element by element, and leaves the state before each in the place of what it adds; the
-# third makes C_i · B_j for a chunk's tokens and those of its own and earlier chunks of the span, once for
-# all
+# third makes C_i · B_j for a chunk's tokens and those of its own and earlier chunks of the span, once for all
 # heads of a group; the fourth computes the results from these and the state before the span. A head's states
-# are matrices [N, P] whose rows lie heads of a group x P apart. Products take the type of x and accumulate
-# in
+# are matrices [N, P] whose rows lie heads of a group x P apart. Products take the type of x and accumulate in
 # ACC, which ``similar`` [batch, groups, chunks, SPAN, CHUNK, CHUNK] is in: of a chunk with itself, with the
-# one
-# before it, and so on. Tokens that a last chunk lacks are zeros that decay nothing.
+# one before it, and so on. Tokens that a last chunk lacks are zeros that decay nothing.
 #
 # With BACK the first two go the other way: what a span adds to the gradient of the state before it, with C
-# for
-# B and the gradient of the results for x, and the gradient of the state behind each span.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# for B and the gradient of the results for x, and the gradient of the state behind each span.
 
 
 @triton.jit
@@ -484,12 +474,9 @@ def mamba2_scan_kernel(
 # The Triton kernels of the backward; conventions are those of the forward's.
 #
 # The forward's kernels go before: the second leaves the gradient dS' of the state behind every span, the
-# first
-# ``factors`` on its way. Then one makes the gradient of x, one that of C B^T and what pairs give to decays,
-# one
-# those of C and of B, and one that of dt. With s the sum of A dt from a span's begin, e its last, i >= j
-# tokens
-# of the span, and dX the gradient of X:
+# first ``factors`` on its way. Then one makes the gradient of x, one that of C B^T and what pairs give to
+# decays, one those of C and of B, and one that of dt. With s the sum of A dt from a span's begin, e its last,
+# i >= j tokens of the span, and dX the gradient of X:
 #
 #     du_j = sum_i C_i·B_j exp(s_i - s_j) dout_i + exp(e - s_j) dS'^T B_j         dx = dt du + D dout
 #     d(C B^T)_ij = sum of a group's heads of exp(s_i - s_j) dout_i·u_j
@@ -499,9 +486,6 @@ def mamba2_scan_kernel(
 # To the decay of a token come all that passes it: pairs i >= t > j of its span, what is read of the state at
 # it or behind it, what is written before it, and the state that the span carries. These are sums, never
 # differences of sums, which would lose digits where most of a pair's gradient is its token's own.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit
@@ -998,34 +982,23 @@ def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
 #
 # x: [B, T, H, P]. dt: [B, T, H], not negative. A, D: [H], A negative. B, C: [B, T, G, N], G dividing H. out:
 # [B, T, H, P]. Computed in float32 (float64 for float64 x), as is out: the models norm it before they round
-# it.
-# Saves the inputs and the states before every 256th token.
+# it. Saves the inputs and the states before every 256th token.
 #
 # Tokens are taken in chunks of 64. With c the sum of A dt from a chunk's start, z its last, u = dt x, and S
-# the
-# state before the chunk:
+# the state before the chunk:
 #
 #     out = tril(C B^T * exp(c_i - c_j)) u + exp(c) C S + D x        S' = exp(z) S + B^T (exp(z - c) u)
 #
 # so that all but S is a product of matrices. In torch C B^T, C S and the last product take all heads of a
-# group
-# at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the states
-# before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the cache:
-# x
-# twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice.
+# group at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the
+# states before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the
+# cache: x twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice.
 #
 # The backward is eight, behind a copy of the gradient of out in x's type: the first two from right to left,
-# for
-# the gradients of the states behind the spans, and C B^T again; then dx; the gradient of C B^T, and what
-# pairs
-# give to decays; dC; dB; ddt. Traffic: x, dx and that copy nine times, the gradient of out once; states
-# seven
-# times, C B^T three times, its gradient three times for each 16 heads; and about 30 float32 for each token
-# and
-# head.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# for the gradients of the states behind the spans, and C B^T again; then dx; the gradient of C B^T, and what
+# pairs give to decays; dC; dB; ddt. Traffic: x, dx and that copy nine times, the gradient of out once; states
+# seven times, C B^T three times, its gradient three times for each 16 heads; and about 30 float32 for each
+# token and head.
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())

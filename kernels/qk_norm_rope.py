@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """RMSNorm of each head and its rotation in one pass, as Qwen3 and Gemma 3 treat queries and keys."""
 
 from functools import partial
@@ -34,13 +35,8 @@ from megacompile.kernels.rope import load_halves, rotate, turned, turned_heads
 # ------------------------------------------------------------------------------------------------------------
 # The kernels: a tile is BLOCK_H heads of one token.
 #
-# A head's columns are a and b, the two halves that are rotated, of HALF columns each, and c, those that
-# pass,
-# where there are any, of PASS. ``x_batch``, ``x_token``, ``x_head`` are x's strides; columns have stride
-# one.
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# A head's columns are a and b, the two halves that are rotated, of HALF columns each, and c, those that pass,
+# where there are any, of PASS. ``x_batch``, ``x_token``, ``x_head`` are x's strides; columns have stride one.
 
 
 @triton.jit
@@ -158,24 +154,19 @@ def qk_norm_rope_backward_kernel(
 #
 #     n = x * rstd        y = rotate(n * (weight + offset))        rstd = (mean(x**2) + eps) ** -0.5
 #
-# ``rotate`` is that of ``rope.py`` for pairs (i, i + R/2) of the first R columns; the others pass.
-# x: [B, H, T, D], any float type, any strides. weight: [D]. cos, sin: [B or 1, 1, T, R], R even, R <= D;
-# they
-# get no gradient. y: [B, H, T, D] of x's type, a token's heads side by side in memory if they are in x.
-# rstd:
-# [B, H, T, 1] float32 (float64 for float64 x), the type that everything between x and y is computed in:
-# where
-# norm and rotation are two operators, what passes between them is rounded.
+# ``rotate`` is that of ``rope.py`` for pairs (i, i + R/2) of the first R columns; the others pass. x: [B, H,
+# T, D], any float type, any strides. weight: [D]. cos, sin: [B or 1, 1, T, R], R even, R <= D; they get no
+# gradient. y: [B, H, T, D] of x's type, a token's heads side by side in memory if they are in x. rstd: [B, H,
+# T, 1] float32 (float64 for float64 x), the type that everything between x and y is computed in: where norm
+# and rotation are two operators, what passes between them is rounded.
 #
 # With d the gradient of y, rotated back, and g = d * (weight + offset):
 #
 #     dx = (g - n * mean(g * n)) * rstd        dw = sum over rows of d * n
 #
 # Saves x, weight, cos, sin, rstd. A program holds heads of one token, so that their row of cos and sin is
-# read
-# once: about 4096 elements forward; 2048 at a time backward, which is persistent and adds up its share of
-# dw.
-# Traffic per element of x: 2 elements forward, 3 backward; norm and rotation apart take 4 and 5.
+# read once: about 4096 elements forward; 2048 at a time backward, which is persistent and adds up its share
+# of dw. Traffic per element of x: 2 elements forward, 3 backward; norm and rotation apart take 4 and 5.
 
 
 MAX_WIDTH = 1024  # of a head; torch takes over beyond

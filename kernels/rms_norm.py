@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension; saves only rstd.
 
     rstd = (mean(x**2) + eps) ** -0.5        y = x * rstd * (weight + offset)
@@ -46,9 +47,6 @@ from megacompile.kernels.norm_reference import (
     rms_norm_reference,
 )
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 MAX_ROW_BACKWARD = 16384  # dw of longer rows would spill; torch takes over
 

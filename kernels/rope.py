@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), out of place or in place.
 
 For each pair (a, b) of the first R columns:
@@ -36,8 +37,6 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.benchmark import Operation, Shape, elementwise, heads_of, normal
 from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Twin, declare
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Uniform random numbers that are a function of (seed, site, element index) and nothing else.
 
 Element i is the upper bits of dropout's 32-bit hash of (seed, site, i), as many as the type's mantissa holds
@@ -16,9 +17,6 @@ from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
 from megacompile.kernels.dropout import BLOCK, hash_chunks, random_bits
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 32}
 

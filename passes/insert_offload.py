@@ -12,8 +12,8 @@ from megacompile.schedule.workload import Workload
 # ------------------------------------------------------------------------------------------------------------
 # Send what a block saved to the host after its forward and bring it back before its backward.
 #
-# That is what only the block's own backward still needs: its saved tensors, and the inputs that no
-# other block reads again.
+# That is what only the block's own backward still needs: its saved tensors, and the inputs that no other
+# block reads again.
 
 
 def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -75,8 +75,8 @@ def _alone(step: Step, index: int, readers: list[int]) -> bool:
 # Let offloaded activations that wait on NVMe pass through a few host buffers: written as they leave, read
 # ahead of use.
 #
-# The buffers are filled in turn, by what leaves the device and by what returns from the drive. A read
-# starts as soon as the buffer that comes next has done its duty.
+# The buffers are filled in turn, by what leaves the device and by what returns from the drive. A read starts
+# as soon as the buffer that comes next has done its duty.
 
 
 _PAGE = 4096  # a drive moves whole pages

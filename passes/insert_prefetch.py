@@ -12,9 +12,8 @@ from megacompile.schedule.workload import Workload
 # ------------------------------------------------------------------------------------------------------------
 # Bring each weight group to the device before its uses and let it go after them.
 #
-# A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps
-# the group between them, or if they are so close that the next prefetch would start before the group
-# could leave.
+# A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps the
+# group between them, or if they are so close that the next prefetch would start before the group could leave.
 #
 # Of ranks that share a group whose state is on the device, each copies its shard within the device.
 

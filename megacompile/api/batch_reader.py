@@ -46,8 +46,7 @@ from megacompile.graph.captured import OutputsFn, Returned, all_outputs, identit
 # The padder: to which lengths the batches of one model are padded, so that few programs serve them.
 #
 # In: the batches of a step as they were read. Out: the same, or longer ones whose padding the model is known
-# to
-# hide. What graphs have shown of that, and how often a length was wanted, is kept.
+# to hide. What graphs have shown of that, and how often a length was wanted, is kept.
 
 
 _LONGER = 2  # how many times its length a batch may have on another length's program
@@ -228,8 +227,8 @@ class Padder:
 # ------------------------------------------------------------------------------------------------------------
 # Intake: what a user gives as a batch, read, checked, and padded where that saves compiling.
 #
-# In: the batches of a step as the training loop has them. Out: a
-# :class:`~megacompile.capture.batch.Batch` for each, whose key says which program it runs on.
+# In: the batches of a step as the training loop has them. Out: a :class:`~megacompile.capture.batch.Batch`
+# for each, whose key says which program it runs on.
 
 
 _DOCUMENTS_MEET = (

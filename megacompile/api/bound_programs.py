@@ -33,8 +33,7 @@ from megacompile.state.nvme import folders_of
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
-# Allocation: the host state of a planned program, made within the host budget, or refused with the ways
-# out.
+# Allocation: the host state of a planned program, made within the host budget, or refused with the ways out.
 
 
 def allocate_host_state(

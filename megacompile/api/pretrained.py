@@ -23,10 +23,10 @@ from megacompile.state.safetensors_io import open_shard
 # ------------------------------------------------------------------------------------------------------------
 # Where transformers merges a checkpoint's tensors into one parameter, as the experts of a mixture.
 #
-# In:  a model, a parameter's name, the names in the files. Out: the names to stack and to concatenate.
-# Which tensors belong together is transformers' own table (private to it, read here alone); of what it
-# can do, stacking along the first dimension and then concatenating along the second is understood, and
-# renaming of a part of the name. Anything else is left to the caller to refuse.
+# In:  a model, a parameter's name, the names in the files. Out: the names to stack and to concatenate. Which
+# tensors belong together is transformers' own table (private to it, read here alone); of what it can do,
+# stacking along the first dimension and then concatenating along the second is understood, and renaming of a
+# part of the name. Anything else is left to the caller to refuse.
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,7 @@ def _made_up(example: Tensor) -> Tensor:
 #
 # In: a model whose values a program keeps, the program's ``predict``, options of transformers' ``generate``.
 # Out: what that returns. All sampling is transformers' code; the model's call alone is answered by a program
-# of
-# the forward, which gives the logits of one position.
+# of the forward, which gives the logits of one position.
 
 
 _SHORT = 256  # a length whose computing takes less time than the weights take to come

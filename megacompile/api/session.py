@@ -44,8 +44,7 @@ from megacompile.units import format_bytes, format_seconds
 # Losses outside of the program: computed by torch from what the forward returned, with the gradient by it.
 #
 # In: a function of the user's and the results of one micro-batch's forward, on the host. Out: its loss, and
-# the
-# gradient by each result, from which the program's backward starts.
+# the gradient by each result, from which the program's backward starts.
 
 
 LossOfOutputs = Callable[[int, Any], Tensor]
@@ -102,12 +101,10 @@ class OutsideLoss:
 # The mesh of ranks on several machines where none is given: one state of all, or a copy in each machine.
 #
 # In: the kind of batch that the first program is for, and the checkpoint that will be loaded, if there is
-# one.
-# Out: the mesh, the same on all ranks, and a sentence that says why. A checkpoint's mesh goes on, as another
-# would add up gradients in another order. Else rank 0 plans for both, as ``megacompile plan`` does, and the
-# faster is taken of those that fit the devices and host memory. Its times are those of the machine that
-# plans
-# are made for, not of a stopwatch, so the same run chooses the same mesh again.
+# one. Out: the mesh, the same on all ranks, and a sentence that says why. A checkpoint's mesh goes on, as
+# another would add up gradients in another order. Else rank 0 plans for both, as ``megacompile plan`` does,
+# and the faster is taken of those that fit the devices and host memory. Its times are those of the machine
+# that plans are made for, not of a stopwatch, so the same run chooses the same mesh again.
 
 
 _MESH_LOG = logging.getLogger("megacompile.compiler.mesh")  # trainers show what the compiler tells
@@ -204,8 +201,7 @@ def _ranked(tried: Sequence[Tried]) -> list[Tried]:
 # A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
 #
 # In: batches, modes and loss weights from the :class:`~megacompile.api.program.Program`. Out: results of
-# runs.
-# The first program allocates the state and takes over the model's values; all later ones share both.
+# runs. The first program allocates the state and takes over the model's values; all later ones share both.
 
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells

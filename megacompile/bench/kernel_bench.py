@@ -176,8 +176,8 @@ def _product_rate(timer: Timer, device: torch.device, dtype: torch.dtype) -> flo
 # ------------------------------------------------------------------------------------------------------------
 # Bench: who computes an operation. Eager torch, torch.compile, megacompile, Liger, and files of users.
 #
-# A provider maps an operation's name to a function with the arguments of its eager form, or to None
-# where it does not have the operation. A file of a user is a Python module with functions of those names.
+# A provider maps an operation's name to a function with the arguments of its eager form, or to None where it
+# does not have the operation. A file of a user is a Python module with functions of those names.
 
 
 Provider = Callable[[str], Function | None]
@@ -234,9 +234,9 @@ def from_file(path: Path) -> Provider:
 # ------------------------------------------------------------------------------------------------------------
 # Bench: run every provider of an operation, first for correctness, then for time.
 #
-# In: operations, shapes, dtypes, providers and a timer. Out: :class:`Row` per provider and pass. A
-# provider that is wrong or fails is not timed, and says so. Correct is: in no tensor, results and gradients,
-# farther from float64 than eager torch is in the same dtype, by more than a tolerance.
+# In: operations, shapes, dtypes, providers and a timer. Out: :class:`Row` per provider and pass. A provider
+# that is wrong or fails is not timed, and says so. Correct is: in no tensor, results and gradients, farther
+# from float64 than eager torch is in the same dtype, by more than a tolerance.
 
 
 SLACK = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}

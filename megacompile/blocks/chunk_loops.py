@@ -24,11 +24,10 @@ from megacompile.kernels.registry import called
 # Which operators of a template act on each position of a sequence alone: its joint graph at two lengths.
 #
 # In: a template of one sequence. Out: its joint graph, where each node's ``meta["along"]`` says which
-# dimension
-# of its value is the sequence's (:data:`WHOLE` where that is not one dimension of just that size), and
-# :func:`role`, which sorts nodes into those that may run chunk by chunk, those that sum over positions, and
-# the
-# rest. Each rule is a sufficient condition; what no rule knows mixes positions, which is always right.
+# dimension of its value is the sequence's (:data:`WHOLE` where that is not one dimension of just that size),
+# and :func:`role`, which sorts nodes into those that may run chunk by chunk, those that sum over positions,
+# and the rest. Each rule is a sufficient condition; what no rule knows mixes positions, which is always
+# right.
 
 
 aten = torch.ops.aten
@@ -291,10 +290,8 @@ def two_lengths(
 #
 # In: a graph whose nodes :mod:`~megacompile.blocks.chunk_loops` has noted. Out: :class:`Stages`. Even ones
 # run operators on whole values once, odd ones are loops. What such an operator or the result reads is whole;
-# of
-# what a later loop reads again, a value with a product on the way to it is whole, and the rest is derived
-# again
-# there.
+# of what a later loop reads again, a value with a product on the way to it is whole, and the rest is derived
+# again there.
 
 
 class Stages:
@@ -428,9 +425,8 @@ class Stages:
 # ------------------------------------------------------------------------------------------------------------
 # Loops: a block function's graph becomes loops over chunks of the sequence around what mixes positions.
 #
-# In: the extracted graph of one function, whose nodes :mod:`~megacompile.blocks.chunk_loops` has noted.
-# Out: source of a function of the same arguments and results. Sums over positions are taken in FP32 over
-# chunks
+# In: the extracted graph of one function, whose nodes :mod:`~megacompile.blocks.chunk_loops` has noted. Out:
+# source of a function of the same arguments and results. Sums over positions are taken in FP32 over chunks
 # and rounded once. Invariant: a loop reads and writes whole values at the positions of its chunk alone.
 
 

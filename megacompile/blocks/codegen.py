@@ -20,8 +20,8 @@ from megacompile.kernels.linear_cross_entropy import add_product_
 # Print a functional graph as a Python function that frees every tensor at its last use.
 #
 # torch.fx prints graphs too, but loses the names of operators outside aten and gives no boxed calling
-# convention. The functions here take one list, empty it, and hold the only references to what the
-# caller gave away: a donated argument dies at its last use inside.
+# convention. The functions here take one list, empty it, and hold the only references to what the caller gave
+# away: a donated argument dies at its last use inside.
 
 
 DEVICE = "DEVICE"  # the name under which a function finds the device it runs on
@@ -146,10 +146,8 @@ def identifier(name: str) -> str:
 # Lifetimes: the bytes that a printed function holds, from what its trace knows of each tensor.
 #
 # In: the graph of a function, as it is printed. Out: its highest bytes and those that are left at its end,
-# beyond what was alive when it was called. Values of a trace share storages as those of a run on fake
-# tensors
-# do, and each is freed where the printed function frees it, so both give the same bytes; a walk takes a
-# small
+# beyond what was alive when it was called. Values of a trace share storages as those of a run on fake tensors
+# do, and each is freed where the printed function frees it, so both give the same bytes; a walk takes a small
 # part of the time.
 
 

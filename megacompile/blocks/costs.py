@@ -159,8 +159,8 @@ def _has_rows(x: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Which of our operators a program calls, on which shapes, how often per step, and what they do.
 #
-# In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump
-# writes beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
+# In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump writes
+# beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
 
 
 @dataclass(frozen=True, order=True)

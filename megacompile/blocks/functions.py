@@ -34,10 +34,10 @@ from megacompile.kernels.registry import called
 # ------------------------------------------------------------------------------------------------------------
 # Reuse: an operator writes its result over an argument that nothing reads again.
 #
-# In: the graph of one block function and the arguments that it owns. Out: the same graph, where
-# operators that have a twin which works in place call it. The traced graphs stay functional; this is
-# the last thing that happens to a function before it is printed. Invariant: a storage is written only if
-# the function owns it (it made it, or it was donated) and no later node reads any view of it.
+# In: the graph of one block function and the arguments that it owns. Out: the same graph, where operators
+# that have a twin which works in place call it. The traced graphs stay functional; this is the last thing
+# that happens to a function before it is printed. Invariant: a storage is written only if the function owns
+# it (it made it, or it was donated) and no later node reads any view of it.
 
 
 def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
@@ -88,8 +88,7 @@ def _replace(graph: fx.Graph, node: fx.Node, places: list[Any]) -> None:
 #
 # In: the extracted graph of a forward, a recompute or a backward. Out: :class:`BlockFunction`. What it holds
 # most is measured by running it on fake tensors under the meter that also measures real runs, or is known
-# from
-# its trace, which gives the same (:mod:`~megacompile.blocks.codegen`).
+# from its trace, which gives the same (:mod:`~megacompile.blocks.codegen`).
 
 
 Boxed = Callable[[list[Any]], list[Any]]

@@ -24,11 +24,9 @@ from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, va
 # ------------------------------------------------------------------------------------------------------------
 # Gradients of rows that were put into another order: gathered, where torch scatters them into zeros.
 #
-# A mixture of experts sorts rows by expert and takes the results back by ``inverse``, with
-# ``inverse[order] = arange(n)``. The gradient of ``y[inverse]`` is ``grad[order]``; torch's rule adds
-# ``grad``
-# at ``inverse`` to zeros, which on a GPU sorts the indices too. Invariant: equal values, but that zeros keep
-# their sign.
+# A mixture of experts sorts rows by expert and takes the results back by ``inverse``, with ``inverse[order] =
+# arange(n)``. The gradient of ``y[inverse]`` is ``grad[order]``; torch's rule adds ``grad`` at ``inverse`` to
+# zeros, which on a GPU sorts the indices too. Invariant: equal values, but that zeros keep their sign.
 
 
 _FRESH = (aten.new_zeros.default, aten.zeros.default)
@@ -236,8 +234,7 @@ def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
 #
 # In: a template's joint graph. Out: :class:`Joint`, the graph with the roles of its nodes, and saved sets.
 # Invariants: weights and what is computed from weights alone are never saved, and views are never saved
-# (their
-# base is).
+# (their base is).
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from megacompile.kernels._triton import recording
 # Memory that torch's CUDA kernels take beside their results, which a run on fake CPU tensors does not show.
 #
 # In: an operator with its arguments, the device's number of multiprocessors. Out: the bytes that it holds
-# while
-# it runs. The figures are those of ``mha_fwd`` and ``mha_bwd`` in torch's ``flash_api.cpp``, of
+# while it runs. The figures are those of ``mha_fwd`` and ``mha_bwd`` in torch's ``flash_api.cpp``, of
 # ``attention_backward.cu``, ``Reduce.cuh`` and ``EmbeddingBackwardKernel.cu``; for sorts they are measured.
 # ``tests/simulated/test_scratch.py`` compares them with what torch asks its allocator for.
 #
@@ -204,9 +203,9 @@ _OTHERS: dict[Any, Callable[..., int]] = {
 # ------------------------------------------------------------------------------------------------------------
 # Count the bytes of tensors that operators allocate, storage by storage, as they live and die.
 #
-# The same meter predicts (run on fake tensors at compile time) and measures (run on real tensors by the
-# CPU backend). It sees inside our own operators; scratch memory inside torch's kernels is not a tensor
-# and is not seen, but for what :mod:`~megacompile.blocks.memory_meter` knows of a GPU's.
+# The same meter predicts (run on fake tensors at compile time) and measures (run on real tensors by the CPU
+# backend). It sees inside our own operators; scratch memory inside torch's kernels is not a tensor and is not
+# seen, but for what :mod:`~megacompile.blocks.memory_meter` knows of a GPU's.
 
 
 OVERSIZED = frozenset(

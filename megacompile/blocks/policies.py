@@ -24,8 +24,7 @@ from megacompile.graph.captured import storage_nbytes, view_base
 # The numerical check of loops: a template's functions over chunks beside the whole ones, on random numbers.
 #
 # Both are made of one joint graph at a short length. Forward, recompute and backward of each checkpoint
-# policy
-# run on equal inputs; a backward is given what the whole forward saved.
+# policy run on equal inputs; a backward is given what the whole forward saved.
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -126,12 +125,10 @@ def _random_gradients(function: BlockFunction, known: dict[Ref, Tensor]) -> dict
 # ------------------------------------------------------------------------------------------------------------
 # Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy.
 #
-# In: a :class:`~megacompile.blocks.partition.Template`. Out: :class:`DifferentiatedTemplate`. The joint
-# graph
+# In: a :class:`~megacompile.blocks.partition.Template`. Out: :class:`DifferentiatedTemplate`. The joint graph
 # of forward and backward is traced once with the gradient rules that eager PyTorch uses; a checkpoint policy
-# is
-# a choice of the forward tensors that are kept for the backward (the saved set). Invariant: every
-# function is functional, but for memory that it owns.
+# is a choice of the forward tensors that are kept for the backward (the saved set). Invariant: every function
+# is functional, but for memory that it owns.
 
 
 PolicyName = Literal["all", "some", "attention", "none", "least"]

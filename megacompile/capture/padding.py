@@ -207,10 +207,8 @@ def _below(captured: Captured, names: Collection[str]) -> set[fx.Node]:
 # Whether a function of the user's ignores padding: found out by calling it, as its code may do anything.
 #
 # In: the function, what the forward returns, a batch. Out: whether the loss of a padded batch, and its
-# gradient
-# by what the forward returned, are those of the batch itself; of a function whose results are wanted,
-# whether
-# these are, at the batch's positions. Two things have to hold.
+# gradient by what the forward returned, are those of the batch itself; of a function whose results are
+# wanted, whether these are, at the batch's positions. Two things have to hold.
 #
 # **Numbers**, at short lengths: on random outputs and on labels like the batch's, the padded loss and
 # gradient,

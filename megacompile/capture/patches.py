@@ -32,9 +32,9 @@ from megacompile.errors import CaptureError
 # Casts of operands in a model's forward: float32 beside weights of a lower precision, as autocast treats it.
 #
 # A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor
-# of bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a
-# dtype, the weights are cast up. Without this, each such call is an error of
-# torch's. Operands that agree stay as they are.
+# of bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a dtype, the
+# weights are cast up. Without this, each such call is an error of torch's. Operands that agree stay as they
+# are.
 
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -97,10 +97,9 @@ def _raised(args: Any, kwargs: Any) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------------------------
 # Recurrent layers written out step by step, in place of torch's fused ones.
 #
-# torch's fused recurrent operators hide their dropout and choose their kernels by device and gradient
-# mode, so a recompute would not repeat them. Written out, they are products and pointwise operators like
-# everything else. Argument lists are those of ``torch._VF``; a sequence of T steps becomes about 10·T nodes
-# per layer.
+# torch's fused recurrent operators hide their dropout and choose their kernels by device and gradient mode,
+# so a recompute would not repeat them. Written out, they are products and pointwise operators like everything
+# else. Argument lists are those of ``torch._VF``; a sequence of T steps becomes about 10·T nodes per layer.
 
 
 State = tuple[Tensor, ...]
@@ -221,8 +220,8 @@ def _gru_cell(given: Tensor, state: State, recurrent: Sequence[Tensor]) -> State
 #
 # A model's own forward keeps the frequencies of the batch at hand in a buffer. Here they are a value of the
 # graph: LongRoPE (arXiv 2402.13753) chooses by the largest position, as transformers does; dynamic NTK
-# scaling
-# is the original embedding up to the original length, and beyond it depends on all batches before: refused.
+# scaling is the original embedding up to the original length, and beyond it depends on all batches before:
+# refused.
 
 
 _UPDATES = "transformers.modeling_rope_utils"
@@ -332,8 +331,7 @@ def _short_or_long(rotary: Any, positions: Tensor, layer_type: str | None, devic
 #
 # In: functions of the other modules of this stage, each of which is given what it replaces, then the call's
 # arguments. Functions of the whole process are replaced for the calls of one thread; other threads run
-# torch's
-# own, and wait for their turn where they want to replace some themselves.
+# torch's own, and wait for their turn where they want to replace some themselves.
 
 
 _ABSENT = object()

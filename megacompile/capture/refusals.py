@@ -260,8 +260,7 @@ def _no_fake_kernel(operator: str) -> str:
 # What a forward does besides computing, and what autograd does not see: refused by name, with the way out.
 #
 # A captured graph would hold neither: a program would do it once, or never. :class:`Effects` watches a
-# forward as it runs; ``refuse_constants`` looks at what it read, ``refuse_other_forward`` at what it
-# computes
+# forward as it runs; ``refuse_constants`` looks at what it read, ``refuse_other_forward`` at what it computes
 # the next time.
 
 

@@ -26,8 +26,7 @@ from megacompile.kernels.mamba2 import mamba2_chunk_scan as chunk_scan
 # Attention masks that are made for transformers' models, and the plain patterns that they turn out to be.
 #
 # A mask has the form that the model's own attention takes, boolean for "sdpa" and additive for "eager": what
-# a row without keys sees depends on it. A mask that is a plain band is still made, but attention that gets
-# it
+# a row without keys sees depends on it. A mask that is a plain band is still made, but attention that gets it
 # untouched computes the band itself, and the mask is dead code.
 
 
@@ -206,9 +205,9 @@ def _recognise(
 # ------------------------------------------------------------------------------------------------------------
 # Put our attention and dropout operators in place of a model's own, for the length of a context.
 #
-# Used twice: by ``capture``, so that the graph holds them, and by eager reference runs, so that eager
-# PyTorch computes the same function with the same dropout masks. A transformers model is switched to a
-# registered attention function; any other module is covered by torch's functional entry points.
+# Used twice: by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
+# computes the same function with the same dropout masks. A transformers model is switched to a registered
+# attention function; any other module is covered by torch's functional entry points.
 
 
 _WITHOUT_EFFECT = {  # handed through; the last four say what a mask says, to flash attention alone

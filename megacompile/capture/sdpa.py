@@ -30,16 +30,13 @@ from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, decl
 #
 # ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
 # kernel for windows, softcap, sinks, packed documents, and sequences so long that torch's would hold
-# gigabytes
-# of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on CUDA (float32, additive bias
-# and
-# its gradient), ``plain`` what :mod:`megacompile.capture.sdpa` writes out. The choice
+# gigabytes of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on CUDA (float32,
+# additive bias and its gradient), ``plain`` what :mod:`megacompile.capture.sdpa` writes out. The choice
 # depends on shapes, dtypes, device and constants alone, so that a recomputed forward and the backward make
-# the
-# same one.
+# the same one.
 #
-# On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run,
-# and equal seeds must give equal bits. The other two are asked to be deterministic.
+# On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run, and
+# equal seeds must give equal bits. The other two are asked to be deterministic.
 
 
 aten = torch.ops.aten
@@ -276,8 +273,8 @@ def sum_heads(x: Tensor, groups: int) -> Tensor:
 # Sinks by any flash attention, through the log-sum-exp that it returns.
 #
 # A sink is one more logit z per head, in the denominator of the softmax alone (Xiao et al. 2023,
-# arXiv:2309.17453). With l the log-sum-exp of a query's scores, every probability exp(s - l) becomes
-# exp(s - l') with l' = log(exp(l) + exp(z)), so the output shrinks by exp(l - l') = sigmoid(l - z).
+# arXiv:2309.17453). With l the log-sum-exp of a query's scores, every probability exp(s - l) becomes exp(s -
+# l') with l' = log(exp(l) + exp(z)), so the output shrinks by exp(l - l') = sigmoid(l - z).
 #
 # The backward needs nothing else. Flash attention forms probabilities as exp(s - l) and, as the gradient of
 # scores, p * (dp - delta) with delta the sum of out * grad. Given the output and the log-sum-exp with sinks,
@@ -299,8 +296,7 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 # ------------------------------------------------------------------------------------------------------------
 # Chunks of queries, where the scores or the mask of all of them would be large.
 #
-# In: a call of attention. Out: which queries to take at a time, with the keys that any of them sees, and
-# what
+# In: a call of attention. Out: which queries to take at a time, with the keys that any of them sees, and what
 # hides the rest. What a window costs then grows with the tokens, not with their square (Beltagy et al. 2020,
 # arXiv:2004.05150).
 
@@ -470,9 +466,9 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Ten
 # ------------------------------------------------------------------------------------------------------------
 # Attention by torch: its kernels, or its operators; whole, or some queries at a time.
 #
-# In: the arguments of :func:`megacompile.capture.sdpa.attention`, on any path but our own kernel's. Out:
-# its results, and their gradients. What a query does not see is -inf in what is added to its scores, unless
-# the kernel knows causal order by itself.
+# In: the arguments of :func:`megacompile.capture.sdpa.attention`, on any path but our own kernel's. Out: its
+# results, and their gradients. What a query does not see is -inf in what is added to its scores, unless the
+# kernel knows causal order by itself.
 
 
 _LOWERED = -1e8  # a logarithm of a number of keys vanishes beside it in float32
@@ -605,9 +601,8 @@ def _of_lowered_rows(grad: Tensor, mask: Tensor) -> Tensor:
 # Attention as an operator, in the place of a model's own.
 #
 # In: what a call of attention is given. Out: its result, and the log-sum-exp that its backward reads. One
-# graph
-# serves every device, a recomputed forward repeats the first one bit for bit, and the planner sees one node
-# with known cost. Which kernel runs a call is decided in :mod:`megacompile.capture.sdpa`.
+# graph serves every device, a recomputed forward repeats the first one bit for bit, and the planner sees one
+# node with known cost. Which kernel runs a call is decided in :mod:`megacompile.capture.sdpa`.
 
 
 _BIAS_GRAD = 9  # its place among the arguments of a backward behind ``sinks``

@@ -191,8 +191,7 @@ def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
 #
 # In: an exported program in training IR. Out: the graph that ``run_decompositions({})`` would give, and its
 # signature. torch would trace the whole graph twice for it. But few operators change, and how a call changes
-# depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form
-# of
+# depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form of
 # call is decomposed once, and every call of the form is written in this way. A graph in which an operator
 # writes, or that holds more than calls of operators, goes through torch.
 
@@ -475,9 +474,8 @@ def define_grouped_gradient() -> None:
 # Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the loss, or of outputs.
 #
 # In: the module (its values are never read), one batch, what of its forward is wanted. Out:
-# :class:`Captured`.
-# Invariants: one placeholder per parameter *object* (tied names are merged), no mutation, no hidden
-# randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
+# :class:`Captured`. Invariants: one placeholder per parameter *object* (tied names are merged), no mutation,
+# no hidden randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
 # Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
 
 

@@ -87,11 +87,9 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 # What each of our kernels is worth in a step: its seconds beside those of the same in plain torch.
 #
 # In:  the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as
-# fast
-# as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager form in
-# :mod:`~megacompile.bench.kernel_cases`, traced on fake tensors: what its operators read and write at the
-# memory's
-# bandwidth, and its products. Launches count on neither side.
+# fast as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager
+# form in :mod:`~megacompile.bench.kernel_cases`, traced on fake tensors: what its operators read and write at
+# the memory's bandwidth, and its products. Launches count on neither side.
 
 
 _TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace
@@ -406,8 +404,7 @@ def _stored(plan: Plan, question: Question) -> Plan:
 # In:  a model on the meta device and a :class:`~megacompile.cli.estimator.Question`. Out: an
 # :class:`~megacompile.cli.estimator.Answer`, for clipping and without, planned by what plans a training run
 # (:mod:`megacompile.planner.plan_program`). Nothing here needs weights, a GPU or triton. Where the step does
-# not
-# fit, an answer holds the least budgets instead of predictions.
+# not fit, an answer holds the least budgets instead of predictions.
 
 
 Progress = Callable[[str], None]
@@ -552,8 +549,8 @@ def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
 # ------------------------------------------------------------------------------------------------------------
 # Figures of a planned step: what compute does, who waits for whom.
 #
-# In: a planned step, a machine. Out: plain numbers in seconds, each by the
-# definition in its docstring, so that a report can be checked by hand.
+# In: a planned step, a machine. Out: plain numbers in seconds, each by the definition in its docstring, so
+# that a report can be checked by hand.
 
 
 def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str, float]:

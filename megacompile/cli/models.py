@@ -136,8 +136,7 @@ PRESETS: dict[str, Preset] = _LLAMA | _QWEN25 | _QWEN3 | _GEMMA3 | _EXPERTS
 # ------------------------------------------------------------------------------------------------------------
 # Models by name: a preset, a config.json (file or folder) or a hub id, of which only config.json is read.
 #
-# Out: a causal language model on the meta device, and the counts that model FLOPs are made of. No remote
-# code
+# Out: a causal language model on the meta device, and the counts that model FLOPs are made of. No remote code
 # runs, and no weight is needed.
 
 

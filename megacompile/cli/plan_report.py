@@ -177,8 +177,8 @@ def meshes_text(answer: Answer, meshes: tuple[Mesh, ...]) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # The printed answer to "will it fit, and how fast": text for people.
 #
-# In: an :class:`~megacompile.cli.estimator.Answer`. Out: text of about 100 columns.
-# Every figure stands with and without clipping; the details follow the mode that was asked for.
+# In: an :class:`~megacompile.cli.estimator.Answer`. Out: text of about 100 columns. Every figure stands with
+# and without clipping; the details follow the mode that was asked for.
 
 
 _STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host", "comm": "between devices"}

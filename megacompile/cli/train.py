@@ -95,8 +95,7 @@ def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
 # ------------------------------------------------------------------------------------------------------------
 # ``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers.
 #
-# The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file
-# for
+# The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file for
 # TRL's scripts runs as it is, and those of :class:`TrainConfig`.
 
 

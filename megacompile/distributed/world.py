@@ -232,9 +232,8 @@ def told(rank: int, text: str) -> Exception:
 # World: what the ranks of one program say and send to each other, and what they do when one of them fails.
 #
 # In:  :class:`~megacompile.distributed.ranks.Ranks`. Out: exchanges of bytes between callers, collectives of
-# tensors.
-# Four process groups, as four threads use them: over gloo those of the caller, of the host stream and of the
-# thread that saves, and that of collectives. Within each all ranks do the same in the same order.
+# tensors. Four process groups, as four threads use them: over gloo those of the caller, of the host stream
+# and of the thread that saves, and that of collectives. Within each all ranks do the same in the same order.
 #
 # Invariant: what keeps one rank from going on ends the others' waiting too, with an error that names it.
 

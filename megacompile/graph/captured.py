@@ -64,8 +64,7 @@ def reached(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.N
 # What is captured in the place of the loss: outputs of the forward, tensors and the structure around them.
 #
 # In: what a forward returned, or what a function of the user's made of it. Out: its tensors, which a program
-# computes, and :class:`Structure`, which puts their values back into tuples, dicts and a model's own
-# classes.
+# computes, and :class:`Structure`, which puts their values back into tuples, dicts and a model's own classes.
 
 
 OutputsFn = Callable[[Any, Any], Any]
@@ -268,8 +267,8 @@ def module_path(node: fx.Node) -> str:
 # Where to cut: consecutive runs of a graph's nodes, one per layer, for the partition to make blocks of.
 #
 # In: the nodes of a captured graph in order. Out: named runs. A layer is a numbered module outside of any
-# other one; what stands between layers (embedding, rotary, norm, head and loss) is merged into as few
-# runs as its weights allow.
+# other one; what stands between layers (embedding, rotary, norm, head and loss) is merged into as few runs as
+# its weights allow.
 
 
 TILE = "megacompile_tile"

@@ -158,15 +158,14 @@ GLU_PATTERNS: dict[str, Pattern] = {"glu": glu}
 # Pattern of the fuse stage: routing weights, multiplied in before the experts' last product.
 #
 # ``(x @ W) * w`` of rows sorted by expert becomes ``(x * w) @ W``. The gradient of the weights is then made
-# of
-# the product's input and that input's gradient, so that the backward does not read what the product returns:
-# it is neither saved nor computed again.
+# of the product's input and that input's gradient, so that the backward does not read what the product
+# returns: it is neither saved nor computed again.
 #
 # Float32 weights beside rows of 16 bits (DeepSeek-V3's kind) stay behind the product. There its result,
-# rounded
-# once, is weighted and summed over a token's experts in float32. Before the product, weighted rows would be
-# rounded too, so a forward would round once more than eager's: in bfloat16, 8 experts a token, 1.2 times its
-# error in the mean square. Where the types are one, both orders round twice, and their errors are equal.
+# rounded once, is weighted and summed over a token's experts in float32. Before the product, weighted rows
+# would be rounded too, so a forward would round once more than eager's: in bfloat16, 8 experts a token, 1.2
+# times its error in the mean square. Where the types are one, both orders round twice, and their errors are
+# equal.
 
 
 def is_product(node: Any) -> bool:

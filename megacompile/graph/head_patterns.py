@@ -30,8 +30,8 @@ from megacompile.kernels.linear_cross_entropy import WORKSPACE
 # ------------------------------------------------------------------------------------------------------------
 # Pattern of the fuse stage: a linear head and the cross-entropy of what it returns.
 #
-# Found backwards from ``aten.cross_entropy_loss``: views and casts up to a softcap, then the linear
-# layer. The replacement never holds the logits; the mean over labels that count stays ordinary torch.
+# Found backwards from ``aten.cross_entropy_loss``: views and casts up to a softcap, then the linear layer.
+# The replacement never holds the logits; the mean over labels that count stays ordinary torch.
 
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -187,10 +187,8 @@ PATTERNS: dict[str, Pattern] = {"linear_cross_entropy": linear_cross_entropy}
 # Narrow: of a product of which only ranges of positions are read, only these are computed.
 #
 # ``linear(hidden)[:, a:b]`` becomes ``linear(hidden[:, a:b])``, so that no more logits are alive at a time
-# than
-# who reads them in parts asks for. Done where no gradient comes back, as it would be summed in parts, and
-# where
-# the ranges hold no more positions than the whole.
+# than who reads them in parts asks for. Done where no gradient comes back, as it would be summed in parts,
+# and where the ranges hold no more positions than the whole.
 
 
 def narrow(graph: fx.Graph, mode: FakeTensorMode) -> None:

@@ -18,8 +18,7 @@ from megacompile.graph.captured import Captured, results_of
 # Where the values of a graph have their positions, as long as no position reads a later one.
 #
 # The property that is followed from node to node: *an element of position p in row b depends on positions up
-# to p of row b alone*. Operators on elements, or over other dimensions than those of rows and positions,
-# keep
+# to p of row b alone*. Operators on elements, or over other dimensions than those of rows and positions, keep
 # it, and so does causal attention. Of any other operator nothing is known, and so it is refused.
 
 
@@ -377,15 +376,12 @@ def _is_float(found: Any) -> TypeGuard[Tensor]:
 # hide keys from n[b] on. Causal attention at a position before n[b] sees none of these keys in either case.
 # So without the masks nothing changes before n[b], as long as an element of position p in row b depends on
 # positions up to p of row b alone, which :mod:`~megacompile.graph.sequence_dimension` follows through the
-# graph.
-# Cross-entropy meets such elements with labels of the same or later positions; those from n[b] on it
-# ignores,
-# so the loss does not depend on anything there. The same is true of values that are filled where such labels
-# are ignored, as outputs for a loss outside of the program may be. Hence nothing at padding gets a gradient,
-# nor gives one to a weight.
+# graph. Cross-entropy meets such elements with labels of the same or later positions; those from n[b] on it
+# ignores, so the loss does not depend on anything there. The same is true of values that are filled where
+# such labels are ignored, as outputs for a loss outside of the program may be. Hence nothing at padding gets
+# a gradient, nor gives one to a weight.
 #
-# What refutes the proof: a graph that still reads the mask, as a router's loss does that counts tokens by
-# it;
+# What refutes the proof: a graph that still reads the mask, as a router's loss does that counts tokens by it;
 # a router's loss that counts all; convolutions, recurrences, logits among the results.
 
 

@@ -228,10 +228,10 @@ def _combine(
 # ------------------------------------------------------------------------------------------------------------
 # Tiles of a bank of experts: some experts each, one after the other, on the rows sorted by expert.
 #
-# A bank is the part of the graph between the grouped products over stacked weights [E, ...] that share
-# one tensor of offsets. A tile moves its experts' rows to the front, runs the same operators on them, and
-# adds the result to the sum at the rows' old places. The number of rows is known on the device alone, so
-# shapes stay those of all rows, and the products skip the rows behind the last offset.
+# A bank is the part of the graph between the grouped products over stacked weights [E, ...] that share one
+# tensor of offsets. A tile moves its experts' rows to the front, runs the same operators on them, and adds
+# the result to the sum at the rows' old places. The number of rows is known on the device alone, so shapes
+# stay those of all rows, and the products skip the rows behind the last offset.
 
 
 _ROWWISE = {
@@ -416,11 +416,10 @@ def _transposed(
 # Rows of a table that the host gathers: a lookup by ids of the batch needs no table on the device.
 #
 # In: a graph whose tables are cut, and an embedding. Where the ids are computed from the batch's leaves
-# alone,
-# the host knows them when a step begins. Then the looked-up rows become an input of the graph,
-# :class:`~megacompile.graph.captured.Rows`, in the shape of the embedding's result; their gradient leaves
-# the device as it is, and the host adds it into the table's. A copy of the rows makes them a block of their
-# own, so that one block alone reads them and gives their gradient.
+# alone, the host knows them when a step begins. Then the looked-up rows become an input of the graph,
+# :class:`~megacompile.graph.captured.Rows`, in the shape of the embedding's result; their gradient leaves the
+# device as it is, and the host adds it into the table's. A copy of the rows makes them a block of their own,
+# so that one block alone reads them and gives their gradient.
 
 
 FEWER = 2
@@ -510,14 +509,11 @@ def _function(
 #
 # In: :class:`~megacompile.graph.captured.Captured` and the rows at which parameters are cut. Out: the same
 # with a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``,
-# and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens
-# up
+# and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
 # piece by piece, or leaves that to the host (``rows``), a linear layer computes some of its outputs, a
-# product
-# with [inputs, outputs] uses some of its inputs, a head adds to the loss what one range of the vocabulary
-# does
-# (``head``), a bank computes some of its experts (``experts``). Anything else that reads a cut parameter is
-# given the pieces put together, which is right for every operator and saves nothing.
+# product with [inputs, outputs] uses some of its inputs, a head adds to the loss what one range of the
+# vocabulary does (``head``), a bank computes some of its experts (``experts``). Anything else that reads a
+# cut parameter is given the pieces put together, which is right for every operator and saves nothing.
 # Invariant: no tile reads more than one piece of a parameter.
 
 
@@ -658,8 +654,8 @@ def _tile_product(graph: TileGraph, node: fx.Node) -> None:
 # Which parameters can be cut into pieces, and at which rows.
 #
 # In: a captured graph and the most bytes that a piece should have. Out: the cuts that ``tile`` makes.
-# Parameters that one operator reads together (a linear layer's weight and bias, the stacked weights of a
-# bank of experts) are cut at the same rows; a parameter that any operator reads as a whole is not cut.
+# Parameters that one operator reads together (a linear layer's weight and bias, the stacked weights of a bank
+# of experts) are cut at the same rows; a parameter that any operator reads as a whole is not cut.
 
 
 LEAST_PIECE = 1 << 20

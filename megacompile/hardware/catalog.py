@@ -24,8 +24,8 @@ from megacompile.units import host_available
 #
 # A :class:`MachineProfile` is a :class:`~megacompile.hardware.machine.Machine` (the rates that the simulator
 # reads) with the sizes and peaks that a report needs. Built-in ones are datasheet peaks times the
-# efficiencies below; a machine.json that was measured replaces them. Host memory is not a property of a
-# card: its bandwidth is assumed for the usual host and shown as such, its size is left to the user.
+# efficiencies below; a machine.json that was measured replaces them. Host memory is not a property of a card:
+# its bandwidth is assumed for the usual host and shown as such, its size is left to the user.
 
 
 PROFILE_VERSION = 2

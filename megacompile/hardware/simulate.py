@@ -137,8 +137,8 @@ def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
 # Simulate: when each operation of a step runs on a machine, and how long the step takes.
 #
 # Event-driven over the streams of the light step, each in order as issued, with the waits that the step
-# contains, and with what streams share where the machine says that they do. It is the planner's objective
-# and reads the very step that is emitted.
+# contains, and with what streams share where the machine says that they do. It is the planner's objective and
+# reads the very step that is emitted.
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,8 @@ def duration(op: Op, machine: Machine) -> float:
 # ------------------------------------------------------------------------------------------------------------
 # A step as it ran, beside what was predicted of it.
 #
-# In:  a step and the traces that a runtime keeps of its last runs. Out: :class:`Measured`, one start and
-# end per operation, and a table that says by how much the estimates of each kind of operation were off.
+# In:  a step and the traces that a runtime keeps of its last runs. Out: :class:`Measured`, one start and end
+# per operation, and a table that says by how much the estimates of each kind of operation were off.
 
 
 RUN: Event = ("run",)  # the entry of a trace that tells when the run began

@@ -138,8 +138,7 @@ def _without_loss(outputs: Any) -> Any:
 # Losses that a trainer computes itself, outside of the program, from what the model returns.
 #
 # For each micro-batch the trainer's code runs in a thread of its own, which waits where it calls the model.
-# So
-# the batch is known before the program runs, and one pass serves all code: the program's forward gives the
+# So the batch is known before the program runs, and one pass serves all code: the program's forward gives the
 # outputs, the code goes on to the loss, and the program's backward starts from the loss's gradient by them.
 
 

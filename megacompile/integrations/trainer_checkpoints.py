@@ -26,8 +26,7 @@ from megacompile.state.checkpoint import read_manifest
 # Checkpoints of a trainer: the model's files as transformers writes them, and the program's state beside.
 #
 # ``checkpoint-N/program`` is what :meth:`~megacompile.api.program.Program.save` writes. While anything is
-# missing
-# there is a file ``unfinished`` in the folder.
+# missing there is a file ``unfinished`` in the folder.
 
 
 STATE = "program"

@@ -235,8 +235,7 @@ class Updates(_Upstream):
 # ``transformers.Trainer`` over a megacompile program: the same loop, arguments, callbacks and logs.
 #
 # Upstream's loop is not copied. :class:`Mixin` stands before upstream's class and answers the hooks in which
-# it
-# touches the model, the gradients or the optimizer's state; read beside transformers 5.23.
+# it touches the model, the gradients or the optimizer's state; read beside transformers 5.23.
 
 
 __all__ = [

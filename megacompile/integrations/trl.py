@@ -30,10 +30,9 @@ from megacompile.state.model_values import is_owned
 # Which tokens of a chat the assistant says, by where its words lie in the text.
 #
 # transformers asks for the token at the first and at the last character of a turn. Some tokenizers spread
-# that
-# character over several tokens, or give it none (GPT-NeoX's offsets leave out spaces). Then it leaves out
-# the
-# rest of the turn or all later turns, or takes in the user's. Here every token is asked where it lies.
+# that character over several tokens, or give it none (GPT-NeoX's offsets leave out spaces). Then it leaves
+# out the rest of the turn or all later turns, or takes in the user's. Here every token is asked where it
+# lies.
 
 
 _SHOWN = 80  # characters of a chat that is refused
@@ -99,10 +98,9 @@ def _within(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]
 # TRL's trainers over a megacompile program: ``SFTTrainer`` and ``DPOTrainer``, a change of one import.
 #
 # TRL's losses are computed by TRL's own code, outside of the program
-# (:mod:`megacompile.integrations.evaluation`).
-# They read what TRL's fused head gives: for each token its log-probability, the entropy, whether it was the
-# most likely one. A program of the forward gives these numbers, so no logits leave the device. Read beside
-# TRL 1.16.
+# (:mod:`megacompile.integrations.evaluation`). They read what TRL's fused head gives: for each token its
+# log-probability, the entropy, whether it was the most likely one. A program of the forward gives these
+# numbers, so no logits leave the device. Read beside TRL 1.16.
 
 
 __all__ = [

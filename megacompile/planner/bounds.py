@@ -19,14 +19,11 @@ from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Wor
 # Floor: seconds and bytes that no step with a plan's choices can do without, without lowering the plan.
 #
 # In: a workload, a mode, a machine; then plans. Out, as seconds, the larger of two sums. All compute, with
-# what lies between the last gradient of a step and the next forward: that gradient's way out, the update
-# that
-# needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all
-# updates
+# what lies between the last gradient of a step and the next forward: that gradient's way out, the update that
+# needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
 # with all compute that follows the first use of the group that is updated last. As bytes, what blocks keep
-# and
-# what groups are held. All hold however well everything else overlaps, so no plan is lowered whose floor is
-# above the best step or above the budget.
+# and what groups are held. All hold however well everything else overlaps, so no plan is lowered whose floor
+# is above the best step or above the budget.
 
 
 class Floor:
@@ -144,11 +141,9 @@ class Floor:
 # Lowest: device bytes that a step holds at some time, whatever else its plan says.
 #
 # In: a workload and a mode; then, if need be, the checkpoint policies of a plan. Out: bytes, found without
-# lowering anything. While a block's function runs, what it reads is on the device beside its own tensors,
-# and
+# lowering anything. While a block's function runs, what it reads is on the device beside its own tensors, and
 # so is what passes by it: values of earlier blocks that later forwards read, gradients that earlier blocks
-# await, leaves of the batch that anything still reads. Only what a block's own backward alone still reads
-# may
+# await, leaves of the batch that anything still reads. Only what a block's own backward alone still reads may
 # wait elsewhere. So no cuts are weighed that cannot help, and no budget is searched that nothing meets.
 
 

@@ -26,8 +26,7 @@ from megacompile.schedule.workload import CheckpointPolicy, Workload
 # of :mod:`megacompile.planner.linear_program`; the solution is a vertex, so few variables are fractional.
 #
 # Why not ``scipy``'s HiGHS: over the 98 programs of three searches (26 x 51 and smaller) it took 2.0 ms a
-# solve
-# and this 0.85 ms, to the same values within 3e-13; and scipy would add 113 MB to an installation.
+# solve and this 0.85 ms, to the same values within 3e-13; and scipy would add 113 MB to an installation.
 
 
 Array = NDArray[np.float64]
@@ -278,8 +277,8 @@ def _kinds(items: list[dict[Treatment, Takes[float]]]) -> tuple[Kind, ...]:
 # ------------------------------------------------------------------------------------------------------------
 # Mixture: how many blocks of a kind should be treated how, by a linear program over counts.
 #
-# Equal blocks are interchangeable but for their place, so the plan's large decisions are counts: of each
-# kind of block, how many keep what and where that waits; of each kind of weight group, how many stay on the
+# Equal blocks are interchangeable but for their place, so the plan's large decisions are counts: of each kind
+# of block, how many keep what and where that waits; of each kind of weight group, how many stay on the
 # device. The program's rows are the streams' work in two phases (forward, then backward; transfers hide
 # behind the compute of their own phase), the memory at the turn between them, and host memory. Its solution
 # is a start for the search in the simulator, which knows what counts cannot tell: where and when.
@@ -431,11 +430,9 @@ class Mixer:
 # Arrange: from counts to places, and from one plan to its neighbours.
 #
 # A :class:`~megacompile.planner.linear_program.Mixture` says how many; these functions say which. "runs"
-# gives blocks
-# that wait on the host the first places, those that keep most the last ones, holds the last weight groups,
-# and
-# leaves the state of the first on the device;
-# "spread" mixes all treatments evenly, so that no stretch of the step loads one stream more than another.
+# gives blocks that wait on the host the first places, those that keep most the last ones, holds the last
+# weight groups, and leaves the state of the first on the device; "spread" mixes all treatments evenly, so
+# that no stretch of the step loads one stream more than another.
 
 
 CHECKPOINT_POLICIES = ("all", "some", "attention", "none", "least")

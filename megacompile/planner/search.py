@@ -51,8 +51,7 @@ from megacompile.units import format_bytes
 # Plans that were found before: the second run of a script does not search.
 #
 # In: all that a search depends on. Out: the plan that it found, from a file in the user's cache folder. The
-# name of the file is a hash of these things and of the code that plans; in it stands a checksum and the
-# plan.
+# name of the file is a hash of these things and of the code that plans; in it stands a checksum and the plan.
 # What cannot be read, is damaged or was written by other code is as if it were not there, and a plan that is
 # read is lowered, measured and proven like any other.
 
@@ -251,8 +250,8 @@ def _stretches(places: list[int]) -> Iterator[frozenset[int]]:
 # ------------------------------------------------------------------------------------------------------------
 # Fixed schedules by name, on the same executor and with the same proof as what the search finds.
 #
-# For knowing what a schedule is worth: each is one rule for the whole step, whatever the budget. A planner
-# is any function ``(work, mode, machine, budget_bytes) -> Plan``, so one's own goes wherever a name goes.
+# For knowing what a schedule is worth: each is one rule for the whole step, whatever the budget. A planner is
+# any function ``(work, mode, machine, budget_bytes) -> Plan``, so one's own goes wherever a name goes.
 
 
 Planner = Callable[[Workload, Mode, Machine, int], Plan]
@@ -334,8 +333,7 @@ def read_plan(path: str | Path) -> Plan:
 # Starts of the search: plans of a linear program over counts, plans that treat everything alike, few blocks.
 #
 # The program (:mod:`~megacompile.planner.linear_program`) knows bytes by kind; its room is corrected until
-# the step
-# that comes of it just fits.
+# the step that comes of it just fits.
 
 
 _CLOSE = 0.01  # to what is expected: no other start is tried
@@ -491,9 +489,9 @@ def _keeping_less(plan: Plan, names: Sequence[str]) -> Iterator[Plan]:
 #
 # Candidates are lowered by the very passes that make the final step; their peak is exact and their time
 # simulated. Starts come from a linear program over counts (:mod:`~megacompile.planner.linear_program`) whose
-# room is
-# corrected until the step just fits, and from plans that treat everything alike; local search improves the
-# best of them. The search is deterministic: it is limited by the operations that it lowers, not by time.
+# room is corrected until the step just fits, and from plans that treat everything alike; local search
+# improves the best of them. The search is deterministic: it is limited by the operations that it lowers, not
+# by time.
 
 
 _GAIN = 0.9995  # of the seconds before: less is not worth another round

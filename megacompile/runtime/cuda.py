@@ -53,14 +53,14 @@ def exact_convolutions() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------
 # The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
 #
-# Weights live in a slab that is allocated once per program. What blocks create comes from torch's
-# allocator on the compute stream, and is freed by the compute stream after it waited for whoever else
-# read it, so stream order alone makes its reuse safe. The allocator may never hold more than the budget
-# less what the driver takes: going over raises.
+# Weights live in a slab that is allocated once per program. What blocks create comes from torch's allocator
+# on the compute stream, and is freed by the compute stream after it waited for whoever else read it, so
+# stream order alone makes its reuse safe. The allocator may never hold more than the budget less what the
+# driver takes: going over raises.
 #
-# Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and
-# is set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and
-# the host casts and adds.
+# Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and is
+# set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and the host
+# casts and adds.
 
 
 _BOUNCE_BUFFERS = 2

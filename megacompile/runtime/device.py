@@ -26,10 +26,10 @@ from megacompile.state.masters import HostState
 # ------------------------------------------------------------------------------------------------------------
 # Streams for the CPU backend: one thread per stream, in order, with events between them.
 #
-# A task starts when the events that were latest when it was submitted are over. The first exception in
-# a task keeps the other tasks of its step, and of later ones, from doing anything; tasks of earlier
-# steps still run. All events fire in any case, so nothing ever hangs, and the exception is raised in the
-# caller at its next wait.
+# A task starts when the events that were latest when it was submitted are over. The first exception in a task
+# keeps the other tasks of its step, and of later ones, from doing anything; tasks of earlier steps still run.
+# All events fire in any case, so nothing ever hangs, and the exception is raised in the caller at its next
+# wait.
 
 
 Trace = list[tuple[Event, float, float]]
@@ -209,8 +209,8 @@ class Streams(Workers):
 # What the runtime asks of a backend: memory, streams, copies. Two exist, for the CPU and for CUDA.
 #
 # The calling thread issues the ``compute`` stream; ``h2d``, ``d2h`` and ``host`` are asynchronous. An
-# operation on them is submitted with the event that it records and the events that it waits for, always
-# their latest records in program order. A backend decides nothing else about order.
+# operation on them is submitted with the event that it records and the events that it waits for, always their
+# latest records in program order. A backend decides nothing else about order.
 
 
 OnComplete = Callable[[], None]

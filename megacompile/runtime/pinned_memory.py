@@ -120,13 +120,11 @@ def first_page(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------------------------------------------
 # Copies through a few page-locked buffers, for host memory that the system refuses to page-lock in place.
 #
-# WSL2 and a low limit of locked memory refuse it. A copy then goes piece by piece: to the device, the
-# issuing
+# WSL2 and a low limit of locked memory refuse it. A copy then goes piece by piece: to the device, the issuing
 # thread fills a buffer and issues its copy; from the device, copies are issued into the buffers, and what
 # they brought moves on to its place when a buffer is wanted again, or in the copy's completion callback.
 # Invariant: a buffer is filled again only when its last piece has left it, and memory that a download is
-# still
-# on its way to is read by no upload.
+# still on its way to is read by no upload.
 
 
 OnComplete = Callable[[], None]

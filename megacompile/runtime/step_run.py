@@ -176,11 +176,10 @@ def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Te
 # ------------------------------------------------------------------------------------------------------------
 # One run of a step: the operations that emitted code calls, and what this run alone knows.
 #
-# Emitted code calls one method per operation, named and given as
-# :data:`~megacompile.schedule.op_table.SPECS` says.
-# Block functions go to :class:`~megacompile.runtime.block_calls.Blocks`; copies, updates and waits to a
-# :class:`~megacompile.runtime.device.Device`. Nothing is decided here: what happens when
-# is written in the step.
+# Emitted code calls one method per operation, named and given as :data:`~megacompile.schedule.op_table.SPECS`
+# says. Block functions go to :class:`~megacompile.runtime.block_calls.Blocks`; copies, updates and waits to a
+# :class:`~megacompile.runtime.device.Device`. Nothing is decided here: what happens when is written in the
+# step.
 
 
 class StepRun:

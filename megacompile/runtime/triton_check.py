@@ -93,8 +93,7 @@ def _first_line(error: BaseException) -> str:
 # The Triton kernels of a program, compiled on threads before its first step, which else compiles one by one.
 #
 # In: a step with its blocks' functions, which run once on fake tensors of the GPU, their launches recorded:
-# so
-# what is compiled is what the step launches. Out: kernels in Triton's memory and in its cache on disk, and
+# so what is compiled is what the step launches. Out: kernels in Triton's memory and in its cache on disk, and
 # on the device. Of the work an eighth holds Python's lock; the rest is LLVM, ptxas and a C compiler.
 
 

@@ -126,8 +126,8 @@ def _expression(value: int, slope: int, origin: int) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # Emit: the scheduled step as Python source that a person can read.
 #
-# One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that
-# repeat with indices moving evenly, as they do over equal layers, are printed as a loop.
+# One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that repeat
+# with indices moving evenly, as they do over equal layers, are printed as a loop.
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:

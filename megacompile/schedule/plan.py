@@ -17,8 +17,8 @@ from megacompile.units import format_bytes, runs_of
 # ------------------------------------------------------------------------------------------------------------
 # A plan in words, equal layers folded: ``layers 2–77 (×76)  recompute …, saved_on to host``.
 #
-# In: a plan and the names of blocks and weight groups. Lines stand in the order in which layers first
-# appear; what alternates is folded too (``layers 0, 2, 4–9 (×8)``).
+# In: a plan and the names of blocks and weight groups. Lines stand in the order in which layers first appear;
+# what alternates is folded too (``layers 0, 2, 4–9 (×8)``).
 
 
 _WIDTH = 106  # of a printed line

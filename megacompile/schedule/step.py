@@ -27,10 +27,10 @@ from megacompile.schedule.workload import Call, CheckpointPolicy, KernelWork
 # ------------------------------------------------------------------------------------------------------------
 # The light step: one training step as a tuple of frozen operations on a few in-order streams.
 #
-# Operations on one stream run in program order. Between streams only ``waits`` orders them: an
-# operation waits for the latest event of each name that was recorded before it in program order, as a
-# CUDA event does. Device bytes that live between operations are tokens; a token is taken by the
-# operation that writes it and given back by the one that lists it in ``frees``.
+# Operations on one stream run in program order. Between streams only ``waits`` orders them: an operation
+# waits for the latest event of each name that was recorded before it in program order, as a CUDA event does.
+# Device bytes that live between operations are tokens; a token is taken by the operation that writes it and
+# given back by the one that lists it in ``frees``.
 
 
 Event = tuple[Any, ...]

@@ -277,10 +277,10 @@ def check_spills(step: Step) -> None:
 # Prove that a step is safe in every order that its streams allow, or say where it is not.
 #
 # The proof shares nothing with the passes but the meaning of an operation. The step is repeated, as in
-# training; every operation gets a vector clock from stream order and waits; then each access to a token,
-# a slot, a host buffer or a master must be ordered against every conflicting one, every device token
-# must be alive where it is touched and gone at the end, every gradient must be whole when it is used and
-# used before it is overwritten, and device bytes must fit the budget at every operation.
+# training; every operation gets a vector clock from stream order and waits; then each access to a token, a
+# slot, a host buffer or a master must be ordered against every conflicting one, every device token must be
+# alive where it is touched and gone at the end, every gradient must be whole when it is used and used before
+# it is overwritten, and device bytes must fit the budget at every operation.
 
 
 _REPEATS = 3  # enough for every wait to refer to a step that itself had a predecessor

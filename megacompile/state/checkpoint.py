@@ -34,13 +34,13 @@ from megacompile.state.safetensors_io import DTYPES, checksum, open_shard, paced
 # ------------------------------------------------------------------------------------------------------------
 # Which parameters a checkpoint holds and where a program's parameters lie in them.
 #
-# In:  the layout in a checkpoint's manifest, and the host state that is to be filled from it.
-# Out: :class:`Layout`: the tensors that the checkpoint must hold, and of every parameter of the program
-# the parts of saved ones that it consists of.
+# In:  the layout in a checkpoint's manifest, and the host state that is to be filled from it. Out:
+# :class:`Layout`: the tensors that the checkpoint must hold, and of every parameter of the program the parts
+# of saved ones that it consists of.
 #
-# A weight that is too large to be on the device whole is cut by rows, and another budget cuts it
-# otherwise. Pieces are ranges of the model's parameters, so a program reads the ranges that it needs,
-# bit for bit; codes of moments allow that where a cut lies between two of their blocks.
+# A weight that is too large to be on the device whole is cut by rows, and another budget cuts it otherwise.
+# Pieces are ranges of the model's parameters, so a program reads the ranges that it needs, bit for bit; codes
+# of moments allow that where a cut lies between two of their blocks.
 
 
 @dataclass(frozen=True)
@@ -362,16 +362,15 @@ def find_spans(folder: Path, places: Places, expected: Mapping[str, Tensor]) -> 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: everything that a run needs to go on bit for bit, as safetensors files and one JSON.
 #
-# In:  the host state, buffers, and :class:`Progress`.
-# Out: a folder with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all.
-# Of several ranks each writes and reads what is its own; ``state-00000-00001.safetensors`` is the first
-# one's.
-# A parameter's arrays are then in files of several ranks, and whoever reads takes what it needs of each.
+# In:  the host state, buffers, and :class:`Progress`. Out: a folder with ``checkpoint.json`` and
+# ``state-00001.safetensors`` ..., written whole or not at all. Of several ranks each writes and reads what is
+# its own; ``state-00000-00001.safetensors`` is the first one's. A parameter's arrays are then in files of
+# several ranks, and whoever reads takes what it needs of each.
 #
-# A parameter's flat arrays are stored as they lie in host memory, masters in their two halves and
-# moments in their format, so neither side makes a copy of the state: writing maps views, reading goes
-# through the file a piece at a time. Each tensor has a CRC-32; nothing is trusted before it is checked,
-# and no pickle is involved.
+# A parameter's flat arrays are stored as they lie in host memory, masters in their two halves and moments in
+# their format, so neither side makes a copy of the state: writing maps views, reading goes through the file a
+# piece at a time. Each tensor has a CRC-32; nothing is trusted before it is checked, and no pickle is
+# involved.
 
 
 SHARD_BYTES = 1 << 26  # updates may wait for one to be written
@@ -606,8 +605,8 @@ class Checkpoint:
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints that are written while training goes on, each by a thread of its own.
 #
-# In:  what :func:`~megacompile.state.checkpoint.save_checkpoint` takes, the state as a snapshot.
-# Out: the same folder, bit for bit, as it would have written at that moment.
+# In:  what :func:`~megacompile.state.checkpoint.save_checkpoint` takes, the state as a snapshot. Out: the
+# same folder, bit for bit, as it would have written at that moment.
 #
 # The thread waits for nothing that trains, but of several ranks for the others' threads, and ends with the
 # process at the latest when its folder is whole. It takes a small share of the machine until somebody waits.

@@ -22,14 +22,13 @@ from megacompile.state.nvme import Storage
 # ------------------------------------------------------------------------------------------------------------
 # State on NVMe: what of each weight group lives there, and the host window that it passes through.
 #
-# In:  group layouts, a state format, a :class:`Placement`. Out: :class:`Offload`,
-# which moves a group's weights or state between its regions on storage and buffers of two windows: one
-# for the rest of the state (or all of it), one for streamed weights.
+# In:  group layouts, a state format, a :class:`Placement`. Out: :class:`Offload`, which moves a group's
+# weights or state between its regions on storage and buffers of two windows: one for the rest of the state
+# (or all of it), one for streamed weights.
 #
 # A group's arrays lie one behind the other in a buffer and in its regions, in the order of
 # :func:`~megacompile.state.moment_formats.group_arrays`, each at a multiple of the arena's alignment; what
-# they mean
-# does not matter here.
+# they mean does not matter here.
 
 
 @dataclass(frozen=True)
@@ -212,8 +211,7 @@ class Offload:
 # ------------------------------------------------------------------------------------------------------------
 # Host needs: the bytes of host memory that a planned step takes, counted as the arena gives them out.
 #
-# In:  the layout of the weight groups, a state format, a plan and its step. Out: :class:`HostBytes`, by
-# kind.
+# In:  the layout of the weight groups, a state format, a plan and its step. Out: :class:`HostBytes`, by kind.
 # The search, the error messages, the reports and the arena all count by it, so for a plan that fits a host
 # budget to the byte memory is found. Every buffer takes whole pages
 # (:func:`~megacompile.state.arena.padded`).

@@ -320,12 +320,11 @@ class Snapshot:
 # ------------------------------------------------------------------------------------------------------------
 # Host state: FP32 masters and Adam moments of all weight groups.
 #
-# A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that
-# is streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group
-# that
-# computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32
-# value bit for bit. Moments are kept in one of the formats of `host/formats.py`: 12, about 6 or about 5
-# bytes per trained parameter in all.
+# A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that is
+# streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group that
+# computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32 value
+# bit for bit. Moments are kept in one of the formats of `host/formats.py`: 12, about 6 or about 5 bytes per
+# trained parameter in all.
 
 
 Weights = Callable[[str], Tensor]

@@ -157,8 +157,8 @@ def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) 
 # ------------------------------------------------------------------------------------------------------------
 # The model's values out of a checkpoint, without a program: one tensor at a time, from its files.
 #
-# In:  a checkpoint's folder and the description of a model of the same names.
-# Out: what :func:`~megacompile.state.model_export.export_model` writes.
+# In:  a checkpoint's folder and the description of a model of the same names. Out: what
+# :func:`~megacompile.state.model_export.export_model` writes.
 
 
 def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor]]:

@@ -39,9 +39,8 @@ from megacompile.units import RESERVE, format_bytes, host_available
 # Who owns a model's values: a program takes them over, and using the model or its optimizer then says so.
 #
 # Names, shapes and dtypes stay known, and ``state_dict`` of a module reads the program's values, in the
-# model's
-# dtypes. What would compute with values, or change them, is refused; or the program lends the model each
-# parameter that is touched, until it is called next.
+# model's dtypes. What would compute with values, or change them, is refused; or the program lends the model
+# each parameter that is touched, until it is called next.
 
 
 _BELONGS = "This {} belongs to a megacompile program"

@@ -27,9 +27,9 @@ from megacompile.units import format_bytes
 # dynamic tree over three decades, for first moments, and ``linear4_unsigned``, evenly spaced without zero,
 # for second moments (Li et al. 2023, arXiv:2309.01507).
 #
-# In:  FP32 values on the CPU; the last block may be short.
-# Out: codes, uint8, one per element, or two in a byte (the even element in the low half) for 4 bits; scales,
-# FP32, one per block. A block with a value that is not finite gets a scale that is not finite.
+# In:  FP32 values on the CPU; the last block may be short. Out: codes, uint8, one per element, or two in a
+# byte (the even element in the low half) for 4 bits; scales, FP32, one per block. A block with a value that
+# is not finite gets a scale that is not finite.
 
 
 def _dynamic(signed: bool, decades: int) -> list[float]:
@@ -84,14 +84,13 @@ def dequantize(codes: Tensor, scales: Tensor, book: str, size: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # State formats: which flat arrays the host keeps of a weight group, and where a parameter lies in them.
 #
-# "fp32" keeps both Adam moments in FP32. "int8" and "int4" keep them as codes with one FP32 scale per
-# block: block-wise dynamic 8 bits (Dettmers et al. 2021, arXiv:2110.02861), and 4 bits with a signed
-# dynamic first and a linear second moment that has no zero (Li et al. 2023, arXiv:2309.01507).
-# Parameters of at most ``SMALL`` elements keep FP32 moments in both, as in those papers. Masters are
-# FP32 in every format.
+# "fp32" keeps both Adam moments in FP32. "int8" and "int4" keep them as codes with one FP32 scale per block:
+# block-wise dynamic 8 bits (Dettmers et al. 2021, arXiv:2110.02861), and 4 bits with a signed dynamic first
+# and a linear second moment that has no zero (Li et al. 2023, arXiv:2309.01507). Parameters of at most
+# ``SMALL`` elements keep FP32 moments in both, as in those papers. Masters are FP32 in every format.
 #
-# Invariant: blocks of codes begin anew at every parameter, so what a parameter's codes are does not
-# depend on its neighbours in the bucket.
+# Invariant: blocks of codes begin anew at every parameter, so what a parameter's codes are does not depend on
+# its neighbours in the bucket.
 
 
 StateFormat = Literal["fp32", "int8", "int4"]
@@ -313,17 +312,17 @@ def smaller_formats(groups: tuple[GroupLayout, ...], form: Form) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # Host Adam on coded moments: decode, step, and code again in one pass, in place.
 #
-# In:  weights and a gradient as in `host/adam.py`; each moment as :class:`Coded`.
-# Out: the same tensors, one optimizer step later.
+# In:  weights and a gradient as in `host/adam.py`; each moment as :class:`Coded`. Out: the same tensors, one
+# optimizer step later.
 #
-# The books are those of ``host/code_books.py``: 8 bits with ``dynamic8`` and ``dynamic8_unsigned`` in
-# blocks of 256, 4 bits with ``dynamic4`` and ``linear4_unsigned`` in blocks of 128. A value takes the
-# nearest code of its magnitude over the block's largest.
+# The books are those of ``host/code_books.py``: 8 bits with ``dynamic8`` and ``dynamic8_unsigned`` in blocks
+# of 256, 4 bits with ``dynamic4`` and ``linear4_unsigned`` in blocks of 128. A value takes the nearest code
+# of its magnitude over the block's largest.
 #
-# Invariant: a result does not depend on the thread count, nor on where buffers are cut between blocks.
-# The C kernel multiplies by a block's inverse scale where torch divides: of one and the same FP32
-# moment the two backends make the same scale, and codes that differ, by one, only where the value lies
-# within 1e-6 (relative) of the midpoint between the two.
+# Invariant: a result does not depend on the thread count, nor on where buffers are cut between blocks. The C
+# kernel multiplies by a block's inverse scale where torch divides: of one and the same FP32 moment the two
+# backends make the same scale, and codes that differ, by one, only where the value lies within 1e-6
+# (relative) of the midpoint between the two.
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from megacompile.units import format_bytes
 # Where scratch files of the storage engine lie: its directories, their locks, the space that files take.
 #
 # In:  directories. Out: their absolute paths, a lock on each, and files whose space is taken at once. An
-# error
-# names the directory as ``offload_dir`` has it.
+# error names the directory as ``offload_dir`` has it.
 
 
 _LOCK = "megacompile.lock"
@@ -140,12 +139,12 @@ def _file_system(folder: Path) -> str:
 # The storage engine: named regions of scratch files, moved in large direct blocks with a deep queue.
 #
 # In:  directories and the size of each region. Out: :class:`Storage`, whose ``read`` and ``write`` move a
-# whole region from and to host memory. A region is cut into blocks that go round the directories
-# (striping). Every block's checksum is kept in RAM when it is written and compared when it is read, so
-# that nothing that storage changed is ever trained on.
+# whole region from and to host memory. A region is cut into blocks that go round the directories (striping).
+# Every block's checksum is kept in RAM when it is written and compared when it is read, so that nothing that
+# storage changed is ever trained on.
 #
-# The files are scratch: they belong to one process, are removed when it ends, and one that a killed
-# process left is removed by the next that uses the directory. A lock file keeps others out meanwhile.
+# The files are scratch: they belong to one process, are removed when it ends, and one that a killed process
+# left is removed by the next that uses the directory. A lock file keeps others out meanwhile.
 
 
 try:
@@ -327,10 +326,10 @@ def _release(
 # ------------------------------------------------------------------------------------------------------------
 # ``megacompile bench nvme``: what the drive behind a directory gives, and how much of it the engine reaches.
 #
-# The drive's own rates come from plain direct transfers by a few threads, at several block sizes and
-# queue depths. The engine then moves regions, with checksums, in pairs with plain transfers of its own
-# block size and depth from the same memory; which of the two goes first alternates, and a fraction is the
-# median over the pairs, so that a drive whose speed drifts is compared with itself.
+# The drive's own rates come from plain direct transfers by a few threads, at several block sizes and queue
+# depths. The engine then moves regions, with checksums, in pairs with plain transfers of its own block size
+# and depth from the same memory; which of the two goes first alternates, and a fraction is the median over
+# the pairs, so that a drive whose speed drifts is compared with itself.
 
 
 BLOCKS = (1 << 20, 4 << 20)

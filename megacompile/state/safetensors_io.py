@@ -111,10 +111,8 @@ def _copied(to: Tensor, source: Tensor, before: int) -> int:
 # In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of each tensor.
 #
 # A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive
-# fetches
-# it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile several times
-# as
-# much. No call holds the interpreter's lock over a block.
+# fetches it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile
+# several times as much. No call holds the interpreter's lock over a block.
 
 
 BLOCK_BYTES = 4 << 20
