@@ -54,14 +54,14 @@ _gave_up = False
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether an operator on ``x`` launches its Triton kernel; otherwise it runs the reference."""
+    """Return whether an operator on ``x`` launches its Triton kernel; otherwise it runs the reference."""
     if _recording is not None and _recording.processors is not None:
         return not _gave_up
     return HAS_TRITON and (x.is_cuda or INTERPRETED)
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU, or stands for a tensor that is (see ``recording``)."""
+    """Return whether ``x`` is on a GPU, or stands for a tensor that is (see ``recording``)."""
     return x.is_cuda or (_recording is not None and _recording.processors is not None)
 
 

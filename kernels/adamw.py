@@ -45,7 +45,7 @@ class Constants:
 
     @property
     def from_grad(self) -> bool:
-        """Whether the mean is nearer to the gradient."""
+        """Return whether the mean is nearer to the gradient."""
         return self.lerp < 0
 
     @classmethod

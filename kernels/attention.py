@@ -663,7 +663,7 @@ def backward_triton(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these: heads up to 256 wide, a grid that fits; on a GPU, 16-bit types.
+    """Return whether the kernels take these: heads up to 256 wide, a grid that fits; on a GPU, 16-bit types.
 
     Exact float32 products run beside the tensor cores, where every tile that was tried spills.
     """

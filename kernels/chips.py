@@ -259,5 +259,5 @@ def worse(old: Sequence[Ceiling], new: Sequence[Ceiling]) -> list[str]:
 
 
 def comparable() -> bool:
-    """Whether this triton is the one that the table was made with: others allocate otherwise."""
+    """Return whether this triton is the one that the table was made with: others allocate otherwise."""
     return CEILINGS.exists() and bool(triton.__version__.startswith(TABLE_TRITON))

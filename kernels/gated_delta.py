@@ -958,8 +958,8 @@ def _launch_gradients(
 
 
 def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether forward and backward of these launch kernels: keys up to 128 wide, a grid that fits; on a GPU,
-    bfloat16, of which keys have at least 64 columns.
+    """Return whether forward and backward of these launch kernels: keys up to 128 wide, a grid that fits; on
+    a GPU, bfloat16, of which keys have at least 64 columns.
 
     float16 lacks the range for the norms of long keys; exact float32 products pass by the tensor cores.
     Narrow keys are too much alike for what is rounded to bfloat16: gradients by keys of 16 columns were off

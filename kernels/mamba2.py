@@ -962,8 +962,8 @@ def _launch_decays(
 
 
 def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
-    """Whether forward and backward launch kernels: B and C up to 256 wide, a grid and states that fit; on a
-    GPU, bfloat16.
+    """Return whether forward and backward launch kernels: B and C up to 256 wide, a grid and states that fit;
+    on a GPU, bfloat16.
 
     float16 lacks the range for long memories; exact float32 products pass by the tensor cores.
     """

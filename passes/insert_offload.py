@@ -60,7 +60,8 @@ def _saved(step: Step, index: int, readers: dict[Token, list[int]], work: Worklo
 
 
 def _alone(step: Step, index: int, readers: list[int]) -> bool:
-    """Whether of what reads a token after this operation all is of the same block, and there is any."""
+    """Return whether of what reads a token after this operation all is of the same block, and there is
+    any."""
     any_later = False
     for i in reversed(readers):
         if i <= index:

@@ -150,7 +150,7 @@ class Padder:
         return batch.outputs if batch.outputs is not all_outputs else None
 
     def _hides(self, micro: Sequence[Batch], length: int, shortest: int) -> bool:
-        """Whether the model hides the padding of all these, and of the ``shortest``, to a length.
+        """Return whether the model hides the padding of all these, and of the ``shortest``, to a length.
 
         A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
         model computes otherwise.
@@ -174,9 +174,8 @@ class Padder:
         return all(self._ignores(function, batch, kind, length) for batch in micro)
 
     def _ignores(self, function: Function, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
-        """Whether a function ignores the padding of a batch to a length, ``kind`` when padded; that a
-        ``loss_fn`` does not is told once.
-        """
+        """Return whether a function ignores the padding of a batch to a length, ``kind`` when padded; that a
+        ``loss_fn`` does not is told once."""
         own, at = kind_of(batch), length_of(batch)
         called = LossAtLengths if batch.outputs is None else OutputsAtLengths
         function = getattr(function, "whole", function)  # more parts of a longer sequence are other calls

@@ -400,7 +400,7 @@ class Compiler:
         return {key for key, _ in self._scheduled}
 
     def knows(self, batch: Batch) -> bool:
-        """Whether a program for this kind of batch was compiled before."""
+        """Return whether a program for this kind of batch was compiled before."""
         return batch.key in self.keys
 
     def number(self, batch: Batch, mode: Mode) -> int:

@@ -233,7 +233,7 @@ class Shards:
 
 
 def _is_whole(sources: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether it is one tensor under one name; a name without a number is never merged."""
+    """Return whether it is one tensor under one name; a name without a number is never merged."""
     return len(sources) == 1 and len(sources[0]) == 1
 
 

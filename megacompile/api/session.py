@@ -122,7 +122,7 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        """Whether devices and host memory are large enough."""
+        """Return whether devices and host memory are large enough."""
         return self.seconds is not None and self.host_bytes <= self.host_budget_bytes
 
     @property

@@ -50,7 +50,7 @@ class Room:
         )
 
     def short_of(self, planned: Room) -> bool:
-        """Whether the driver has taken more since ``planned`` was measured than was left to it."""
+        """Return whether the driver has taken more since ``planned`` was measured than was left to it."""
         spare = self.spare_bytes(self.budget_bytes + self.reserved_bytes)
         return planned.budget_bytes - self.budget_bytes > spare
 
@@ -108,5 +108,5 @@ class Settings:
 
     @property
     def defers_updates(self) -> bool:
-        """Whether updates wait for the end of the backward, in every mode."""
+        """Return whether updates wait for the end of the backward, in every mode."""
         return self.max_grad_norm is not None or self.on_nonfinite is not None

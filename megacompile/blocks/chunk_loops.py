@@ -222,7 +222,8 @@ def _is_local(node: fx.Node, out: Any) -> bool:
 
 
 def _keeps_dimension(node: fx.Node, args: list[Any], along: int, out: Any) -> bool:
-    """Whether an operator of one tensor, or with others like it, leaves the sequence's dimension alone."""
+    """Return whether an operator of one tensor, or with others like it, leaves the sequence's dimension
+    alone."""
     target, first = node.target, args[0]
     if target in _RESHAPES:
         return out is not None and _before(first) == _before(node)
@@ -242,7 +243,7 @@ def _keeps_dimension(node: fx.Node, args: list[Any], along: int, out: Any) -> bo
 
 
 def _aligned(node: fx.Node, out: Along) -> bool:
-    """Whether each argument that has positions has them where the result does, from the right."""
+    """Return whether each argument that has positions has them where the result does, from the right."""
     if out is None:
         return False
     behind = len(node.meta["val"].shape) - out
@@ -321,7 +322,7 @@ class Stages:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether any loop has a product."""
+        """Return whether any loop has a product."""
         return any(is_heavy(n) for loop in self.loops for n in self._inside(self.sinks(loop), loop))
 
     def _sort(self) -> None:
@@ -372,7 +373,7 @@ class Stages:
         return self.roles[node] != "local" or node in self.whole
 
     def _derived_cheaply(self, node: fx.Node) -> bool:
-        """Whether no product is on the way to a local node from what is whole."""
+        """Return whether no product is on the way to a local node from what is whole."""
         seen, pending = set[fx.Node](), [node]
         while pending:
             current = pending.pop()
@@ -401,12 +402,13 @@ class Stages:
         return sinks
 
     def _stays(self, node: fx.Node, loop: int) -> bool:
-        """Whether an earlier loop leaves a node whole for this one, as that costs less than to derive it."""
+        """Return whether an earlier loop leaves a node whole for this one, as that costs less than to derive
+        it."""
         made = self.home[node] < loop and isinstance(node.meta["val"], Tensor) and not is_view(node)
         return made and not self._derived_cheaply(node)
 
     def before(self, node: fx.Node, loop: int) -> bool:
-        """Whether a local node is whole when a loop begins."""
+        """Return whether a local node is whole when a loop begins."""
         return node in self.whole and self.home[node] < loop
 
     def _in_loop(self, node: fx.Node, loop: int) -> bool:

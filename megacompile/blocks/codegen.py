@@ -248,7 +248,7 @@ def _drop(holdings: _Holdings, nodes: Sequence[fx.Node]) -> None:
 
 
 def _are_whole(values: Sequence[Tensor]) -> bool:
-    """Whether each is all of a storage of its own."""
+    """Return whether each is all of a storage of its own."""
     storages = [v.untyped_storage() for v in values]
     if len({s._cdata for s in storages}) < len(storages):
         return False

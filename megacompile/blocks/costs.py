@@ -43,7 +43,7 @@ _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cr
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether an operator is worth keeping the result of: products, attention, searches."""
+    """Return whether an operator is worth keeping the result of: products, attention, searches."""
     if node.target is operator.getitem:
         return is_heavy(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -148,7 +148,8 @@ def values(node: fx.Node) -> dict[str, Any]:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the last dimension's rows follow each other at one distance: else a kernel takes a copy."""
+    """Return whether the last dimension's rows follow each other at one distance: else a kernel takes a
+    copy."""
     try:
         x.view(-1, x.shape[-1])
     except (RuntimeError, ValueError):  # of real tensors, of fake ones
@@ -198,7 +199,7 @@ def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
 
 
 def is_ours(node: fx.Node) -> bool:
-    """Whether a node calls one of our operators."""
+    """Return whether a node calls one of our operators."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacompile"
 
 

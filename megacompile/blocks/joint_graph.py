@@ -296,7 +296,7 @@ def keeps_all(_: fx.Node) -> bool:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a node is a result of attention, or attention itself."""
+    """Return whether a node is a result of attention, or attention itself."""
     if node.target is operator.getitem:
         return is_attention(node.args[0])  # type: ignore[arg-type]
     return node.target is ATTENTION

@@ -222,7 +222,7 @@ _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 
 
 def is_oversized(node: fx.Node) -> bool:
-    """Whether a result stands in more memory than its fake tensor shows."""
+    """Return whether a result stands in more memory than its fake tensor shows."""
     if node.target is operator.getitem and node.args[1] == 1:
         return isinstance(node.args[0], fx.Node) and node.args[0].target in _BAGS
     return node.target in OVERSIZED

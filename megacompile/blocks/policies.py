@@ -435,13 +435,13 @@ def why_whole(
 
 
 def _has_mask(call: fx.Node, length: int) -> bool:
-    """Whether attention is given something for each of more than ``length`` queries and each key."""
+    """Return whether attention is given something for each of more than ``length`` queries and each key."""
     bias = call.args[_BIAS]
     return isinstance(bias, fx.Node) and bias.meta["val"].shape[-2:-1] > (length,)
 
 
 def _drops(call: fx.Node, length: int) -> bool:
-    """Whether attention of more than ``length`` queries has a dropout."""
+    """Return whether attention of more than ``length`` queries has a dropout."""
     queries, probability = call.args[0], call.args[_DROPOUT]
     assert isinstance(queries, fx.Node) and isinstance(probability, float)
     return probability > 0 and queries.meta["val"].shape[2] > length

@@ -25,8 +25,8 @@ LossFn = Callable[..., Tensor]
 
 
 def divides(kwargs: dict[str, Any], loss_fn: LossFn | None, outputs: OutputsFn | None) -> bool:
-    """Whether a batch may hold more than the forward takes, for a function of the user's: of a tuple, only
-    ``loss_fn`` can tell what."""
+    """Return whether a batch may hold more than the forward takes, for a function of the user's: of a tuple,
+    only ``loss_fn`` can tell what."""
     return loss_fn is not None or (outputs not in (None, all_outputs) and bool(kwargs))
 
 
@@ -157,13 +157,13 @@ class Batch:
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is for the model in eval mode."""
+        """Return whether it is for the model in eval mode."""
         evaluates: bool = self.key[3]
         return evaluates
 
     @property
     def padded_right(self) -> bool:
-        """Whether all of its padding is at the ends of rows, and no label there."""
+        """Return whether all of its padding is at the ends of rows, and no label there."""
         padded: bool = self.key[4]
         return padded
 
@@ -180,7 +180,7 @@ def of_one_kind(micro: Sequence[Batch]) -> list[Batch]:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether the model keeps transformers' conventions on masks, padding and labels."""
+    """Return whether the model keeps transformers' conventions on masks, padding and labels."""
     bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
     return not bases.isdisjoint({"transformers", "peft"})
 

@@ -52,7 +52,7 @@ declare(OpSpec("decode_4bit"))
 
 
 def is_of_bitsandbytes(parameter: Tensor) -> bool:
-    """Whether a parameter is one of bitsandbytes' 4-bit weights."""
+    """Return whether a parameter is one of bitsandbytes' 4-bit weights."""
     return any(kind.__name__ == "Params4bit" for kind in type(parameter).__mro__)
 
 
@@ -79,7 +79,8 @@ def why_not_coded(module: nn.Module, parameter: Tensor) -> str | None:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether bitsandbytes has turned a weight's codes, for inference on this CPU, into another order."""
+    """Return whether bitsandbytes has turned a weight's codes, for inference on this CPU, into another
+    order."""
     return bool(getattr(vars(parameter).get("quant_state"), "packing_format_for_cpu", False))
 
 
@@ -141,7 +142,7 @@ def mark(module: nn.Module, coding: Coding) -> None:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether :func:`mark` was called on a module."""
+    """Return whether :func:`mark` was called on a module."""
     return _CODING in vars(module)
 
 

@@ -43,9 +43,8 @@ def own_entries(model: nn.Module, kwargs: dict[str, Any], function: Function | N
 
 
 def may_be_padded(batch: Batch, model: nn.Module, function: Function | None) -> bool:
-    """Whether a batch is one of tokens, and labels where the model computes the loss of them, whose padding a
-    mask that the forward takes would hide.
-    """
+    """Return whether a batch is one of tokens, and labels where the model computes the loss of them, whose
+    padding a mask that the forward takes would hide."""
     ids = batch.kwargs.get("input_ids")
     needed = function is None and batch.outputs is None
     labels = batch.kwargs.get("labels", None if needed else ids)
@@ -60,7 +59,7 @@ def may_be_padded(batch: Batch, model: nn.Module, function: Function | None) -> 
 
 
 def _made_of_tokens(batch: Batch, own: Collection[str]) -> bool:
-    """Whether nothing in the batch but what has an entry for each token depends on the length."""
+    """Return whether nothing in the batch but what has an entry for each token depends on the length."""
     ids = batch.kwargs["input_ids"]
     for name, value in batch.kwargs.items():
         tokens = isinstance(value, Tensor) and value.shape == ids.shape
@@ -76,7 +75,7 @@ def _made_of_tokens(batch: Batch, own: Collection[str]) -> bool:
 
 
 def computes_as_libraries_do(model: nn.Module) -> bool:
-    """Whether all modules, and losses, are computed by functions of transformers, PEFT or torch alone.
+    """Return whether all modules, and losses, are computed by functions of transformers, PEFT or torch alone.
 
     A loss of the user's own may count all positions, in ways that a graph does not show.
     """
@@ -155,8 +154,8 @@ def telling_length(length: int, graphs: Iterable[Captured]) -> int:
 
 
 def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
-    """Whether the loss of a padded batch, whose graph this is, is known to be that of the batch itself; of a
-    graph with a function of the user's, whether what the forward returns is, at its positions.
+    """Return whether the loss of a padded batch, whose graph this is, is known to be that of the batch
+    itself; of a graph with a function of the user's, whether what the forward returns is, at its positions.
 
     The graph must read the mask, or be blind to padding, and nothing but attention may mix positions, unless
     it is causal: no recurrence in loops, no product, sum or softmax over a dimension as long as the sequence.
@@ -174,8 +173,8 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
 
 
 def gives_positions(captured: Captured, batch: Batch, *, once: bool = True) -> bool:
-    """Whether each result of a graph is one number, or [rows, positions, ...] of the batch, so that those of
-    padding may be cut off; ``once``: and no other dimension of it is as long.
+    """Return whether each result of a graph is one number, or [rows, positions, ...] of the batch, so that
+    those of padding may be cut off; ``once``: and no other dimension of it is as long.
 
     A function's results may leave out a position, as what predicts the next token does.
     """
@@ -254,7 +253,7 @@ class LossAtLengths:
     kwargs: dict[str, Any]
 
     def ignores_padding(self) -> bool:
-        """Whether the numbers are equal; not, where the function fails on random outputs."""
+        """Return whether the numbers are equal; not, where the function fails on random outputs."""
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 return all(self._ignores(n) for n in _SHORT)
@@ -262,7 +261,7 @@ class LossAtLengths:
             return False
 
     def computes_alike(self, n: int, *, padded: bool) -> bool:
-        """Whether it calls at this length what it calls at short ones."""
+        """Return whether it calls at this length what it calls at short ones."""
         try:
             short, long, found = (self._calls(at, padded) for at in (_SHORT[0], _LONG, n))
         except Exception:
@@ -401,7 +400,8 @@ def _equal(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _grows(short: Any, long: Any, found: Any, span: int, steps: int) -> bool:
-    """Whether a size or number is the same at all lengths, or lies on a line with those at short ones."""
+    """Return whether a size or number is the same at all lengths, or lies on a line with those at short
+    ones."""
     if short == long == found:
         return True
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in (short, long, found)):

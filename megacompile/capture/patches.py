@@ -251,7 +251,7 @@ def _original_length(rotary: Any, layer_type: str | None) -> int:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    """Return whether a module is a rotary embedding whose frequencies depend on the length."""
     types = getattr(module, "rope_type", None)
     named = list(types.values()) if isinstance(types, dict) else [types]
     if not any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in named):

@@ -309,7 +309,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of this name writes into its first argument."""
+    """Return whether a function of this name writes into its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name in vars(Tensor))
 

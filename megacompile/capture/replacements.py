@@ -161,7 +161,7 @@ def _bounds(documents: Tensor) -> Tensor:
 
 
 def _is_alias(x: Tensor | None, of: Tensor) -> bool:
-    """Whether a tensor has all the elements of another in its own memory, in their order."""
+    """Return whether a tensor has all the elements of another in its own memory, in their order."""
     if x is None or (x.shape, x.stride()) != (of.shape, of.stride()):
         return False
     return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)

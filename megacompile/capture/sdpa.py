@@ -72,7 +72,7 @@ class Features:
         return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap, packed)
 
     def masked(self, k: Tensor) -> bool:
-        """Whether a query does not look at all keys alike, or at those before it."""
+        """Return whether a query does not look at all keys alike, or at those before it."""
         return self.bias or self.packed or 0 < self.window < k.shape[2]
 
 
@@ -103,12 +103,13 @@ def _sums_bytes(q: Tensor) -> int:
 
 
 def _library_covers(q: Tensor, *, masked: bool) -> bool:
-    """Whether torch's flash attention takes these on CUDA, where it knows no mask and 16-bit types alone."""
+    """Return whether torch's flash attention takes these on CUDA, where it knows no mask and 16-bit types
+    alone."""
     return not masked and q.element_size() == 2 and q.shape[-1] <= LIBRARY_DIM and q.shape[-1] % 8 == 0
 
 
 def _efficient_covers(q: Tensor) -> bool:
-    """Whether torch's memory-efficient attention takes these, on CUDA alone."""
+    """Return whether torch's memory-efficient attention takes these, on CUDA alone."""
     rows = q.shape[-1] * q.element_size()
     return q.is_cuda and q.element_size() <= 4 and rows % ALIGNED == 0
 
@@ -184,7 +185,7 @@ def efficient_backward(
 
 
 def is_aligned(mask: Tensor) -> bool:
-    """Whether each row of a mask begins at a multiple of 16 elements, side by side."""
+    """Return whether each row of a mask begins at a multiple of 16 elements, side by side."""
     places = (mask.storage_offset(), *mask.stride()[:-1])
     return mask.stride(-1) == 1 and all(place % _BIAS_COLUMNS == 0 for place in places)
 
@@ -215,7 +216,8 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether a row's elements lie side by side, apart from others', on a GPU at a multiple of 16 bytes."""
+    """Return whether a row's elements lie side by side, apart from others', on a GPU at a multiple of 16
+    bytes."""
     length, width = x.shape[2:]
     if (width > 1 and x.stride(3) != 1) or (length > 1 and 0 < x.stride(2) < width):
         return False

@@ -288,7 +288,7 @@ def _calls(owner: fx.GraphModule) -> list[fx.Node]:
 
 
 def _is_plain(target: Any) -> bool:
-    """Whether a call computes and does nothing else, or is a check."""
+    """Return whether a call computes and does nothing else, or is a check."""
     if target is operator.getitem or target in CHECKS:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target is aten.native_batch_norm.default:
@@ -307,7 +307,8 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple
 
 @functools.cache
 def _is_composite(target: torch._ops.OpOverload) -> bool:
-    """Whether decomposition writes an operator as others: all composites but those that only compute."""
+    """Return whether decomposition writes an operator as others: all composites but those that only
+    compute."""
     if not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
     aliases = any(a.alias_info is not None for a in target._schema.arguments)

@@ -86,7 +86,7 @@ class Repeated:
 
     @property
     def gathers(self) -> bool:
-        """Whether the host may gather rows of some table."""
+        """Return whether the host may gather rows of some table."""
         return bool(self._few.tables(self._batch, evaluate=False))
 
     def _repeat(self, compiled: Compiled) -> Compiled:

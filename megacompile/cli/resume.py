@@ -73,7 +73,7 @@ class Resume(TrainerCallback):
         return newest
 
     def is_finished(self, checkpoint: str | None) -> bool:
-        """Whether the training ended with this checkpoint, and its model and report were written."""
+        """Return whether the training ended with this checkpoint, and its model and report were written."""
         if checkpoint is None or not (Path(self._arguments.output_dir) / "report.md").is_file():
             return False
         state = _state(checkpoint)

@@ -161,7 +161,7 @@ class LastWords:
             time.sleep(0.02)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether its process is no more, as far as that can be seen from here."""
+        """Return whether its process is no more, as far as that can be seen from here."""
         if not self._store.check([f"process/{rank}"]):
             return False
         machine, process = json.loads(self._store.get(f"process/{rank}"))
@@ -202,7 +202,7 @@ def within(seconds: float, run: Callable[[], T]) -> T | None:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether it says that a collective failed: one of ours, or a library's in a group of its own."""
+    """Return whether it says that a collective failed: one of ours, or a library's in a group of its own."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -22,7 +22,7 @@ from megacompile.errors import CaptureError
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node returns an alias of its first input (or picks one from a list of aliases)."""
+    """Return whether a node returns an alias of its first input (or picks one from a list of aliases)."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target is operator.getitem:

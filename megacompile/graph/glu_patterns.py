@@ -169,7 +169,7 @@ GLU_PATTERNS: dict[str, Pattern] = {"glu": glu}
 
 
 def is_product(node: Any) -> bool:
-    """Whether a node multiplies sorted rows [N, K] by stacked weights [E, K, M] under offsets [E]."""
+    """Return whether a node multiplies sorted rows [N, K] by stacked weights [E, K, M] under offsets [E]."""
     targets = [aten._grouped_mm.default]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         targets.append(torch.ops.transformers.grouped_mm_fallback.default)

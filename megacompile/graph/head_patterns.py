@@ -207,7 +207,7 @@ def narrow(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def _only_sliced(source: fx.Node, slices: list[fx.Node]) -> bool:
-    """Whether nothing reads more than disjoint ranges of leading dimensions."""
+    """Return whether nothing reads more than disjoint ranges of leading dimensions."""
     whole = value(source)
     for part in slices:
         if not is_call(part, aten.slice.Tensor) or part.kwargs or operands(part)[4:] not in ((), (1,)):

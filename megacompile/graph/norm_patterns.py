@@ -353,7 +353,7 @@ def _widened(x: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
 
 
 def _spreads(shape: torch.Size, onto: torch.Size) -> bool:
-    """Whether a shape broadcasts onto another one without changing it."""
+    """Return whether a shape broadcasts onto another one without changing it."""
     pairs = zip(reversed(shape), reversed(onto), strict=False)
     return len(shape) <= len(onto) and all(a in (1, b) for a, b in pairs)
 

@@ -98,17 +98,17 @@ def value(node: fx.Node) -> Tensor:
 
 
 def is_call(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
-    """Whether a node calls one of the operators."""
+    """Return whether a node calls one of the operators."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:
-    """Whether a node stands for one tensor."""
+    """Return whether a node stands for one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def is_cast(node: Any) -> TypeGuard[fx.Node]:
-    """Whether a node changes one float dtype into another and does nothing else."""
+    """Return whether a node changes one float dtype into another and does nothing else."""
     if not is_call(node, aten._to_copy.default, aten.type_as.default, aten.to.dtype):
         return False
     if node.target is aten._to_copy.default and set(node.kwargs) - {"dtype"}:

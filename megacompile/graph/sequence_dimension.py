@@ -101,7 +101,7 @@ class Positions:
         self._places[node] = place
 
     def follow(self, node: fx.Node) -> bool:
-        """Whether a call is known to keep the property; notes where its result has its positions."""
+        """Return whether a call is known to keep the property; notes where its result has its positions."""
         given, value = [n for n in node.all_input_nodes if n in self._places], node.meta.get("val")
         if not given or name_of(node) in _SHAPES_ALONE:
             return name_of(node) != "attention"  # of something else than tokens, whose padding is not known
@@ -132,7 +132,7 @@ class Positions:
         return self._places[node].dims(first_value(node).shape)
 
     def alike(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether values have the same positions, in the same dimensions counted from the last one."""
+        """Return whether values have the same positions, in the same dimensions counted from the last one."""
         forms = set()
         for node in nodes:
             place, dims, shape = self._places[node], self.dims(node), first_value(node).shape
@@ -297,7 +297,7 @@ def masked(graph: fx.Graph, masks: set[fx.Node]) -> set[fx.Node]:
 
 
 def mixes(node: fx.Node, length: int) -> bool:
-    """Whether a node mixes positions of a sequence of this length by other means than attention."""
+    """Return whether a node mixes positions of a sequence of this length by other means than attention."""
     target, name = node.target, name_of(node)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return isinstance(target, torch._ops.HigherOrderOperator)
@@ -318,7 +318,7 @@ def mixes(node: fx.Node, length: int) -> bool:
 
 
 def _keeps_whole(shape: torch.Size, made: torch.Size, length: int) -> bool:
-    """Whether a view has all positions in one dimension, be it with others, and not in chunks."""
+    """Return whether a view has all positions in one dimension, be it with others, and not in chunks."""
     position = math.prod(shape[shape.index(length) + 1 :])
     inner = [math.prod(made[d + 1 :]) for d in range(len(made))]
     return any(
@@ -328,7 +328,8 @@ def _keeps_whole(shape: torch.Size, made: torch.Size, length: int) -> bool:
 
 
 def _is_causal(node: fx.Node, length: int) -> bool:
-    """Whether a node convolves along positions, and only those are read that no later position reaches.
+    """Return whether a node convolves along positions, and only those are read that no later position
+    reaches.
 
     Output i of a convolution reads the inputs up to i - padding + dilation * (width - 1).
     """
@@ -342,7 +343,7 @@ def _is_causal(node: fx.Node, length: int) -> bool:
 
 
 def _reads_first(node: fx.Node, length: int) -> bool:
-    """Whether a node is a slice of no more than the first ``length`` of the last dimension."""
+    """Return whether a node is a slice of no more than the first ``length`` of the last dimension."""
     if name_of(node) != "slice":
         return False
     found, made = arguments(node), node.meta["val"]
@@ -394,7 +395,7 @@ _ROW_VIEWS = ("view", "reshape", "_unsafe_view", "flatten")
 
 
 def is_padded_right(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a batch of tokens has padding at the ends of its rows alone, and no label there.
+    """Return whether a batch of tokens has padding at the ends of its rows alone, and no label there.
 
     ``input_ids``, ``attention_mask`` (0 at padding) and ``labels`` (-100 there): [B, T].
     """
@@ -410,7 +411,8 @@ def is_padded_right(kwargs: Mapping[str, Any]) -> bool:
 
 
 def reads_no_padding(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the proof holds of a graph that was traced on this batch, whose tensors are all distinct."""
+    """Return whether the proof holds of a graph that was traced on this batch, whose tensors are all
+    distinct."""
     leaves = pytree.tree_leaves((args, kwargs))
     read = {name: leaves[index] for name, index in captured.inputs.items()}
     if any(leaf is kwargs["attention_mask"] for leaf in read.values()):
@@ -449,7 +451,7 @@ def _holds(node: fx.Node, known: Positions, labels: Labels) -> bool:
 
 
 def _fills(node: fx.Node, known: Positions, labels: Labels) -> bool:
-    """Whether each position is filled where the label of its own or a later one is ignored."""
+    """Return whether each position is filled where the label of its own or a later one is ignored."""
     x, mask = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(mask, fx.Node)
     if x not in known or known.dims(x) != labels.dims(mask) or node.all_input_nodes != [x, mask]:
@@ -500,7 +502,8 @@ def _follow_comparison(node: fx.Node, source: fx.Node, labels: Labels) -> None:
 
 
 def _ignores(node: fx.Node, known: Positions, labels: Labels) -> bool:
-    """Whether each row of logits meets a label of its own or a later position, and no weight of classes."""
+    """Return whether each row of logits meets a label of its own or a later position, and no weight of
+    classes."""
     named = arguments(node)
     logits, label = named["self"], named["target"]
     if named["weight"] is not None or named["ignore_index"] != _IGNORED or label not in labels:

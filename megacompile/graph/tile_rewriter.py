@@ -70,7 +70,7 @@ class TileGraph:
         return tuple(pieces)
 
     def cuts(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter of several pieces."""
+        """Return whether a node is a parameter of several pieces."""
         return len(self.pieces.get(node, ())) > 1
 
     def name_of(self, piece: Piece) -> str:
@@ -334,7 +334,7 @@ def _gathers(node: fx.Node) -> bool:
 
 
 def _acts_by_row(node: fx.Node) -> bool:
-    """Whether row i of the result is computed from row i of the tensors among the arguments."""
+    """Return whether row i of the result is computed from row i of the tensors among the arguments."""
     target = node.target
     if target in _ROWWISE:
         return not is_call(node, *_ROWWISE - {operator.getitem}) or _keeps_rows(node)
@@ -345,7 +345,7 @@ def _acts_by_row(node: fx.Node) -> bool:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether a split, slice or copy leaves the first dimension alone."""
+    """Return whether a split, slice or copy leaves the first dimension alone."""
     args = operands(node)
     rank = value(args[0]).ndim
     if is_call(node, aten.slice.Tensor):
@@ -428,7 +428,7 @@ _MOST_NODES = 64  # that compute ids: more would be no look at a batch, but work
 
 
 def gathers(node: fx.Node, captured: Captured) -> bool:
-    """Whether a node is an embedding whose rows the host can gather, and few enough of them."""
+    """Return whether a node is an embedding whose rows the host can gather, and few enough of them."""
     if not is_call(node, aten.embedding.default):
         return False
     table, ids, *rest = operands(node)
@@ -569,7 +569,7 @@ def _with_fused_heads(captured: Captured, cut: set[str]) -> tuple[Captured, tupl
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node is ``x @ weight``, with a bias or without, over a matrix [inputs, outputs]."""
+    """Return whether a node is ``x @ weight``, with a bias or without, over a matrix [inputs, outputs]."""
     if not is_call(node, aten.addmm.default, aten.mm.default, aten.matmul.default) or node.kwargs:
         return False
     *_, x, weight = operands(node)
@@ -724,7 +724,7 @@ def _joined(nodes: dict[fx.Node, str], found: list[Bank]) -> dict[fx.Node, fx.No
 
 
 def _can_be_cut(node: fx.Node, found: list[Bank]) -> bool:
-    """Whether every operator that reads a parameter can do with some of its rows at a time."""
+    """Return whether every operator that reads a parameter can do with some of its rows at a time."""
     whole = value(node)
     if whole.ndim == 0 or not whole.is_contiguous():
         return False

@@ -211,7 +211,7 @@ class OutsideModel:
         return self._outputs.result()
 
     def _is_trained(self) -> bool:
-        """Whether the loss of this call is trained on."""
+        """Return whether the loss of this call is trained on."""
         if self._compute is None:
             return False
         if self._batch.done():

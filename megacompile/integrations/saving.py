@@ -44,12 +44,13 @@ _PREFIXES = {"PREFIX_TUNING", "CARTRIDGE"}  # of keys and values
 
 
 def learns_prompts(model: Any) -> bool:
-    """Whether what is trained are virtual tokens or a prefix, which PEFT computes by a prompt encoder."""
+    """Return whether what is trained are virtual tokens or a prefix, which PEFT computes by a prompt
+    encoder."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 def start_without_effect(model: Any) -> bool:
-    """Whether adapters are known to leave the model as it is until they are trained."""
+    """Return whether adapters are known to leave the model as it is until they are trained."""
     settings = vars(model.active_peft_config).items()
     initial = [how for name, how in settings if name.startswith("init_") and name.endswith("weights")]
     return bool(initial) and all(how is True or how == "gaussian" for how in initial)
@@ -350,8 +351,8 @@ class Saving(_Upstream):
 
 
 def _reads_checkpoints(callback: TrainerCallback) -> bool:
-    """Whether a callback may read a checkpoint's files in its ``on_save``; one that does not says so by
-    ``reads_checkpoints = False``."""
+    """Return whether a callback may read a checkpoint's files in its ``on_save``; one that does not says so
+    by ``reads_checkpoints = False``."""
     if type(callback).on_save is TrainerCallback.on_save:
         return False
     uploads = getattr(callback, "_log_model", None) != "false"  # of Weights & Biases

@@ -97,7 +97,7 @@ def last_checkpoint(folder: str) -> str | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
+    """Return whether a checkpoint was written to its end."""
     if (folder / _UNFINISHED).exists():
         return False
     try:

@@ -179,7 +179,8 @@ def _stay_on_host(arguments: Any) -> None:
 
 
 def _is_set(arguments: Any, name: str) -> bool:
-    """Whether somebody gave this field a value; what a switch left off brings with it does not count."""
+    """Return whether somebody gave this field a value; what a switch left off brings with it does not
+    count."""
     if name.startswith("torch_compile_"):
         return arguments.torch_compile and getattr(arguments, name) not in (None, "inductor")
     names = (name, _FORMERLY.get(name))

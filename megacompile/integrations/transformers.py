@@ -167,7 +167,7 @@ class Updates(_Upstream):
         return dict(inputs) | ({"num_items_in_batch": count} if takes_count and count is not None else {})
 
     def _is_scaled(self, count: Tensor | int | None) -> bool:
-        """Whether upstream takes a micro-batch's loss as its part in that of the whole update."""
+        """Return whether upstream takes a micro-batch's loss as its part in that of the whole update."""
         scaled = getattr(self, "loss_is_scaled_for_ga", None)  # not in every version
         if scaled is not None:
             return bool(scaled)

@@ -87,9 +87,8 @@ class Candidates:
 
     @property
     def spent(self) -> bool:
-        """Whether the best plan has had the evaluations that it is worth: the closer to what is expected, the
-        less is to be gained.
-        """
+        """Return whether the best plan has had the evaluations that it is worth: the closer to what is
+        expected, the less is to be gained."""
         share = min(1.0, _EFFORT * self.gap)
         return self.evaluations - self._begun >= share * _EVALUATIONS or self.lowered >= share * _LIMIT
 
@@ -121,7 +120,7 @@ class Candidates:
         return step
 
     def score(self, plan: Plan) -> bool:
-        """Whether a plan fits and is faster than the best so far, which it then becomes."""
+        """Return whether a plan fits and is faster than the best so far, which it then becomes."""
         if plan in self.seen:
             return False
         self.seen.add(plan)

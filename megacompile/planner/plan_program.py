@@ -100,11 +100,11 @@ class Terms:
     planner: Planner | None = None
 
     def follows(self, mode: Mode) -> bool:
-        """Whether the planner of one's own plans this step: as given, and no more."""
+        """Return whether the planner of one's own plans this step: as given, and no more."""
         return self.planner is not None and mode.kind in ("train", "accumulate")
 
     def places_state(self, mode: Mode) -> bool:
-        """Whether the search chooses the groups whose state is on the device."""
+        """Return whether the search chooses the groups whose state is on the device."""
         stored = self.tiers is not None and self.tiers.stored
         return mode.kind == "train" and self.residents is None and self.planner is None and not stored
 
@@ -117,7 +117,7 @@ class Terms:
         return Drive.fixed(assembly.groups, self.tiers, self.placement.states, self.placement.window)
 
     def fits_host(self, assembly: Assembly, planned: Planned) -> bool:
-        """Whether what a step takes of the host fits beside the state that is in RAM."""
+        """Return whether what a step takes of the host fits beside the state that is in RAM."""
         drive = self.drive(assembly)
         room = self.host_room(assembly) if drive is None else drive.room
         return room is None or step_bytes(planned.step, assembly.work) <= room

@@ -360,7 +360,7 @@ def mixtures(candidates: Candidates) -> None:
 
 
 def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
-    """Whether a step of this shape fits; the second arrangement begins with the room of the first."""
+    """Return whether a step of this shape fits; the second arrangement begins with the room of the first."""
     room: float | None = None
     for arrangement in ARRANGEMENTS:
         if candidates.best is None or candidates.gap > _CLOSE:
@@ -652,7 +652,7 @@ def _improve(found: Candidates) -> None:
 
 
 def _tried(found: Candidates, move: Move) -> bool:
-    """Whether a kind of move from the best plan gained enough to go on with it."""
+    """Return whether a kind of move from the best plan gained enough to go on with it."""
     assert found.best is not None
     before = found.best
     for plan in move(before.plan):

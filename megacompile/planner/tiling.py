@@ -144,7 +144,7 @@ def choose(
 
 
 def _travels(tiling: _Cut, planned: Planned) -> bool:
-    """Whether the state of any group that is trained has no place on the device."""
+    """Return whether the state of any group that is trained has no place on the device."""
     return any(planned.plan.groups[g].state != "device" for g in tiling.assembly.work.contributions)
 
 
@@ -153,7 +153,7 @@ def _seconds(planned: Planned) -> float:
 
 
 def _is_shared(tiling: _Cut) -> bool:
-    """Whether several blocks read a group that is trained, as the head of a tied table does."""
+    """Return whether several blocks read a group that is trained, as the head of a tied table does."""
     return any(len(blocks) > 1 for blocks in tiling.assembly.work.contributions.values())
 
 

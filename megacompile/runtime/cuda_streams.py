@@ -57,7 +57,7 @@ class CudaApi(Protocol):
         """``time.perf_counter`` at a record that is over."""
 
     def failed(self) -> bool:
-        """Whether the device failed, so that every call of it raises."""
+        """Return whether the device failed, so that every call of it raises."""
 
 
 class Mark:

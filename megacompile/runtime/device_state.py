@@ -33,7 +33,7 @@ class ResidentState:
         self._passing = torch.empty(0, dtype=torch.uint8)
 
     def in_place(self, step: Step) -> bool:
-        """Whether everything is where a step wants it; otherwise :meth:`move` must follow, at rest."""
+        """Return whether everything is where a step wants it; otherwise :meth:`move` must follow, at rest."""
         return set(self.weights) == set(step.resident)
 
     def move(self, step: Step) -> None:

@@ -129,7 +129,7 @@ class Runtime:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for an update."""
+        """Return whether gradients wait for an update."""
         return bool(self.landed)
 
     def drop_gradients(self) -> None:

@@ -255,7 +255,7 @@ class Staging:
                 del gone[address]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory was added, and can be copied as flat bytes."""
+        """Return whether a tensor's memory was added, and can be copied as flat bytes."""
         start = tensor.data_ptr()
         return any(first <= start < last for first, last in self._refused.items()) and is_dense(tensor)
 

@@ -310,7 +310,7 @@ class Mode:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
+        """Return whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
         return self.deferred or self.kind != "train" or self.micro_batches > 1
 
 

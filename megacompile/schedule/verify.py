@@ -371,7 +371,7 @@ def _clocks(step: Step) -> list[_Access]:
 
 
 def _before(first: _Access, second: _Access) -> bool:
-    """Whether ``first`` is over before ``second`` starts, in every order."""
+    """Return whether ``first`` is over before ``second`` starts, in every order."""
     stream = STREAMS.index(first.op.stream)
     if first.op.stream == second.op.stream:
         return first.clock[stream] < second.clock[stream]

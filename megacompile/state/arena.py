@@ -84,7 +84,7 @@ class Room:
         self._set_free(0, whole.nbytes)
 
     def holds(self, piece: Tensor) -> bool:
-        """Whether a piece came from here."""
+        """Return whether a piece came from here."""
         return 0 <= piece.data_ptr() - self.whole.data_ptr() < self.whole.nbytes
 
     def take(self, nbytes: int) -> Tensor | None:

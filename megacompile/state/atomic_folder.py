@@ -77,7 +77,7 @@ def recover(folder: Path) -> None:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether a disk did not take what was to be written, in whichever words the writer says so."""
+    """Return whether a disk did not take what was to be written, in whichever words the writer says so."""
     from safetensors import SafetensorError
 
     if any(isinstance(e, (OSError, SafetensorError, DiskError)) for e in (error, error.__cause__)):

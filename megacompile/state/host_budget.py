@@ -197,7 +197,7 @@ class Offload:
 
     @property
     def needs_write_back(self) -> bool:
-        """Whether :meth:`begin` has anything to do."""
+        """Return whether :meth:`begin` has anything to do."""
         return self._open >= 0 or bool(self._fresh)
 
     def begin(self) -> None:

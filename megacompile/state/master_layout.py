@@ -16,7 +16,7 @@ from megacompile.distributed.world import World
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps."""
+    """Return whether a tensor's elements fill its memory without gaps."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() == 0 or span == x.numel()
 

@@ -76,7 +76,8 @@ def _put(target: Tensor, value: Tensor) -> None:
 
 
 def is_exact(value: Tensor) -> bool:
-    """Whether bfloat16 holds each element as it is; of a tensor without values, whether its dtype says so."""
+    """Return whether bfloat16 holds each element as it is; of a tensor without values, whether its dtype says
+    so."""
     if value.is_meta or value.dtype == torch.bfloat16:
         return value.dtype == torch.bfloat16
     pieces = torch.split(value.detach().reshape(-1), _CHUNK)
@@ -614,7 +615,7 @@ class HostState:
 
     @property
     def passing(self) -> bool:
-        """Whether :meth:`parts` passes groups through one buffer: some are on storage."""
+        """Return whether :meth:`parts` passes groups through one buffer: some are on storage."""
         return self.offload is not None and any(place.on_storage for place in self.offload.places)
 
     def written(self, count: int) -> None:

@@ -298,7 +298,7 @@ def reclaim(model: nn.Module) -> None:
 
 
 def is_owned(model: nn.Module) -> bool:
-    """Whether a program already owns this model, or a part of it."""
+    """Return whether a program already owns this model, or a part of it."""
     return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
 
 
@@ -367,7 +367,7 @@ class Lending:
 
     @property
     def trains(self) -> bool:
-        """Whether a training is under way, between two steps of it."""
+        """Return whether a training is under way, between two steps of it."""
         return self._trains is not None
 
     @contextmanager

@@ -269,14 +269,14 @@ def shard_runs(
 
 
 def _goes_on(last: Run, run: Run, form: StateFormat) -> bool:
-    """Whether one Adam call can update both, in whole blocks of codes."""
+    """Return whether one Adam call can update both, in whole blocks of codes."""
     alike = (last.param_group, last.place.coded) == (run.param_group, run.place.coded)
     whole = not last.place.coded or last.place.elements % CODINGS[form].block == 0
     return alike and whole and last.stop == run.start
 
 
 def is_coded(elements: int, form: StateFormat) -> bool:
-    """Whether the moments of a parameter of so many elements are codes."""
+    """Return whether the moments of a parameter of so many elements are codes."""
     return form in CODINGS and elements > SMALL
 
 

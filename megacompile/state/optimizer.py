@@ -160,7 +160,7 @@ def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
 
 
 def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the device's AdamW kernel takes the steps that this optimizer would."""
+    """Return whether the device's AdamW kernel takes the steps that this optimizer would."""
     return all(_decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
         g.get("maximize") for g in optimizer.param_groups
     )
@@ -197,7 +197,8 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper
 
 
 def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's weights decay beside Adam's update: as the group says, whatever the class is."""
+    """Return whether a group's weights decay beside Adam's update: as the group says, whatever the class
+    is."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
