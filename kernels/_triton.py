@@ -155,7 +155,8 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton compiles by beside the constants. Products and sums are fused, as the gate has, but
+        """The options that Triton compiles by beside the constants. Products and sums are fused, as the gate
+        has, but
         in kernels that have to give another code's bits: Triton's own default comes from the environment, and
         3.10 turns it off."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
@@ -239,7 +240,7 @@ def launch_columns(
 
 @dataclass(frozen=True)
 class RowTile:
-    """How a kernel that holds whole rows is tiled: BLOCK_M rows of BLOCK_N columns."""
+    """The tile of a kernel that holds whole rows: BLOCK_M rows of BLOCK_N columns."""
 
     block_m: int
     block_n: int
@@ -252,7 +253,8 @@ class RowTile:
 
 
 def persistent(tile: RowTile, rows: int, device: torch.device) -> int:
-    """How many programs of a persistent kernel: enough per multiprocessor to ask for some 32 KiB at a time.
+    """Return the number of programs of a persistent kernel: enough per multiprocessor to ask for some 32 KiB
+    at a time.
 
     With less in flight a memory that answers after 800 ns is not kept busy; more would not be resident.
     """

@@ -33,7 +33,7 @@ State = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Constants:
-    """What an update multiplies by; computed in float64 on the host, once per step."""
+    """The factors of an update; computed in float64 on the host, once per step."""
 
     decay: float
     lerp: float  # from the mean to the gradient; from there to the mean where that is nearer

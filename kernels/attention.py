@@ -35,7 +35,7 @@ from megacompile.kernels.linear_cross_entropy import capped
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What a query sees, and how scores are formed; sinks: [H], bounds: int32 [2, B, S]."""
+    """The rule of what a query sees, and how scores are formed; sinks: [H], bounds: int32 [2, B, S]."""
 
     scale: float
     causal: bool = True

@@ -1,4 +1,4 @@
-"""How an operator is benchmarked: inputs, the eager form beside ours, bytes and floating-point operations.
+"""The benchmark of an operator: inputs, the eager form beside ours, bytes and floating-point operations.
 
 A shape is a tuple of sizes, named by ``Operation.sizes``. Bytes are the least that a kernel must move: each
 input read once, each result written once. The eager form is what a model writes in plain torch; in float64 it

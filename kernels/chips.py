@@ -168,7 +168,7 @@ Row = TypeVar("Row", Resources, Ceiling)
 
 
 def slow(rows: Sequence[Ceiling]) -> list[str]:
-    """What no table excuses of ceilings: spills in a hot loop, products that nobody needs, or by an older
+    """List ceilings that no table excuses: spills in a hot loop, products that nobody needs, or by an older
     chip's instruction."""
     found = []
     for row in rows:
@@ -186,7 +186,7 @@ def slow(rows: Sequence[Ceiling]) -> list[str]:
 
 
 def faults(rows: Sequence[Resources]) -> list[str]:
-    """What no table excuses: spills, too much shared memory, no 16-byte load."""
+    """List rows that no table excuses: spills, too much shared memory, no 16-byte load."""
     found = []
     for row in rows:
         name = f"{row.module}/{row.case}/{row.kernel} sm_{row.arch}"

@@ -105,7 +105,7 @@ def random_words(rng: Tensor, site: int, shape: Sequence[int], device: torch.dev
 def dropout_mask(
     rng: Tensor, site: int, shape: Sequence[int], p: float, device: torch.device | str | None = None
 ) -> Tensor:
-    """Which elements dropout keeps.
+    """Return the mask of the elements that dropout keeps.
 
     Args:
         rng: int64 [2], (seed, base site); the effective site is ``rng[1] + site``.

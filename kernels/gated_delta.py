@@ -59,7 +59,7 @@ class Inputs:
     normalised: bool
 
     def of(self, part: slice) -> "Inputs":
-        """Of some tokens."""
+        """Return the inputs of some tokens."""
         q, k, v, g, beta = (x[:, part] for x in (self.q, self.k, self.v, self.g, self.beta))
         return Inputs(q, k, v, g, beta, self.normalised)
 
@@ -70,19 +70,20 @@ class Inputs:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """That of one state: [batch, key heads, value heads of each, Dk, Dv]."""
+        """The shape of one state: [batch, key heads, value heads of each, Dk, Dv]."""
         batch, _, heads, width = self.q.shape
         return batch, heads, self.v.shape[2] // heads, width, self.v.shape[3]
 
 
 def spans_of(tokens: int) -> int:
-    """How many states a forward keeps."""
+    """Return the number of states that a forward keeps."""
     return ceil_div(tokens, SPAN)
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """What a span's forward and backward both read; c is the sum of g from a chunk's start, z its last.
+    """The values that a span's forward and backward both read; c is the sum of g from a chunk's start, z its
+    last.
 
     q and k are normalised, q scaled; ``k_norm`` and ``q_norm`` are what they were multiplied by.
     """
@@ -192,7 +193,7 @@ def backward_reference(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True, eq=False)
 class Trail:
-    """What a span's chunks leave on the way there, and on the way back."""
+    """The values that a span's chunks leave on the way there, and on the way back."""
 
     states: Tensor  # before each chunk
     lacking: Tensor
@@ -224,7 +225,7 @@ def _trail(span: Span, state: Tensor, d_out: Tensor, d_state: Tensor) -> Trail:
 
 
 def _gradients(span: Span, trail: Trail, d_out: Tensor, normalised: bool) -> tuple[Tensor, ...]:
-    """Of q, k, v, g, beta, in chunks."""
+    """Return the gradients of q, k, v, g, beta, in chunks."""
     d_products = -(trail.d_solved @ trail.written.mT).tril_(-1)
     d_scores = d_out @ trail.written.mT
     d_reads = torch.cat((-trail.d_lacking, d_out), -2) @ trail.states.mT
@@ -807,7 +808,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, tokens and heads."""
+    """Return the strides of batch, tokens and heads."""
     return [x.stride(d) for x in tensors for d in range(3)]
 
 
@@ -920,7 +921,7 @@ def _launch_gradients(
     columns: int,
     sizes: dict[str, Any],
 ) -> None:
-    """What is left to do for all chunks at once."""
+    """Launch the kernels that are left to do for all chunks at once."""
     q, k, g, beta = given.q, given.k, given.g, given.beta
     solved, before, behind, d_scores, d_products = trail
     dq, dk, dv, dg, dbeta = found

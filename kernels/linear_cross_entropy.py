@@ -56,7 +56,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss consists of beside the cross-entropy."""
+    """The terms of the loss beside the cross-entropy."""
 
     vocabulary: int
     ignore_index: int = -100
@@ -276,7 +276,7 @@ STEP = 256
 
 
 def tile_width(tokens: int, vocabulary: int, itemsize: int, workspace: int) -> int:
-    """How many columns of logits fit the workspace: a multiple of 256, and at least that."""
+    """Return the number of columns of logits that fit the workspace: a multiple of 256, and at least that."""
     fitting = workspace // max(1, tokens * itemsize) // STEP * STEP
     return min(max(fitting, STEP), vocabulary)
 

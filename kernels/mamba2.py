@@ -63,7 +63,7 @@ class Inputs:
 
     @property
     def states_shape(self) -> tuple[int, ...]:
-        """That of all states that are kept: [spans, batch, groups, N, heads of each, P]."""
+        """The shape of all states that are kept: [spans, batch, groups, N, heads of each, P]."""
         batch, tokens, heads, width = self.x.shape
         groups, inner = self.B.shape[2:]
         return ceil_div(tokens, SPAN), batch, groups, inner, heads // groups, width
@@ -75,7 +75,8 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """What a span's forward and backward both read; c is the sum of A dt from a chunk's start, z its last."""
+    """The values that a span's forward and backward both read; c is the sum of A dt from a chunk's start, z
+    its last."""
 
     x: Tensor  # [..., CHUNK, heads, P]
     dt: Tensor  # [..., CHUNK, heads], as ``risen`` and ``falling``
@@ -93,7 +94,7 @@ class Span:
 
     @property
     def scores(self) -> Tensor:
-        """What a token reads of those of its chunk."""
+        """Return what a token reads of those of its chunk."""
         return self.similar.unsqueeze(3) * self.decay
 
 
@@ -114,7 +115,7 @@ def _tokens(x: Tensor, length: int) -> Tensor:
 
 
 def _differences(c: Tensor) -> Tensor:
-    """Of the numbers c_i, c_j of two tokens, by heads."""
+    """Return the differences of the numbers c_i, c_j of two tokens, by heads."""
     column = c.mT.unsqueeze(-1)
     return column - column.mT
 
@@ -228,7 +229,7 @@ def _gradients(span: Span, d_out: Tensor, state: Tensor, d_state: Tensor) -> Gra
 
 
 def _by_scores(span: Span, u: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the tokens of a chunk give each other: gradients of u, of C B^T, and of A dt."""
+    """Return what the tokens of a chunk give each other: gradients of u, of C B^T, and of A dt."""
     d_u = _by_head(span.scores.mT @ _by_head(d_out))
     d_scores = (_by_head(d_out) @ _by_head(u).mT).mul_(span.decay)
     d_similar = d_scores.sum(3)
@@ -759,7 +760,7 @@ MAX_GRID = 65535  # CUDA's, beyond the first dimension
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, tokens and heads."""
+    """Return the strides of batch, tokens and heads."""
     return [x.stride(d) for x in tensors for d in range(3)]
 
 
@@ -774,7 +775,7 @@ def _all_dense(given: Inputs) -> Inputs:
 
 
 def _columns(width: int, most: int = 64) -> int:
-    """How many a program takes at a time."""
+    """Return the number of columns that a program takes at a time."""
     return min(most, max(16, next_power_of_2(width)))
 
 
@@ -1124,7 +1125,7 @@ def _chunk_backward_flops(width: int, inner: int) -> int:
 
 
 def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """What is read in x's type, and results and their gradients in float32."""
+    """Return the bytes that are read in x's type, and those of results and gradients in float32."""
     batch, groups, heads, tokens, width, inner = shape
     x, B = (batch, tokens, heads, width), (batch, tokens, groups, inner)
     values, read = torch.Size(x).numel(), (torch.Size(x).numel() + 2 * torch.Size(B).numel()) * itemsize

@@ -115,7 +115,8 @@ def layer_norm_backward_reference(
 
 
 def empty_heads(x: Tensor) -> Tensor:
-    """Of x's [batch, heads, tokens, width], with heads next to each other in memory where they are in x."""
+    """Return an empty tensor of x's [batch, heads, tokens, width], with heads next to each other in memory
+    where they are in x."""
     return _empty_heads(x, x.shape[3], x.dtype)
 
 

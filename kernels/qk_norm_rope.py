@@ -187,7 +187,7 @@ def _columns_dense(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, tokens and heads."""
+    """Return the strides of batch, tokens and heads."""
     return [x.stride(d) for x in tensors for d in (0, 2, 1)]
 
 

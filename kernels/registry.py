@@ -28,7 +28,7 @@ class Twin:
 
     @property
     def target(self) -> Any:
-        """What a graph calls."""
+        """The overload that a graph calls."""
         return getattr(torch.ops.megacompile, self.name).default
 
 
@@ -48,7 +48,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class RecurrenceChunk:
-    """What a recurrence is timed on: ``tokens`` of ``heads`` value heads that share keys.
+    """The chunk that a recurrence is timed on: ``tokens`` of ``heads`` value heads that share keys.
 
     ``span`` are the tokens between two states that are kept, ``flops`` the formula's, by the widths of keys
     and values, and ``moved_bytes`` what is moved beside products, of each number of such a state.

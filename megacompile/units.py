@@ -129,7 +129,7 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _limits_leave() -> list[int]:
-    """What the limits on address space and data (``ulimit -v``, ``-d``) leave, where they are set."""
+    """Return what the limits on address space and data (``ulimit -v``, ``-d``) leave, where they are set."""
     try:
         import resource
     except ImportError:  # not a POSIX system

@@ -69,7 +69,7 @@ def lower_memory(work: Workload, plan: Plan, mode: Mode) -> Step:
 
 
 def finish(step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """What :func:`lower_memory` left, with its waits."""
+    """Add the waits to what :func:`lower_memory` left."""
     return _run(PASSES[-1:], step, work, plan, mode)
 
 

@@ -56,8 +56,8 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
 
 
 def _losses(step: Step, work: Workload) -> list[int]:
-    """Where each micro-batch's loss is known: behind a forward, or where the first gradient comes that a loss
-    outside of the program gives."""
+    """Return where each micro-batch's loss is known: behind a forward, or where the first gradient comes that
+    a loss outside of the program gives."""
     if work.outside:
         first: dict[int, int] = {}
         for index, op in enumerate(step.ops):

@@ -113,7 +113,7 @@ class _Inserter:
                 self._use(landed, home)
 
     def _use(self, group: int, home: Token) -> None:
-        """What follows the last contribution to a gradient that went to the host."""
+        """Insert what follows the last contribution to a gradient that went to the host."""
         if group in self.resident:
             return
         if self.mode.kind == "train" and self.mode.keeps_gradients:

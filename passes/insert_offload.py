@@ -49,7 +49,7 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
 
 
 def _saved(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
-    """What only this block's own backward still reads; leaves of the batch are too small to move."""
+    """Return what only this block's own backward still reads; leaves of the batch are too small to move."""
     op = step.ops[index]
     own = []
     for token in (*op.reads, *op.writes):

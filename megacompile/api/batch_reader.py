@@ -60,8 +60,8 @@ _APART = 4  # how many times its tokens a step may have, for its micro-batches t
 
 @dataclass(frozen=True)
 class OfRanks:
-    """What several ranks' micro-batches of a step have in common: whether they are ``alike``, else the
-    ``lengths`` of all where all may be padded, and whether all of their padding is at the ``right``."""
+    """The facts that several ranks' micro-batches of a step have in common: whether they are ``alike``, else
+    the ``lengths`` of all where all may be padded, and whether all of their padding is at the ``right``."""
 
     alike: bool
     lengths: tuple[int, ...]
@@ -96,7 +96,7 @@ class Padder:
         return found or micro
 
     def lengths(self, micro: list[Batch]) -> list[int]:
-        """Of micro-batches that may be padded; none, where some may not."""
+        """Return the lengths of micro-batches that may be padded; none, where some may not."""
         paddable = all(may_be_padded(batch, self._model, self._function_of(batch)) for batch in micro)
         return [length_of(batch) for batch in micro] if paddable else []
 

@@ -89,7 +89,7 @@ def _too_large(
     transient: int,
     ranks: int,
 ) -> BudgetError:
-    """What a machine's ranks, each of which needs that much, lack together."""
+    """Describe what a machine's ranks, each of which needs that much, lack together."""
     stored = host_state_bytes(place_groups(layouts, form, ("nvme-all",) * len(layouts)), 1)
     least, need, transient = (ranks * nbytes for nbytes in (stored + transient, need, transient))
     given = format_bytes(ranks * given_bytes)

@@ -340,7 +340,7 @@ def _compiler(
     dump: str | os.PathLike[str] | None,
     planner: Planner | None,
 ) -> Compiler:
-    """What compiles programs for a device."""
+    """Return the compiler of programs for a device."""
     folder = dump if dump is not None else os.environ.get("MEGACOMPILE_DUMP")
     form, stores = settings.optimizer_state, bool(settings.offload_dirs)
     return Compiler(

@@ -188,7 +188,7 @@ class Frontend:
             yield chunk
 
     def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> str | None:
-        """Why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
+        """Say why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
         length = min(CHUNKS, default=sys.maxsize)
         if not any(n > length for leaf in batch.tensors for n in leaf.shape):
             return None
@@ -252,7 +252,7 @@ class Frontend:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """What an operator says about its arguments is an error of the model on this batch."""
+        """Turn what an operator says about its arguments into an error of the model on this batch."""
         try:
             yield
         except MegacompileError:
@@ -404,12 +404,13 @@ class Compiler:
         return batch.key in self.keys
 
     def number(self, batch: Batch, mode: Mode) -> int:
-        """Which of the programs that were compiled this is, in their order; -1: none of them."""
+        """Return the number of this program among those that were compiled, in their order; -1: none of
+        them."""
         return next((i for i, key in enumerate(self._scheduled) if key == (batch.key, mode)), -1)
 
     @property
     def programs(self) -> int:
-        """How many programs were compiled and are not forgotten."""
+        """The number of programs that were compiled and are not forgotten."""
         return len(self._scheduled)
 
     @property
@@ -550,7 +551,7 @@ class Compiler:
             raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error
 
     def _ways_out(self, batch: Batch, evaluate: bool) -> Iterator[str]:
-        """What else may help where a program does not fit the budget."""
+        """Yield what else may help where a program does not fit the budget."""
         if why := self.frontend.why_whole(batch, self.cuts or {}, evaluate=evaluate):
             yield why
         if self.cuts is None:

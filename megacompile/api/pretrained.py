@@ -51,7 +51,7 @@ class Conversions:
                 self._renames.append((targets[0], sources[0]))
 
     def names(self, name: str) -> list[str]:
-        """What a parameter may be called in the files, its own name first."""
+        """Return the names that a parameter may have in the files, its own first."""
         return [name, *(name.replace(ours, theirs) for ours, theirs in self._renames if ours in name)]
 
     def merged(self, name: str, held: Container[str]) -> Merged | None:
@@ -206,7 +206,8 @@ class Shards:
         return torch.cat([torch.stack([self._tensor(key) for key in part]) for part in sources], dim=1)
 
     def _find(self, name: str, prefix: str, conversions: Conversions) -> Merged | None:
-        """Where it is: under its name, without the head's name for its base model, renamed, in parts."""
+        """Find a parameter in the files: under its name, without the head's name for its base model, renamed,
+        in parts."""
         for known in (name, name.removeprefix(prefix)):
             for candidate in conversions.names(known):
                 if candidate in self._files:

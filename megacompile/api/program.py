@@ -165,7 +165,7 @@ _Model: Any = object  # the class of the model that generates comes next
 
 @dataclass(frozen=True)
 class _NextLogits:
-    """Of each row the logits at the position that ``logits_to_keep`` holds, which the forward may take."""
+    """The logits of each row at the position that ``logits_to_keep`` holds, which the forward may take."""
 
     inputs: tuple[str, ...]
 
@@ -220,7 +220,7 @@ class _Streamed(_Model):
 
 
 def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **options: Any) -> Any:
-    """What ``model.generate`` of transformers returns, on the host; ``predict`` runs the forwards."""
+    """Return what ``model.generate`` of transformers returns, on the host; ``predict`` runs the forwards."""
     source = _language_model(model)
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise MegacompileError(
@@ -439,7 +439,7 @@ class Program:
         )
 
     def _described_update(self) -> dict[str, Any]:
-        """What all ranks must have alike to update by what waits; refused where nothing does."""
+        """Describe what all ranks must have alike to update by what waits; refused where nothing does."""
         runtime = self._session.runtime
         if runtime is not None and runtime.lost_gradients:
             runtime.drop_gradients()
@@ -692,7 +692,8 @@ class Program:
 
     @alone
     def predict(self, batch: Any, *, outputs: OutputsFn | None = None) -> Any:
-        """What the forward returns for a batch in eval mode, on the host, under the same budget as training.
+        """Return the forward's outputs for a batch in eval mode, on the host, under the same budget as
+        training.
 
         A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
         of keys and values, which is left out. The batch needs no labels. It is padded to one of few lengths
@@ -806,7 +807,7 @@ class Program:
 
     @property
     def plan(self) -> Plan:
-        """What was decided for the training program that ran last."""
+        """The decisions for the training program that ran last."""
         scheduled = self._session.scheduled()
         planned, work = scheduled.planned, scheduled.compiled.assembly.work
         names = tuple(b.name for b in work.blocks), tuple(g.name for g in work.groups)
@@ -856,7 +857,7 @@ class Program:
 
     @property
     def fusions(self) -> Fusions:
-        """Which fused kernels the program that ran last holds, where, and what was left alone and why."""
+        """The fused kernels of the program that ran last: which, where, and what was left alone and why."""
         return self._session.scheduled().compiled.fusions
 
     @property
@@ -891,7 +892,7 @@ class Program:
 
 
 def _outputs_for(loss: LossOfOutputs | None, outputs: OutputsFn | None) -> OutputsFn | None:
-    """What a program computes in the place of the loss, where that is computed outside."""
+    """Return what a program computes in the place of the loss, where that is computed outside."""
     if loss is not None:
         return outputs or all_outputs
     if outputs is not None:

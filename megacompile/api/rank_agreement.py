@@ -1,4 +1,5 @@
-"""What the ranks of a program compare before they do anything together: programs, batches, settings.
+"""Compare what the ranks of a program must have alike before they do anything together: programs, batches,
+settings.
 
 In: what one rank has. Out: plain descriptions of it, equal only where the ranks may go on together, and what
 follows for each of them: its micro-batches' numbers and everyone's loss weights.
@@ -58,7 +59,7 @@ def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, An
 
 
 def _updates(settings: Settings) -> str:
-    """What updates a state that other ranks update too, where its bits depend on it."""
+    """Describe what updates a state that other ranks update too, where its bits depend on it."""
     if settings.world.ranks.replicas == 1:
         return ""
     gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
@@ -102,7 +103,7 @@ def agreed_batches(
 
 
 def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
-    """What padding depends on."""
+    """Describe what padding depends on, of one rank."""
     kinds = {_digest(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
     lengths = session.intake.padder.lengths(micro)
     masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]

@@ -127,12 +127,12 @@ class Tried:
 
     @property
     def state(self) -> str:
-        """Who has the state."""
+        """The holder of the state, in words."""
         return "one state of all ranks" if self.ranks.replicas == 1 else "a copy of the state in each machine"
 
     @property
     def verdict(self) -> str:
-        """How it does."""
+        """The seconds that it takes, or why it does not fit, in words."""
         if self.seconds is None:
             return f"{self.state} does not fit the devices"
         takes = f"{self.state} takes {format_seconds(self.seconds)}"
@@ -165,7 +165,7 @@ def settle_mesh(
 def _decided(
     compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
 ) -> tuple[int, str]:
-    """How many ranks share the state, and why."""
+    """Return the number of ranks that share the state, and why."""
     ranks = settings.world.ranks
     if checkpoint is not None:
         replicas, shards = read_manifest(checkpoint.resolve())[0].mesh
@@ -253,13 +253,13 @@ class Session:
         return self.current
 
     def read(self, batch: Any, *, evaluate: bool = False, outputs: OutputsFn | None = None) -> list[Batch]:
-        """What a batch, or a list of them, holds."""
+        """Read a batch, or a list of them."""
         refuse_autocast()
         self.check_model(trains=not evaluate)
         return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
 
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
-        """What was read, padded where that saves compiling, or as several ranks need it."""
+        """Return what was read, padded where that saves compiling, or as several ranks need it."""
         return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
 
     def check_model(self, *, trains: bool = True) -> None:
@@ -332,8 +332,8 @@ class Session:
             self.compiler.begin_again(self.compiler.room)
 
     def _shorter_room(self) -> Room | None:
-        """What plans may use of the device now, where that is less than they were made for by more than was
-        left to the driver."""
+        """Measure what plans may use of the device now; None unless it is less than they were made for by
+        more than was left to the driver."""
         planned = self.compiler.room
         with naming_failures(self.settings.device):
             room = self.settings.measure_room()

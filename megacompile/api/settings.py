@@ -79,7 +79,7 @@ class Room:
 
 
 def room_of(backend: Backend, budget_bytes: int, world: World) -> Room:
-    """What a budget leaves now; of several ranks where least is left."""
+    """Measure what a budget leaves now; of several ranks where least is left."""
     with world.together():
         said = world.exchange(lambda: str(backend.plan_bytes(budget_bytes)).encode())
     least = min(map(int, said))
@@ -92,7 +92,7 @@ def room_of(backend: Backend, budget_bytes: int, world: World) -> Room:
 
 @dataclass(frozen=True)
 class Settings:
-    """What :func:`megacompile.compile` was told of how to train; see there."""
+    """The settings of how to train that :func:`megacompile.compile` was given; see there."""
 
     device: torch.device
     open_device: Callable[[], Device]

@@ -55,7 +55,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this device reached in this run: a copy's bytes per second, products' flop per second."""
+    """The rates that this device reached in this run: a copy's bytes per second, products' flop per
+    second."""
 
     bandwidth: float
     flops: dict[torch.dtype, float]
@@ -326,7 +327,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a run is made with; ``timer`` and ``roof`` are None where correctness alone is checked."""
+    """The settings of a run; ``timer`` and ``roof`` are None where correctness alone is checked."""
 
     providers: Mapping[str, Provider]
     device: torch.device
@@ -427,7 +428,7 @@ def read_calls(plan: Path) -> Calls:
 
 
 def targets(calls: Calls) -> tuple[list[Target], list[str]]:
-    """What a program's calls are benchmarked as; and the calls for which there is no benchmark."""
+    """Return what a program's calls are benchmarked as; and the calls for which there is no benchmark."""
     counts: dict[tuple[str, str, Shape], Counter[str]] = defaultdict(Counter)
     unknown = []
     for call, count in calls:

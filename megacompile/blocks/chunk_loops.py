@@ -145,7 +145,7 @@ def _along(a: Any, b: Any, length: int, other: int) -> Any:
 
 
 def role(node: fx.Node) -> Role:
-    """How a node of a compared graph treats positions."""
+    """Return how a node of a compared graph treats positions."""
     if node.op != "call_function":
         return "mixing"
     if node.target is operator.getitem:
@@ -386,7 +386,8 @@ class Stages:
         return True
 
     def sinks(self, loop: int) -> list[fx.Node]:
-        """What a loop is for: whole values and sums; values of earlier loops that it reads become whole."""
+        """Return the results of a loop: whole values and sums; values of earlier loops that it reads become
+        whole."""
         sinks = [n for n in self.nodes if self._ends_in(n, loop)]
 
         def onward(node: fx.Node) -> list[fx.Node]:
@@ -420,7 +421,7 @@ class Stages:
         return node in self.whole and self.home[node] == loop
 
     def _inside(self, sinks: list[fx.Node], loop: int) -> set[fx.Node]:
-        """What a loop computes for its sinks, these included."""
+        """Return the nodes that a loop computes for its sinks, these included."""
         return reached(sinks, lambda n: [a for a in n.all_input_nodes if self._in_loop(a, loop)])
 
 
@@ -557,7 +558,7 @@ def _text(lines: list[_Line], results: list[str] | None, indent: str) -> list[st
 
 
 def _summed(value: Tensor) -> torch.dtype:
-    """What sums over chunks are taken in."""
+    """Return the dtype that sums over chunks are taken in."""
     return torch.float32 if value.is_floating_point() and value.element_size() < 4 else value.dtype
 
 

@@ -90,7 +90,7 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
 
 
 def attention_flops(node: fx.Node) -> tuple[int, int]:
-    """What of a node's :func:`flops` is attention's: forward, backward."""
+    """Return the part of a node's :func:`flops` that is attention's: forward, backward."""
     work = flops(node) if node.target in (ATTENTION, _BACKWARD) else 0
     return (work, 0) if node.target is ATTENTION else (0, work)
 

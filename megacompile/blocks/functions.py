@@ -96,9 +96,9 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 
 class Asked(NamedTuple):
-    """What a function asks a GPU's allocator for: (number of a storage, its bytes, or 0 where it is given
-    back), in order, and of each result its storage and its own bytes. The storages of arguments come first.
-    """
+    """The requests of a function to a GPU's allocator: (number of a storage, its bytes, or 0 where it is
+    given back), in order, and of each result its storage and its own bytes. The storages of arguments come
+    first."""
 
     requests: tuple[tuple[int, int], ...]
     results: tuple[tuple[int, int], ...]
@@ -270,7 +270,7 @@ def _measure(
     device: torch.device,
     processors: int | None,
 ) -> _Taken:
-    """What a function takes, from a run on fake tensors."""
+    """Measure the bytes that a function takes, by a run on fake tensors."""
     meter = StorageMeter(processors=processors)
     with mode, torch.no_grad(), recording(processors=processors):  # our kernels are not launched
         kept, arguments = [], []

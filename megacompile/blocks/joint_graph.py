@@ -291,7 +291,7 @@ def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def keeps_all(_: fx.Node) -> bool:
-    """Of a saved set that holds whatever the backward reads."""
+    """Return whether a saved set holds whatever the backward reads."""
     return True
 
 

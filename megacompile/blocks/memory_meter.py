@@ -182,7 +182,7 @@ def _sort(_: int, x: Tensor, *rest: Any) -> int:
 
 
 def _index_put(_: int, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *__: Any) -> int:
-    """Where rows are added up: their places, sorted."""
+    """Count the scratch of rows that are added up: their places, sorted."""
     given = [i for i in indices if i is not None]
     if not accumulate:
         return 0
@@ -297,7 +297,7 @@ class StorageMeter(TorchDispatchMode):
         return out
 
     def _take_beside(self, nbytes: int) -> None:
-        """What a kernel takes beside its results, and gives back."""
+        """Count what a kernel takes beside its results, and gives back."""
         self.peak = max(self.peak, self.live + nbytes)
         if nbytes:
             self._ask(self._count, nbytes)
@@ -382,8 +382,8 @@ def implementation(func: Any) -> Callable[..., Any] | None:
 def call_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor], mode: FakeTensorMode
 ) -> tuple[int, list[int]]:
-    """What a call on fake tensors takes on a CPU: its highest bytes where it runs as Python, and those that
-    each of its ``results`` stands in."""
+    """Return the bytes that a call on fake tensors takes on a CPU: its highest where it runs as Python, and
+    those that each of its ``results`` stands in."""
     if implementation(func) is None:
         stored = [t.untyped_storage().nbytes() for t in results]
         return 0, [max(nbytes, _at_least(func, i, args)) for i, nbytes in enumerate(stored)]
@@ -425,7 +425,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _form(value: Any) -> Any:
-    """What the memory of a call depends on: of tensors shape, strides, alignment, dtype and device."""
+    """Return what the memory of a call depends on: of tensors shape, strides, alignment, dtype and device."""
     if isinstance(value, Tensor):
         place = value.storage_offset() * value.element_size() % ALIGNED  # kernels take a copy of odd ones
         return tuple(value.shape), tuple(value.stride()), place, value.dtype, value.device

@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 def disagreement(
     template: Template, whole: DifferentiatedTemplate, looped: DifferentiatedTemplate
 ) -> str | None:
-    """Which function's loops do not compute what the whole one does; None where all do."""
+    """Name the function whose loops do not compute what the whole one does; None where all do."""
     inputs = _random_inputs(template)
     floats = [e.dtype for e in template.examples if e.is_floating_point()]
     allowed = max((TOLERANCE[d] for d in floats), default=0.0)
@@ -71,13 +71,13 @@ def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
 
 
 def _largest(x: Tensor) -> float:
-    """Of the elements that are finite: those of a mask may not be."""
+    """Return the largest of the elements that are finite: those of a mask may not be."""
     finite = x[x.isfinite()] if x.is_floating_point() else x.new_empty(0)
     return float(finite.abs().amax()) if finite.numel() else 0.0
 
 
 def _differ(a: Tensor, b: Tensor, allowed: float, least: float) -> str | None:
-    """How two results differ, in parts of their scale: of the largest element, or of ``least``."""
+    """Describe how two results differ, in parts of their scale: of the largest element, or of ``least``."""
     if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
         return f"is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
     if not a.is_floating_point():
@@ -256,7 +256,7 @@ def _in_chunks(
 
 
 def _wrong(short: Template, joint: Joint, mode: FakeTensorMode) -> str | None:
-    """What loops compute otherwise than whole functions at a short length; None where nothing."""
+    """Describe what loops compute otherwise than whole functions at a short length; None where nothing."""
     make = partial(_Cutter, short, joint, mode, None, lean=True)
     whole, looped = make().run(), make(loops=(length_of(short) or 0, _SHORT_CHUNK)).run()
     return disagreement(short, whole, looped)
@@ -417,8 +417,8 @@ def why_whole(
     made: Sequence[DifferentiatedTemplate],
     length: int,
 ) -> str | None:
-    """Why sequences of more positions than ``length`` are not all in chunks, and what helps; None where they
-    are, or are no longer than that."""
+    """Say why sequences of more positions than ``length`` are not all in chunks, and what helps; None where
+    they are, or are no longer than that."""
     counted = [x.shape for x in batch if x.dim() > 1 and not x.is_floating_point()]  # tokens, labels
     if any(shape[0] > 1 and shape[1] > length for shape in counted):
         return "Blocks stay whole: a batch of several sequences; give micro-batches of one."

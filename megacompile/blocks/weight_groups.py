@@ -40,7 +40,7 @@ _NUMBERED = re.compile(r".*\.\d+(?=\.)")  # the innermost of a list's modules, a
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What the layout must know of a parameter: its dense shape and strides and who updates it.
+    """The facts of a parameter that the layout needs: its dense shape and strides and who updates it.
 
     ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
     holds the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained`` says that batches may

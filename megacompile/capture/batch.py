@@ -136,7 +136,7 @@ class Batch:
     added: int = 0
 
     def own(self, output: Tensor) -> Tensor:
-        """Of an output, what is not of padding."""
+        """Return the part of an output that is not of padding."""
         cut = self.added > 0 and output.dim() > 1
         return output[:, : -self.added].contiguous() if cut else output
 
@@ -151,7 +151,7 @@ class Batch:
 
     @property
     def settings(self) -> ModelSettings:
-        """What the model was set to."""
+        """The settings of the model when the batch was read."""
         settings: ModelSettings = self.key[2]
         return settings
 
@@ -225,8 +225,8 @@ def read_batch(
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """What a program depends on: of a tensor its shape, dtype and order in memory, of a constant that it is
-    this one.
+    """Describe what a program depends on: of a tensor its shape, dtype and order in memory, of a constant
+    that it is this one.
 
     1, 1.0 and True are equal, and 0.0 and -0.0, but models compute different things with them.
     """

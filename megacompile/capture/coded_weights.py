@@ -26,7 +26,7 @@ _CODING = "_megacompile_coding"  # the attribute of a traced module whose weight
 
 @dataclass(frozen=True)
 class Coding:
-    """How a weight is coded: its shape, and the elements that share a scale."""
+    """The coding of a weight: its shape, and the elements that share a scale."""
 
     shape: tuple[int, ...]
     block: int

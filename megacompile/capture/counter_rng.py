@@ -83,7 +83,7 @@ declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform", "uniform_kernel"),))
 
 
 def site_of(target: Any, args: Sequence[Any]) -> tuple[int, int] | None:
-    """Where a call of one of our operators that draws has its ``rng`` and its site among its arguments."""
+    """Return the places of ``rng`` and the site among the arguments of a call that draws."""
     call = called(target)
     places = None if call is None or call.part is not call.spec.forward else call.spec.draws
     return None if places is None or args[places[0]] is None else places
@@ -224,7 +224,7 @@ def _exponential(one: Draw) -> Any:
 
 
 def _bernoulli(one: Draw) -> Any:
-    """What gives a probability gets a gradient of zeros, as in torch: AdamW decays it."""
+    """Draw by a probability that gets a gradient of zeros, as in torch: AdamW decays it."""
     p = one.argument("p", one.argument("self"))
     if isinstance(p, float):
         return one.call(aten.lt.Scalar, one.uniform(), p)

@@ -73,7 +73,7 @@ class Reader:
         return self.other(value)
 
     def other(self, value: Any) -> Any:
-        """What is no data, or not looked into."""
+        """Describe a value that is no data, or not looked into."""
         self.held.append(value)
         left_behind = isinstance(value, FakeTensor)  # by a capture, which makes others each time
         return ("a", "FakeTensor") if left_behind else ("is", id(value))
@@ -130,7 +130,7 @@ _EXACT = 2  # a version of marshal whose bytes depend on types and values alone,
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a model is set to; ``held`` keeps alive what ``values`` tells apart by identity."""
+    """The settings of a model; ``held`` keeps alive what ``values`` tells apart by identity."""
 
     values: bytes
     held: tuple[object, ...] = field(compare=False, repr=False)
@@ -215,7 +215,8 @@ _WAY_OUT = "undo that, or call program.sync_to(model) and compile the model, or 
 
 
 class Frozen:
-    """What a program cannot follow once it is compiled: its parameters, which are trained, by which group."""
+    """The facts that a program cannot follow once it is compiled: its parameters, which are trained, by which
+    group."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

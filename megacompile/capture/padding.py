@@ -30,7 +30,7 @@ _LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes"}
 
 
 def reach(model: nn.Module) -> int | None:
-    """How many positions the model has embeddings for, or says that it is for."""
+    """Return the number of positions that the model has embeddings for, or says that it is for."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
@@ -121,7 +121,7 @@ def length_of(batch: Batch) -> int:
 
 
 def kind_of(batch: Batch) -> tuple[Any, ...]:
-    """What batches share that differ in the length of their sequences alone."""
+    """Return what batches share that differ in the length of their sequences alone."""
     return _without_length(batch.key, tuple(batch.kwargs["input_ids"].shape))
 
 
@@ -344,7 +344,7 @@ class LossAtLengths:
 
     @property
     def _with_positions(self) -> list[int]:
-        """Which outputs are [rows, positions, ...], so that padding is at their end."""
+        """Return which outputs are [rows, positions, ...], so that padding is at their end."""
         return [
             i
             for i, (shape, dtype) in enumerate(self.returned.tensors)

@@ -323,7 +323,8 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
 
 
 class Effects:
-    """What a forward left behind: attributes by name with what they hold now, tensors that it replaced."""
+    """The effects that a forward left behind: attributes by name with what they hold now, tensors that it
+    replaced."""
 
     def __init__(self) -> None:
         self.changed: dict[str, Any] = {}

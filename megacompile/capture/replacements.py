@@ -71,7 +71,8 @@ class Masks:
         return found
 
     def known(self, mask: Tensor | None) -> Mask | None:
-        """What is known of a mask that was made here, or of an alias of it, as long as nothing changed it."""
+        """Return what is known of a mask that was made here, or of an alias of it, as long as nothing changed
+        it."""
         for made in self._made:
             if mask is not None and _is_alias(mask, made.given) and mask._version == made.version:
                 return made
@@ -393,7 +394,7 @@ def transformers_attention(
 
 
 class _Seen(NamedTuple):
-    """What each query of a call sees, and what is added to its scores."""
+    """The keys that each query of a call sees, and what is added to its scores."""
 
     bias: Tensor | None
     causal: bool = False
@@ -405,7 +406,7 @@ def _seen(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None,
     sliding_window: int | None, position_bias: Tensor | None,
 ) -> _Seen:  # fmt: skip
-    """Of a mask that is a plain pattern the pattern, of any other the mask."""
+    """Return the pattern of a mask that is a plain one, of any other the mask."""
     known = _current[-1].masks.known(mask)
     packed = known is not None and known.bounds is not None
     if known is not None and known.band is not None and not (packed and position_bias is not None):

@@ -51,7 +51,7 @@ _LSE_ROWS = 32  # and rows that its log-sum-exps are
 
 @dataclass(frozen=True)
 class Features:
-    """What a call of attention has beside q, k and v."""
+    """The features of a call of attention beside q, k and v."""
 
     bias: bool
     bias_grad: bool
@@ -67,7 +67,7 @@ class Features:
         cls, bias: Tensor | None, sinks: Tensor | None, causal: bool, window: int, softcap: float,
         dropout_p: float, bias_grad: bool, bounds: Tensor | None,
     ) -> Self:  # fmt: skip
-        """Of the arguments of a call."""
+        """Return the features of the arguments of a call."""
         drops, packed = dropout_p > 0.0, bounds is not None
         return cls(bias is not None, bias_grad, sinks is not None, drops, causal, window, softcap, packed)
 
@@ -95,8 +95,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
 
 
 def _sums_bytes(q: Tensor) -> int:
-    """What torch's deterministic backward takes on a GPU beside its results: dq in FP32 for each of as many
-    programs as a head has of the multiprocessors. Ours takes nothing."""
+    """Return the bytes that torch's deterministic backward takes on a GPU beside its results: dq in FP32 for
+    each of as many programs as a head has of the multiprocessors. Ours takes nothing."""
     if not on_gpu(q):
         return 0
     return 4 * q.numel() * ceil_div(processors(q.device), q.shape[0] * q.shape[1])
@@ -115,7 +115,7 @@ def _efficient_covers(q: Tensor) -> bool:
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """Of scores and sums."""
+    """Return the dtype of scores and sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -314,8 +314,8 @@ class Chunk(NamedTuple):
     keys: slice
 
     def bias(self, q: Tensor, k: Tensor, bias: Tensor | None, rule: Rule) -> Tensor | None:
-        """What is added to the chunk's scores, broadcastable to [B, H, queries, keys]: its part of ``bias``,
-        and -inf where a query does not see a key. ``q`` and ``k`` are the whole call's."""
+        """Return what is added to the chunk's scores, broadcastable to [B, H, queries, keys]: its part of
+        ``bias``, and -inf where a query does not see a key. ``q`` and ``k`` are the whole call's."""
         if bias is not None:
             bias = _part(_part(bias, -2, self.queries, q.shape[2]), -1, self.keys, k.shape[2])
         key = torch.arange(self.keys.start, self.keys.stop, device=q.device)
@@ -358,7 +358,7 @@ def chunks_of(q: Tensor, k: Tensor, has: Features, path: Path) -> list[Chunk]:
 
 
 def _most_keys(rows: int, k: Tensor, has: Features) -> int:
-    """How many keys so many neighbouring queries see together."""
+    """Return the most keys that so many neighbouring queries see together."""
     if has.bias or not has.window:
         return k.shape[2]
     return min(k.shape[2], rows + has.window * (1 if has.causal else 2))
@@ -389,7 +389,7 @@ def _part(bias: Tensor, dim: int, part: slice, whole: int) -> Tensor:
 
 
 class Drops(NamedTuple):
-    """Which probabilities a call drops: as :func:`~megacompile.capture.counter_rng.dropout` says."""
+    """The probabilities that a call drops: as :func:`~megacompile.capture.counter_rng.dropout` says."""
 
     rng: Tensor | None
     site: int
@@ -572,7 +572,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kernel_mask(q: Tensor, k: Tensor, added: Tensor | None) -> Tensor | None:
-    """What is added to scores as kernels take it: in q's dtype, [B, H, S, T]."""
+    """Return what is added to scores as kernels take it: in q's dtype, [B, H, S, T]."""
     if added is None:
         return None
     if added.dtype != q.dtype:  # what is finite stays so: it lowers keys and does not hide them

@@ -129,7 +129,7 @@ def _refuse_call(node: fx.Node) -> None:
 
 
 def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:
-    """What is said of an operator whose operands are graphs, or another operator that writes."""
+    """Refuse an operator whose operands are graphs, or another operator that writes."""
     if "auto_functionalized" in str(target):
         return (
             f"{where} calls {node.args[0]}, which writes into its arguments: write it as an operator that "
@@ -355,7 +355,7 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _value(call: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What a call gives for other arguments, in their storage where it is a view."""
+    """Compute what a call gives for other arguments, in their storage where it is a view."""
     if not call.all_input_nodes:
         return call.meta["val"]
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -407,7 +407,7 @@ class _Writer:
         return [values[n] for n in inner.graph.output_node().args[0]]  # type: ignore[union-attr,index]
 
     def _expand(self, node: fx.Node, values: _Values) -> Any:
-        """What a call's form became, on the call's own tensors."""
+        """Expand a call into what its form became, on the call's own tensors."""
         form = _Form(node)
         inputs, results = self._became[form.key]
         copies = {p: values[n] for p, n in zip(inputs, form.tensors, strict=True)}
@@ -620,7 +620,7 @@ def _fake_leaf(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """What torch logs of a failure says less than the error that is raised for it."""
+    """Silence what torch logs of a failure: it says less than the error that is raised for it."""
     logs = [logging.getLogger(name) for name in names]
     before = [log.disabled for log in logs]
     for log in logs:

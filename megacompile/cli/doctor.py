@@ -92,7 +92,7 @@ def _memlock() -> str:
 
 
 def _page_locking() -> str:
-    """What a GPU's driver says to page-locking 256 MB in place, and what follows from a refusal."""
+    """Say what a GPU's driver answers to page-locking 256 MB in place, and what follows from a refusal."""
     import torch
 
     if not torch.cuda.is_available():

@@ -107,7 +107,7 @@ class Worth:
 
 
 def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
-    """Of each operator that a kernel of ours runs and that has an eager form."""
+    """Return what each operator is worth that a kernel of ours runs and that has an eager form."""
     found: dict[str, Worth] = {}
     for call, count in calls:
         eager = _eager(call) if call.work else None
@@ -189,7 +189,7 @@ state, how many replicas of it train."""
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
+    """The question: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
     ``gpus`` cards in each of ``nodes`` machines, which share the state, or have it ``replicated`` in each.
     Host bytes and those of drives are a machine's. Several cards need links between them in ``profile``.
     ``optimizer_state`` is how moments are kept."""
@@ -226,18 +226,18 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """Of one step, on all cards."""
+        """The tokens of one step, on all cards."""
         return self.batch * self.seq * self.micro_batches * self.ranks
 
     @property
     def kind(self) -> Kind:
-        """What a capture depends on."""
+        """Return what a capture depends on."""
         stored, processors = self.nvme_budget is not None, self.profile.machine.processors
         return self.batch, self.seq, stored, processors, self.ranks // self.replicas, self.replicas
 
     @property
     def terms(self) -> Terms:
-        """What a plan has to keep to; that of one card, with its share of the host."""
+        """Return what a plan has to keep to; that of one card, with its share of the host."""
         machine, tiers = self.profile.rates(self.dtype), None
         if self.host_budget is not None:
             limit = sys.maxsize if self.nvme_budget is None else self.nvme_budget // self.gpus
@@ -295,7 +295,7 @@ class Prediction:
 
     @cached_property
     def worth(self) -> dict[str, Worth]:
-        """What our kernels are worth in the step, by operator."""
+        """Return what our kernels are worth in the step, by operator."""
         calls = step_calls(self.compiled, self.planned.plan, self.mode)
         return worth(calls, self.question.terms.machine)
 
@@ -538,8 +538,8 @@ class Study:
 
 
 def least_budgets(compiled: Compiled, question: Question) -> LeastBudgets:
-    """What the step needs at least: of the device with everything streamed and little kept; of the host by
-    what fits the device, with all state on NVMe where it may go there."""
+    """Return the least that the step needs: of the device with everything streamed and little kept; of the
+    host by what fits the device, with all state on NVMe where it may go there."""
     work, mode = compiled.assembly.work, question.mode(True)
     nbytes, plan = least(work, mode)
     hosts = {clip: least_host(compiled, question, question.mode(clip)) for clip in (True, False)}
@@ -614,7 +614,8 @@ def waits(planned: Planned) -> dict[Stream, dict[str, float]]:
 
 
 class _Chain:
-    """What each operation waits for, in this step or the one before: ends of causes with their indices."""
+    """The causes that each operation waits for, in this step or the one before: their ends with their
+    indices."""
 
     def __init__(self, planned: Planned) -> None:
         self.ops, ends = planned.step.ops, planned.timeline.ends
@@ -629,7 +630,7 @@ class _Chain:
             latest[op.event] = streams[op.stream] = (ends[index], index)
 
     def foreign(self, index: int) -> list[tuple[float, int]]:
-        """What an operation waits for on other streams."""
+        """Return what an operation waits for on other streams."""
         return [c for c in self._before[index] if self.ops[c[1]].stream != self.ops[index].stream]
 
     def behind(self, index: int) -> Stream:

@@ -73,7 +73,7 @@ class _Model(nn.Module):
 
 @dataclass(frozen=True)
 class Finding:
-    """How one way of training went; ``text`` says what failed where it is not ``good``."""
+    """The outcome of one way of training; ``text`` says what failed where it is not ``good``."""
 
     what: str
     good: bool
@@ -120,7 +120,7 @@ def _kernel(name: str, device: torch.device) -> Finding:
 
 
 def _without(switch: str) -> str:
-    """How to train without a kernel."""
+    """Say how to train without a kernel."""
     if switch in PATTERNS:
         return f'compile(kernels={{"{switch}": False}}) does without it'
     return "nothing switches it off: train no model that needs it"
@@ -183,7 +183,8 @@ def _train(
 
 
 def _allocator_retries() -> int:
-    """How often torch's allocator has given pages back to find room, which waits for the device."""
+    """Return the number of times that torch's allocator has given pages back to find room, which waits for
+    the device."""
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 

@@ -362,7 +362,7 @@ def _later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 
 class _Command(NamedTuple):
-    """What ``--help`` says of a command, its arguments, and what runs it."""
+    """A command: what ``--help`` says of it, its arguments, and what runs it."""
 
     help: str
     description: str

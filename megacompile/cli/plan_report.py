@@ -128,7 +128,7 @@ def head(answer: Answer, shown: Prediction | None) -> str:
 
 
 def _state_at(answer: Answer, shown: Prediction | None) -> str:
-    """Where masters and moments are, by the plan shown."""
+    """Say where masters and moments are, by the plan shown."""
     host = "on NVMe and in host memory" if shown is not None and shown.host.nvme else "in host memory"
     if shown is None:
         return host
@@ -148,7 +148,7 @@ def _cards(question: Question) -> str:
 
 
 def splits_text(splits: tuple[Split, ...]) -> str:
-    """What other numbers of micro-batches would take."""
+    """Say what other numbers of micro-batches would take."""
     if not splits:
         return ""
     tried = (
@@ -186,7 +186,7 @@ _STREAMS = CAUSES | {"h2d": "host to device", "d2h": "device to host", "comm": "
 
 @dataclass(frozen=True)
 class Extras:
-    """What was asked beside the plan itself."""
+    """The further questions beside the plan itself."""
 
     clip: bool
     tokens: float | None = None
@@ -218,7 +218,7 @@ def render(answer: Answer, extras: Extras) -> str:
 
 
 def largest_line(big: Largest, question: Question) -> str:
-    """What would fit; of what does not fit at all, nothing is told but that."""
+    """Say what would fit; of what does not fit at all, nothing is told but that."""
     about, sure = ("", "") if big.exact else ("about ", "\n    (--largest makes sure)")
     capped = " (the model's own limit)" if big.seq_limit and big.seq + big.seq_step > big.seq_limit else ""
     batch = f"{about}batch {big.batch}" if big.batch else "no batch"
@@ -262,7 +262,7 @@ def _verdict(answer: Answer, extras: Extras) -> str:
 
 
 def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
-    """What lies on the drive and what moves over it, where anything does."""
+    """Say what lies on the drive and what moves over it, where anything does."""
     budget = answer.question.nvme_budget
     if shown is None or not shown.host.nvme or budget is None:
         return []
@@ -379,7 +379,7 @@ def _streams(shown: Prediction) -> str:
 
 
 def _kernels(shown: Prediction) -> str:
-    """What each of our kernels is worth, the most first; nothing where there are none."""
+    """Say what each of our kernels is worth, the most first; nothing where there are none."""
     rows = sorted(shown.worth.items(), key=lambda row: row[1].seconds - row[1].without)
     if not rows:
         return ""

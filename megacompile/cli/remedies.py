@@ -97,7 +97,7 @@ def _most(excess: Callable[[int], int], start: int, top: int) -> int:
 
 
 def _guess(known: dict[int, int], low: int, high: int) -> int:
-    """Where the line through the last two points crosses zero, inside (low, high)."""
+    """Return where the line through the last two points crosses zero, inside (low, high)."""
     if len(known) < 2:
         ((n, value),) = known.items()
         return max(low + 1, min(high - 1, 2 * n if value <= 0 else n // 2))
@@ -142,8 +142,8 @@ class Fit:
 
 
 def ways_out(study: Study, answer: Answer, clip: bool) -> tuple[tuple[WayOut, ...], tuple[Fit, ...]]:
-    """What to change so that the step fits, each by itself, the fastest first among those that are enough;
-    and the least changes that make it fit the same machine, one or two, the fastest first."""
+    """List what to change so that the step fits, each by itself, the fastest first among those that are
+    enough; and the least changes that make it fit the same machine, one or two, the fastest first."""
     study.progress("looking for what would fit")
     q = answer.question
     on_device = [] if answer.fits_device() else list(_for_device(study, answer))

@@ -70,7 +70,7 @@ class Repeated:
         return self._few.chunks(self._batch, {}, evaluate=False)
 
     def tilings(self, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
-        """What compiling the whole model gives with nothing cut, then with ever smaller pieces.
+        """Yield what compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
@@ -138,7 +138,7 @@ def _layers(model: Model) -> _Layers | None:
 
 
 def _signature(layer: nn.Module) -> object:
-    """What tells one layer from another: classes, plain attributes but their index, shapes."""
+    """Return what tells one layer from another: classes, plain attributes but their index, shapes."""
     return tuple(
         (name, type(module).__name__,
          tuple(sorted((k, v) for k, v in vars(module).items()
@@ -190,7 +190,8 @@ def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:
 
 
 def _source(layer: int, kinds: tuple[object, ...], few: int) -> int:
-    """Which of the first ``few`` layers stands for a layer: the last for the last, else an inner one."""
+    """Return which of the first ``few`` layers stands for a layer: the last for the last, else an inner
+    one."""
     if layer < few - 1:
         return layer
     if layer == len(kinds) - 1:

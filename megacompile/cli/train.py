@@ -426,7 +426,8 @@ def _check_template(tokenizer: Any, name: str, path: str | None, assistant_only:
 
 
 def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:
-    """What ``megacompile plan`` says of the same model, batch and budgets; data and tokenizer were read."""
+    """Print what ``megacompile plan`` says of the same model, batch and budgets; data and tokenizer were
+    read."""
     import torch
 
     config = Path(str(model_config.model_name_or_path)) / "config.json"

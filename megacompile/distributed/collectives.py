@@ -39,7 +39,7 @@ _FIRST_BYTES = 32 << 20  # of the collectives after which NCCL holds what it wil
 
 
 class Collectives:
-    """Of CPUs: what they exchange is there when a call returns."""
+    """Collectives of CPUs: what they exchange is there when a call returns."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, every = ranks, range(ranks.size)
@@ -79,7 +79,7 @@ class Collectives:
 
 
 class _Says(IntEnum):
-    """What a rank says of itself with every beat."""
+    """The message of a rank with every beat."""
 
     GOES_ON = 0
     CLOSES = 1
@@ -87,7 +87,8 @@ class _Says(IntEnum):
 
 
 class GpuCollectives(Collectives):
-    """Of GPUs. Once another rank fails, ``lost`` is told which one, or "" where that is not known."""
+    """Collectives of GPUs. Once another rank fails, ``lost`` is told which one, or "" where that is not
+    known."""
 
     def __init__(self, ranks: Ranks, device: torch.device, lost: Callable[[str], None]) -> None:
         self._device, self._lost = device, lost
@@ -161,7 +162,7 @@ class GpuCollectives(Collectives):
         return [(int(state), int(issued)) for state, issued in theirs]
 
     def _fault(self, issued: list[int]) -> str:
-        """What is wrong with the collectives under way; "" where they make progress."""
+        """Say what is wrong with the collectives under way; "" where they make progress."""
         while self._under_way and _is_over(self._under_way[0]):
             self._under_way.popleft()
             self._since = time.monotonic()

@@ -41,17 +41,17 @@ class Ranks:
 
     @property
     def shard(self) -> int:
-        """Which shard of its replica is this rank's."""
+        """The number of this rank's shard in its replica."""
         return self.rank % self.shards
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
+        """The number of the replica that this rank belongs to."""
         return self.rank // self.shards
 
     @property
     def replicas(self) -> int:
-        """How many copies of the weights all ranks hold together."""
+        """The number of copies of the weights that all ranks hold together."""
         return self.size // self.shards
 
 
@@ -76,7 +76,7 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks:
 
 
 def _shards(mesh: DeviceMesh, size: int) -> int:
-    """How many ranks share a copy of the weights."""
+    """Return the number of ranks that share a copy of the weights."""
     rows = mesh.mesh.tolist()
     if mesh.mesh.dim() != 2 or mesh.mesh.flatten().tolist() != [*range(size)]:
         raise MegacompileError(

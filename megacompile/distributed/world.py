@@ -72,7 +72,7 @@ _SENTENCES = {  # in the order in which they are looked at
 
 
 def versions() -> dict[str, str]:
-    """What of the packages that ranks must have alike is installed here, by name."""
+    """Return the versions of the packages that ranks must have alike, by name."""
     return {name: _installed(name) for name in _PACKAGES}
 
 
@@ -96,7 +96,8 @@ def difference(said: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shared_gpu(gpus: Sequence[str]) -> str:
-    """Which ranks were given one GPU, by the GPUs' identifiers, in a sentence; "" where each has its own."""
+    """Say which ranks were given one GPU, by the GPUs' identifiers, in a sentence; "" where each has its
+    own."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if gpu and first < rank:
@@ -135,7 +136,7 @@ class LastWords:
         within(LAST_WORDS, lambda: self._store.set(f"words/{self._rank}", reason[:1000]))
 
     def cause(self, known: str = "") -> str:
-        """Which rank is the reason that a collective failed; ``known`` where that is so already."""
+        """Return the rank that is the reason that a collective failed; ``known`` where that is so already."""
         gone = "Rank 0 is gone." if self._rank else "The other ranks are gone."
         found = known or within(LAST_WORDS + 1, self._look) or gone
         within(LAST_WORDS, lambda: self._store.set("cause", found))
@@ -169,7 +170,8 @@ class LastWords:
 
 
 def _machine() -> list[str]:
-    """What numbers of processes are numbers of: a namespace of a boot; nothing where it is not known."""
+    """Return what numbers of processes are numbers of: a namespace of a boot; nothing where it is not
+    known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return [boot, str(Path("/proc/self/ns/pid").readlink())]
@@ -186,7 +188,7 @@ def _is_over(process: int) -> bool:
 
 
 def within(seconds: float, run: Callable[[], T]) -> T | None:
-    """What ``run`` returns, None where it takes longer or fails: whom it asks may be gone."""
+    """Return what ``run`` returns, None where it takes longer or fails: whom it asks may be gone."""
     found: list[T] = []
 
     def attempt() -> None:
@@ -271,8 +273,8 @@ class World:
     # ---- callers ---------------------------------------------------------------------------------
 
     def exchange(self, say: Callable[[], bytes], *, saving: bool = False) -> list[bytes]:
-        """What every rank says, by rank; where one of them raises, all do, and name it. ``saving``: in the
-        thread that saves, as nobody else does meanwhile."""
+        """Return what every rank says, by rank; where one of them raises, all do, and name it. ``saving``: in
+        the thread that saves, as nobody else does meanwhile."""
         if self.size == 1:
             return [say()]
         error: Exception | None = None
@@ -287,22 +289,23 @@ class World:
         return [text[1:] for text in heard]
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What every rank says of itself; :class:`MegacompileError` on all where they are not alike."""
+        """Return what every rank says of itself; :class:`MegacompileError` on all where they are not
+        alike."""
         return self.alike(self.hear(describe))
 
     def hear(self, describe: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What every rank says of itself, by rank."""
+        """Return what every rank says of itself, by rank."""
         return [json.loads(text) for text in self.exchange(lambda: json.dumps(describe()).encode())]
 
     def alike(self, heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What all ranks have heard; :class:`MegacompileError` on all where they are not alike."""
+        """Return what all ranks have heard; :class:`MegacompileError` on all where they are not alike."""
         sentence = difference(heard)
         if sentence:
             raise self.agreed(MegacompileError(sentence))
         return heard
 
     def agree(self, run: Callable[[], T], *, saving: bool = False) -> T:
-        """What ``run`` returns, once it has returned on every rank; as :meth:`exchange`."""
+        """Return what ``run`` returns, once it has returned on every rank; as :meth:`exchange`."""
         found: list[T] = []
 
         def say() -> bytes:
@@ -313,7 +316,7 @@ class World:
         return found[0]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
-        """What ``make`` returns on rank 0, on every rank."""
+        """Return what ``make`` returns on rank 0, on every rank."""
         return self.exchange(lambda: make() if self.rank == 0 else b"")[0]
 
     def agreed(self, error: T) -> T:
@@ -445,7 +448,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do inside; an error that not all of them raise there ends the world for all."""
+        """Run what all ranks do inside; an error that not all of them raise there ends the world for all."""
         if self.size == 1:
             yield
             return

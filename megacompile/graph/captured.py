@@ -74,13 +74,13 @@ _HERE = object()  # where a tensor stands
 
 
 def all_outputs(outputs: Any, batch: Any) -> Any:
-    """What the forward returned, as it is."""
+    """Return the forward's outputs, as they are."""
     return outputs
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What surrounds the tensors of an output: containers, numbers, None."""
+    """The structure that surrounds the tensors of an output: containers, numbers, None."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -92,7 +92,7 @@ class Structure:
 
     @property
     def names(self) -> list[str]:
-        """Of each tensor, how it is reached in the output: ``['logits']``."""
+        """Return how each tensor is reached in the output: ``['logits']``."""
         numbered = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         found = pytree.tree_flatten_with_path(numbered)[0]
         return [pytree.keystr(path) for path, i in found if self.leaves[i] is _HERE]
@@ -100,14 +100,15 @@ class Structure:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a forward returned: the shape and dtype of each tensor, and what surrounds them."""
+    """The outputs of a forward: the shape and dtype of each tensor, and what surrounds them."""
 
     structure: Structure
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def returned(outputs: Any) -> Returned | None:
-    """What a forward returned; None where it holds something else than tensors and plain values."""
+    """Describe the outputs of a forward; None where they hold something else than tensors and plain
+    values."""
     try:
         tensors, structure = split(outputs)
     except CaptureError:
@@ -131,8 +132,8 @@ def split(outputs: Any) -> tuple[list[Tensor], Structure]:
 
 
 def identity(function: Callable[..., Any]) -> Any:
-    """What a function computes with, the same for one that is written inline and made again and again: code,
-    defaults, what it closes over."""
+    """Return what a function computes with, the same for one that is written inline and made again and again:
+    code, defaults, what it closes over."""
     if isinstance(function, functools.partial):
         return identity(function.func), function.args, function.keywords
     if isinstance(function, types.MethodType):

@@ -51,7 +51,8 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class Fusions:
-    """What was fused where, what nearly was and why not, and which patterns were switched off."""
+    """The report of fusion: what was fused where, what nearly was and why not, and which patterns were
+    switched off."""
 
     placements: tuple[Placement, ...]
     near_misses: tuple[NearMiss, ...]
@@ -59,7 +60,7 @@ class Fusions:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many placements each pattern has."""
+        """The number of placements of each pattern."""
         return dict(Counter(p.pattern for p in self.placements))
 
     def __str__(self) -> str:
@@ -122,7 +123,7 @@ PATTERNS: dict[str, Pattern] = (
 
 
 def read_switches(kernels: Mapping[str, bool] | bool | None) -> dict[str, bool]:
-    """Which patterns are on: None and False none, True all, a mapping all but what it switches off."""
+    """Return which patterns are on: None and False none, True all, a mapping all but what it switches off."""
     if kernels is None or isinstance(kernels, bool):
         return dict.fromkeys(PATTERNS, bool(kernels))
     if not isinstance(kernels, Mapping):

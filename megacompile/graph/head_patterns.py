@@ -122,7 +122,7 @@ def _chain(
 
 
 def _positions(node: fx.Node) -> Slice | None:
-    """What a slice of a leading dimension keeps: ``logits[:, :-1]``."""
+    """Return what a slice of a leading dimension keeps: ``logits[:, :-1]``."""
     if not is_call(node, aten.slice.Tensor) or operands(node)[4:] not in ((), (1,)):
         return None
     x, dim, start, end = (*operands(node), *(0, None, None)[len(operands(node)) - 1 :])[:4]

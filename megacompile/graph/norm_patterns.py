@@ -63,7 +63,7 @@ def layer_norm(node: fx.Node) -> Match | None:
 
 @dataclass(frozen=True)
 class _Rms:
-    """What an RMSNorm's subgraph says, in the fused operator's terms."""
+    """The subgraph of an RMSNorm, in the fused operator's terms."""
 
     x: fx.Node
     weight: fx.Node | None
@@ -348,7 +348,7 @@ def _rotation(
 
 
 def _widened(x: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    """What x is a wider copy of, where nothing outside the match reads the copy."""
+    """Return what x is a wider copy of, where nothing outside the match reads the copy."""
     return operands(x)[0] if is_cast(x) and all(user in inside for user in x.users) else None
 
 

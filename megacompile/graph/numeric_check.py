@@ -23,7 +23,7 @@ _ROWS, _VOCABULARY, _WIDTH = 4, 600, 256
 
 
 def disagreement(match: Match) -> str | None:
-    """Why the replacement does not compute what the subgraph does; None where it does."""
+    """Say why the replacement does not compute what the subgraph does; None where it does."""
     inputs = _random_inputs(match)
     try:
         fused = _results(match, inputs, _fused)

@@ -1,4 +1,4 @@
-"""What the fuse stage's patterns are written in: matches, the emitter of new nodes, small predicates.
+"""Tools of the fusion patterns: matches, the emitter of new nodes, small predicates.
 
 A pattern is a function from a node that could be its anchor to a :class:`Match`, to None (this is
 something else), or to a :class:`NearMissError` (this is the thing, but a condition fails). It reads
@@ -119,7 +119,7 @@ def is_cast(node: Any) -> TypeGuard[fx.Node]:
 
 
 def source(node: fx.Node) -> fx.Node:
-    """What an identity (``aten.alias``) shows; the node itself where it is none."""
+    """Return what an identity (``aten.alias``) shows; the node itself where it is none."""
     while is_call(node, aten.alias.default):
         node = operands(node)[0]
     return node
@@ -203,7 +203,7 @@ def ordered(nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def outside_user(match: Match, graded: Collection[fx.Node]) -> str | None:
-    """Why a value inside a match must stay: the name of what else reads it.
+    """Say why a value inside a match must stay: the name of what else reads it.
 
     What ``stays`` may be read beside, where no gradient comes back: not by nodes that are ``graded``.
     """

@@ -28,7 +28,7 @@ Dims = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value has its rows and positions, whatever views make of its dimensions.
+    """The place of a value's rows and positions, whatever views make of its dimensions.
 
     Element e belongs to row (e // row) % rows and to position (e // token) % length + first.
     """
@@ -59,7 +59,7 @@ class Place:
         )
 
     def cut(self, start: int, length: int) -> Place:
-        """Of flat rows of one position each, those from ``start`` on."""
+        """Return the place of flat rows of one position each, those from ``start`` on."""
         return replace(self, length=length, first=self.first + start, row=length)
 
 
@@ -78,7 +78,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def first_value(node: fx.Node) -> Tensor:
-    """What a node returns, or the first of several: all have their positions in the same dimensions."""
+    """Return the value of a node, or the first of several: all have their positions in the same
+    dimensions."""
     value = node.meta["val"]
     found: Tensor = value if isinstance(value, Tensor) else value[0]
     return found
@@ -487,7 +488,7 @@ def _follow_labels(node: fx.Node, labels: Labels) -> None:
 
 
 def _follow_comparison(node: fx.Node, source: fx.Node, labels: Labels) -> None:
-    """Where labels are -100, and the opposite; at padding the first is true."""
+    """Follow where labels are -100, and the opposite; at padding the first is true."""
     opposite = {aten.logical_not.default, aten.bitwise_not.default}
     if source in labels.ignored | labels.counted:
         if node.target not in opposite:

@@ -21,7 +21,7 @@ from megacompile.kernels.registry import OpPass, OpSpec, declare
 def head_tile(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float, workspace: int
 ) -> tuple[Tensor, Tensor]:
-    """What one piece of the vocabulary adds to a cross-entropy: ([3, T], log-sum-exp [T]).
+    """Compute what one piece of the vocabulary adds to a cross-entropy: ([3, T], log-sum-exp [T]).
 
     The rows of the first are the log-sum-exp of the piece's logits, the logit at the label (0 where
     the label lies in another piece), and the sum of the logits; all in at least float32. The second

@@ -674,7 +674,8 @@ class Family:
 
 
 def families(captured: Captured, *, gather: bool = False) -> tuple[Family, ...]:
-    """What can be cut, largest first; with ``gather``, without tables of which only rows would travel."""
+    """List what can be cut, largest first; with ``gather``, without tables of which only rows would
+    travel."""
     nodes = {n: captured.parameters[n.name] for n in captured.graph.nodes if n.name in captured.parameters}
     if gather:
         nodes = {n: p for n, p in nodes.items() if not all(gathers(u, captured) for u in n.users)}

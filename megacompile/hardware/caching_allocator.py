@@ -87,7 +87,7 @@ class Pages:
         self.held -= sum(segment.trim() for segment in self._segments)
 
     def address(self, number: int) -> int:
-        """Where an allocation lies in its segment."""
+        """The offset of an allocation in its segment."""
         return self._taken[number][1].start
 
 
@@ -362,7 +362,7 @@ class _Walk:
         return self._assembly.work.values[value].sum_bytes
 
     def _played(self, asked: Asked, arguments: list[Held]) -> list[Held]:
-        """What a function's own numbers stand for, after all that it asks for; its results."""
+        """Play all that a function asks for; returns its results by its own numbers."""
         here: dict[int, Held] = dict(enumerate(arguments))
         known = dict(here)
         for number, nbytes in asked.requests:

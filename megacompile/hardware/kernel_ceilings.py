@@ -1,4 +1,4 @@
-"""How fast a machine runs our kernels: by the ceilings of the ahead-of-time gate, which needs no GPU.
+"""Prices of our kernels on a machine: by the ceilings of the ahead-of-time gate, which needs no GPU.
 
 In:  an operator, a dtype, what its speed depends on, a machine whose chip is known. Out: bytes per second, of
 attention and of recurrences floating-point operations per second. The row of ``ceilings.csv`` that is nearest

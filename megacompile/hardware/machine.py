@@ -64,9 +64,9 @@ class Machine:
     network_bandwidth: float = 50e9
 
     def shared_by(self, ranks: int, shards: int, replicas: int) -> Machine:
-        """What each of a machine's ``ranks`` has of it: they share host memory and the drive. As many as
-        there are ``shards`` share the weights, in each of ``replicas``. Devices without links to each other
-        exchange over those to the host."""
+        """Return what each of a machine's ``ranks`` has of it: they share host memory and the drive. As many
+        as there are ``shards`` share the weights, in each of ``replicas``. Devices without links to each
+        other exchange over those to the host."""
         if ranks == shards == replicas == 1:
             return self
         return replace(
@@ -130,7 +130,7 @@ def this_cpu(dtype: torch.dtype) -> Machine:
 
 
 def _beside() -> tuple[float, float]:
-    """How many times longer products take beside copies, and copies beside products, on this CPU.
+    """Measure how many times longer products take beside copies, and copies beside products, on this CPU.
 
     More than their shares of the cores say: a product waits at each barrier for the thread that shares its
     core with the copy.

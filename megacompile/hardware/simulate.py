@@ -64,7 +64,7 @@ def shared_times(
 
 
 def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict[int, float]:
-    """How many times longer each running operation takes than alone."""
+    """Return how many times longer each running operation takes than alone."""
     cores = memory = 0.0
     for index in running:
         core, byte = draws[index]
@@ -231,7 +231,8 @@ def traffic_seconds(call: Call | Op, machine: Machine) -> float:
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:
-    """What goes over a group's state, or its gradient, is as fast as the memory that they are in."""
+    """Return the seconds to go over a group's state, or its gradient: as fast as the memory that they are
+    in."""
     on_gpu = op.stream == "compute" and not machine.shared_cores  # a CPU runs the same kernel there
     return op.nbytes / (machine.memory_bandwidth if on_gpu else machine.host_bandwidth)
 

@@ -174,7 +174,7 @@ class OutsideModel:
 
     @staticmethod
     def outputs(trainer: Any) -> Any:
-        """What the program computes of the forward."""
+        """Return what the program computes of the forward."""
         return all_outputs
 
     def begin(self) -> dict[str, Any]:
@@ -321,8 +321,8 @@ class Evaluation(_Upstream):
                 Evaluation.prediction_step(self, self.model, batch, loss_only)  # and no code of a subclass
 
     def _shares(self, batch: dict[str, Any]) -> int:
-        """What a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of them
-        divide by the count of all ranks' tokens."""
+        """Return what a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of
+        them divide by the count of all ranks' tokens."""
         return self.args.world_size if "num_items_in_batch" in batch else 1
 
     def _predict_outside(self, outside: OutsideModel, *args: Any) -> tuple[Tensor | None, Any, Any]:
@@ -351,7 +351,7 @@ class Evaluation(_Upstream):
             self.preprocess_logits_for_metrics, self._preprocess = self._preprocess, None
 
     def _stand_in(self) -> Any:
-        """What stands where a trainer's own code calls the model in eval mode."""
+        """Return what stands where a trainer's own code calls the model in eval mode."""
         return (self._outside or OutsideModel)(self, None)
 
     def _rows_of_training(self) -> int:

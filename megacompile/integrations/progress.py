@@ -234,7 +234,7 @@ def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
 
 
 def _last_samples(path: Path) -> list[str]:
-    """What the last evaluation's answers were, if there were prompts."""
+    """Yield what the last evaluation's answers were, if there were prompts."""
     if not path.is_file():
         return []
     samples = [json.loads(line) for line in path.read_text().splitlines()]
@@ -249,7 +249,7 @@ def _reached(state: Any) -> tuple[int, float, int]:
 
 
 def _speed(state: Any, began: tuple[int, float, int]) -> dict[str, str]:
-    """Of the training that ended, since it ``began``: its time, and what it did per second."""
+    """Say how long the training took that ended, since it ``began``, and what it did per second."""
     ended = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     if ended is None or not ended["train_runtime"]:
         return {}

@@ -81,7 +81,8 @@ def _with_prompts(model: Any, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def virtual_tokens(model: Any) -> int:
-    """How many positions PEFT puts before those of a batch; those of a prefix have no outputs."""
+    """Return the number of positions that PEFT puts before those of a batch; those of a prefix have no
+    outputs."""
     if not learns_prompts(model) or model.active_peft_config.peft_type in _PREFIXES:
         return 0
     return int(model.active_peft_config.num_virtual_tokens)
@@ -118,8 +119,8 @@ class Writing:
 
     @contextlib.contextmanager
     def small(self) -> Iterator[None]:
-        """What writes small files; that the disk did not take one is raised where ranks :meth:`agree`, which
-        the others reach too."""
+        """Write small files; that the disk did not take one is raised where ranks :meth:`agree`, which the
+        others reach too."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,5 @@
-"""What each field of ``transformers.TrainingArguments`` means here: none is ignored in silence.
+"""Arguments of training: what each field of ``transformers.TrainingArguments`` means here; none is ignored in
+silence.
 
 The fields are those of transformers 5.23; earlier versions, from 5.17 on, lack some. What is not named here
 is done by upstream's own code; the others are mapped to options of :func:`megacompile.compile`, said to have
@@ -95,7 +96,7 @@ OWN_CLASSES = (
 
 @dataclass(frozen=True)
 class MegacompileConfig:
-    """What a trainer is told beside its TrainingArguments: the options of :func:`megacompile.compile`.
+    """The options of a trainer beside its TrainingArguments: those of :func:`megacompile.compile`.
 
     ``optimizer_state`` None: as ``optim`` of the arguments says.
     """

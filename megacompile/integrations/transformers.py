@@ -150,7 +150,7 @@ class Updates(_Upstream):
         return MicroBatch(outside.begin(), weight, outside)
 
     def _loss_outside(self, waiting: list[MicroBatch]) -> dict[str, Any]:
-        """How a program is told that the trainer computes the loss, where it does."""
+        """Return how a program is told that the trainer computes the loss, where it does."""
         if self._outside is None:
             return {}
 
@@ -162,7 +162,7 @@ class Updates(_Upstream):
         return {"loss": loss, "outputs": self._outputs_of_forward()}
 
     def _batch(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
-        """What the program is given."""
+        """Return what the program is given."""
         takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return dict(inputs) | ({"num_items_in_batch": count} if takes_count and count is not None else {})
 
@@ -256,7 +256,7 @@ class _TooManyRowsError(Exception):
 
 
 class Mixin(Saving, Updates, Evaluation):
-    """What makes a trainer of transformers train through a program; comes before upstream's class.
+    """The mixin that makes a trainer of transformers train through a program; comes before upstream's class.
 
     ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state`` and ``weights`` are those of
     :func:`megacompile.compile`; ``config`` gives the first four and more. ``program`` is the program once
@@ -413,7 +413,7 @@ class Mixin(Saving, Updates, Evaluation):
         return program
 
     def _outputs_of_forward(self) -> Any:
-        """What the program gives a loss that is computed outside; None: it computes the loss."""
+        """Return what the program gives a loss that is computed outside; None: it computes the loss."""
         return self._outside.outputs(self) if self._outside is not None else None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

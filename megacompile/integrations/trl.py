@@ -168,7 +168,8 @@ class RLOOConfig(trl.RLOOConfig):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What TRL's fused head computes of the logits of a causal language model, zero where labels are ignored.
+    """The outputs of TRL's fused head, made of the logits of a causal language model, zero where labels are
+    ignored.
 
     ``metrics`` are fields of its output beside the log-probabilities, which alone carry a gradient, and the
     entropy where ``trains_entropy``. All are of logits divided by ``temperature``. Called as ``outputs`` of a

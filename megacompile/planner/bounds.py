@@ -163,8 +163,8 @@ def lowest_bytes(work: Workload, mode: Mode, checkpoints: Sequence[str] = ()) ->
 
 
 def values_bytes(part: Partition) -> int:
-    """Of the lowest bytes what is known before blocks are differentiated: while the forward of a block runs,
-    the values that it reads, or those that it makes, and those that pass by it."""
+    """Return the part of the lowest bytes that is known before blocks are differentiated: while the forward
+    of a block runs, the values that it reads, or those that it makes, and those that pass by it."""
     reads = [{i.value for i in block.inputs if i.kind == "value"} for block in part.blocks]
     made = {v: value.producer for v, value in enumerate(part.values) if value.producer >= 0}
     sizes = [value.nbytes for value in part.values]
@@ -176,7 +176,8 @@ def values_bytes(part: Partition) -> int:
 
 
 def activations_bytes(work: Workload, mode: Mode) -> int:
-    """Of the lowest bytes what smaller pieces of weights leave: those beside a block's weights and gradients.
+    """Return the part of the lowest bytes that smaller pieces of weights leave: those beside a block's
+    weights and gradients.
 
     Blocks that give results are left out, as heads are cut with their logits.
     """
@@ -412,7 +413,8 @@ def _exchange(kind: Kind, nbytes: dict[int, int], work: Workload, machine: Machi
 
 
 def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
-    """Where compute takes all cores, a copy one and an update half of them, their shares add up."""
+    """Return the seconds where compute takes all cores, a copy one and an update half of them: their shares
+    add up."""
     copy, update = 1 / machine.cores, max(1, machine.cores // 2) / machine.cores
     seconds = bound.compute + copy * (bound.down + bound.up) + update * bound.adam
     seconds = max(seconds, bound.down, bound.up, bound.adam)

@@ -1,4 +1,5 @@
-"""Which weight groups keep their state on the device beyond what the search chose: a plan's last choice.
+"""Fill the device with state: which weight groups keep theirs there beyond what the search chose, a plan's
+last choice.
 
 A group on the device takes its weights, masters, moments and, where gradients wait, its gradient: 12 to
 16 bytes per parameter, for which nothing of it crosses the link and the host does not update it. First
@@ -98,7 +99,7 @@ def _with_most(
 
 
 def _most(plan: Plan, candidates: Sequence[int], work: Workload, mode: Mode, budget_bytes: int) -> int:
-    """How many of the first candidates fit, by bisection: one more never needs less memory."""
+    """Return how many of the first candidates fit, by bisection: one more never needs less memory."""
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high + 1) // 2

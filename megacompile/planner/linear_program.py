@@ -401,7 +401,7 @@ class Mixer:
 
     @property
     def _link_share(self) -> float:
-        """Of host memory bandwidth, what a copy over the link draws, where that is shared."""
+        """Return the share of host memory bandwidth that a copy over the link draws, where that is shared."""
         machine = self.machine
         if not machine.shared_memory:
             return 0.0
@@ -468,12 +468,12 @@ def orders(mode: Mode) -> list[Order]:
 
 
 def shapes_of(order: Order) -> list[Shape]:
-    """How far transfers run ahead of compute in what starts are tried with, furthest first."""
+    """List how far transfers run ahead of compute in what starts are tried with, furthest first."""
     return [Shape(order, *ahead) for ahead in ((2, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0))]
 
 
 def shapes(mode: Mode) -> list[Shape]:
-    """What starts are tried with, of all orders."""
+    """The shapes that starts are tried with, of all orders."""
     return [shape for order in orders(mode) for shape in shapes_of(order)]
 
 

@@ -38,9 +38,8 @@ RATED_BYTES = 1200 * 10**12  # what a usual 2 TB consumer drive is warranted for
 
 @dataclass(frozen=True)
 class Tiers:
-    """What the choice depends on beside the plan; ``stored`` says whether there is an offload_dir, and
-    ``nvme_budget_bytes`` bounds what lies there, offloaded activations included.
-    """
+    """The facts that the choice depends on beside the plan; ``stored`` says whether there is an offload_dir,
+    and ``nvme_budget_bytes`` bounds what lies there, offloaded activations included."""
 
     form: Form
     host_budget_bytes: int
@@ -219,8 +218,8 @@ def storage_traffic(step: Step) -> tuple[int, int]:
 
 
 def describe_traffic(step: Step, step_seconds: float, ranks: int = 1) -> str:
-    """What a step of a machine's ``ranks`` moves over its drive, and what that means for its endurance; ""
-    where nothing moves."""
+    """Say what a step of a machine's ``ranks`` moves over its drive, and what that means for its endurance;
+    "" where nothing moves."""
     read, written = (ranks * nbytes for nbytes in storage_traffic(step))
     if not read:
         return ""

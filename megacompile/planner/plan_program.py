@@ -64,7 +64,7 @@ def plan_on_pages(plan: Callable[[int], T], lacking: Callable[[T, int], int], bu
 
 
 def _at(least: int, plan: Callable[[int], T], lacking: Callable[[T, int], int]) -> int:
-    """What the plan of the least bytes takes beside them."""
+    """Return what the plan of the least bytes takes beside them."""
     try:
         return lacking(plan(least), least)
     except BudgetError:
@@ -85,7 +85,7 @@ _SCORED = 8  # of them, the last
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan has to keep to.
+    """The terms that a plan has to keep to.
 
     ``tiers`` None: host memory without end. ``placement`` says where the state is once it is allocated.
     ``residents`` are the groups whose state may be on the device, None: any that the search likes.
@@ -109,7 +109,7 @@ class Terms:
         return mode.kind == "train" and self.residents is None and self.planner is None and not stored
 
     def drive(self, assembly: Assembly) -> Drive | None:
-        """Where state may live beside RAM, as long as that is not decided; then where it does."""
+        """The places where state may live beside RAM, as long as that is not decided; then where it does."""
         if self.tiers is None or not self.tiers.stored:
             return None
         if self.placement is None:
@@ -156,7 +156,7 @@ def plan_program(
 
 
 def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T]) -> T:
-    """What ``plan`` gives for the first number of positions in a chunk that fits.
+    """Return what ``plan`` gives for the first number of positions in a chunk that fits.
 
     It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
     fits, once more, the least that any chunk needed so far, for chunks that needed less than all longer ones.

@@ -304,7 +304,7 @@ def baselines(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -
 
 
 def chosen_planner(planner: str | Planner, plan: Plan | str | Path | None) -> Planner | None:
-    """What makes the plan instead of the search; None: the search. ``plan`` may name a plan file."""
+    """Return what makes the plan instead of the search; None: the search. ``plan`` may name a plan file."""
     if plan is not None:
         if planner != SEARCH:
             raise MegacompileError("Give planner= or plan=, not both.")
@@ -457,7 +457,8 @@ def all_resident(candidates: Candidates) -> None:
 
 
 def few_blocks(candidates: Candidates) -> None:
-    """Where counts are too coarse: keep everything, then step by step what lowers the peak most."""
+    """Yield plans where counts are too coarse: keep everything, then step by step what lowers the peak
+    most."""
     if len(candidates.work.blocks) > _FEW or candidates.mode.kind in ("evaluate", "update"):
         return
     names = policies_of(candidates.work)

@@ -1,4 +1,5 @@
-"""How far to cut: untiled where that fits and is not slower, else pieces small enough for the budget.
+"""Choose how far to cut weights: untiled where that fits and is not slower, else pieces small enough for the
+budget.
 
 In: what can be cut, or one kind of batch at ever smaller pieces. Out: the cuts to try, or the choice.
 The cuts that are tried depend on the model alone, so that a larger budget never needs smaller pieces.

@@ -45,7 +45,8 @@ def chrome_trace(schedule: Schedule) -> dict[str, Any]:
 
 
 def step_begin(step: Step, ends: Sequence[float], step_seconds: float) -> float:
-    """Where the step begins on the simulator's clock: a period before its last compute operation ends."""
+    """Return when the step begins on the simulator's clock: a period before its last compute operation
+    ends."""
     compute = [end for op, end in zip(step.ops, ends, strict=True) if op.stream == "compute"]
     return max(0.0, max(compute, default=step_seconds) - step_seconds)
 

@@ -55,7 +55,7 @@ def _asset(name: str) -> str:
 
 
 def page_data(schedule: Schedule) -> dict[str, Any]:
-    """What the page shows, as plain values: seconds, bytes, indices."""
+    """Return what the page shows, as plain values: seconds, bytes, indices."""
     step, timeline, work = schedule.step, schedule.timeline, schedule.work
     seconds = timeline.step_seconds
     begin = step_begin(step, timeline.ends, seconds)

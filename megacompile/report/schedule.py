@@ -90,7 +90,7 @@ class Schedule:
         return to_fx(self.step)
 
     def explain(self, name: str) -> str:
-        """Why the block or weight group of that name is planned so, and what the next best would cost."""
+        """Say why the block or weight group of that name is planned so, and what the next best would cost."""
         return explain(self, name)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -135,7 +135,7 @@ class Schedule:
 
     @property
     def traffic(self) -> str:
-        """What a step moves over NVMe and what that does to the drive; "" where nothing is there."""
+        """Say what a step moves over NVMe and what that does to the drive; "" where nothing is there."""
         seconds = self.measured.step_seconds if self.measured else self.predicted_seconds
         return describe_traffic(self.step, seconds)
 

@@ -109,8 +109,9 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
 
 def _machine(device: torch.device, dtype: Dtype) -> Machine:
-    """What ``megacompile profile`` measured of it; else, and for links to other cards, the built-in profile
-    that a card's name fits best, an H100's where none does, with its own number of multiprocessors."""
+    """Return the machine that ``megacompile profile`` measured; else, and for links to other cards, the
+    built-in profile that a card's name fits best, an H100's where none does, with its own number of
+    multiprocessors."""
     name = torch.cuda.get_device_name(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     words = name.lower().replace("-", " ").split()

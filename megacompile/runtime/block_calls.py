@@ -26,7 +26,7 @@ from megacompile.state.master_layout import slot_view
 
 
 class Blocks:
-    """What one step holds on the device, and its block functions."""
+    """The values that one step holds on the device, and its block functions."""
 
     def __init__(self, device: Device, resident: ResidentState) -> None:
         self.values: dict[Token, Any] = {}

@@ -1,4 +1,4 @@
-"""What surrounds a call of a program: a failing GPU by its name, other threads, modes of torch, Ctrl-C."""
+"""The context of a call of a program: a failing GPU by its name, other threads, modes of torch, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megacompile.errors import BudgetError, DeviceLostError, MegacompileError, P
 
 
 def failure_of(device: torch.device) -> str:
-    """What CUDA answers to everything since a device failed; empty where it works. Waits for nothing."""
+    """Return what CUDA answers to everything since a device failed; empty where it works. Waits for
+    nothing."""
     if device.type != "cuda" or not _begun():
         return ""
     try:
@@ -61,7 +62,7 @@ def _begun() -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without what torch's allocator held."""
+    """Return what an error says, without what torch's allocator held."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.split(". Of the allocated")[0]
 

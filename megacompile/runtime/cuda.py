@@ -143,7 +143,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _showing_what_is_held(self) -> Iterator[None]:
-        """Where the allocator finds no room: a snapshot of it, taken while the step's tensors are alive."""
+        """Take a snapshot of the allocator where it finds no room, while the step's tensors are alive."""
         try:
             yield
         except (torch.OutOfMemoryError, BudgetExceededError) as error:

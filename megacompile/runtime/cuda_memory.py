@@ -75,7 +75,7 @@ class CudaMemory(CudaApi, Protocol):
         begins; the last one lies before the tensor's end where the system refuses the rest."""
 
     def page_locked_bytes(self) -> int:
-        """What :meth:`register` page-locked."""
+        """The bytes that :meth:`register` page-locked."""
 
     def unregister(self, tensor: Tensor) -> None:
         """Undo :meth:`register` for host memory that goes away; nothing may be under way to or from it."""
@@ -87,7 +87,7 @@ class CudaMemory(CudaApi, Protocol):
         """Make torch's allocator refuse to hold more."""
 
     def context_bytes(self) -> int:
-        """What the process holds on the device besides torch's allocator."""
+        """The bytes that the process holds on the device besides torch's allocator."""
 
     def reserved_bytes(self) -> int:
         """The most that torch's allocator held since :meth:`reset`."""
@@ -103,7 +103,8 @@ class CudaMemory(CudaApi, Protocol):
 
 
 def spare_bytes(budget_bytes: int, growing: bool = True) -> int:
-    """What of a budget is left to kernels' scratch that no replay has, and to what the driver takes after the
+    """Return what of a budget is left to kernels' scratch that no replay has, and to what the driver takes
+    after the
     plan: for modules of kernels, and for the local memory of those that spill. Where segments do not grow
     (see :func:`set_allocator`), what is free in one and too small counts too."""
     driver = max(_LEAST_SPARE, min(budget_bytes // _SPARE_SHARE, _MOST_SPARE))
@@ -111,7 +112,8 @@ def spare_bytes(budget_bytes: int, growing: bool = True) -> int:
 
 
 def plan_bytes(api: CudaMemory, budget_bytes: int) -> int:
-    """What plans may use of a budget: not the driver's context and libraries, nor what is beside plans."""
+    """Return what plans may use of a budget: not the driver's context and libraries, nor what is beside
+    plans."""
     context = api.context_bytes()
     beside = context + LOOSE_BYTES + spare_bytes(budget_bytes, api.growing)
     if budget_bytes <= beside:

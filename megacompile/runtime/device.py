@@ -65,7 +65,8 @@ class Workers:
         _alive.add(self)
 
     def attempt(self, step: int, run: Callable[[], Any], *, always: bool = False) -> Any:
-        """What an operation of ``step`` returns; None where it fails, or is left out after a failure."""
+        """Return what an operation of ``step`` returns; None where it fails, or is left out after a
+        failure."""
         failure = self._failure
         if not always and (step in self._dead or (failure is not None and step >= failure[0])):
             return None
@@ -305,7 +306,7 @@ class Device(ABC):
         self._streams.close()
 
     def computing(self) -> AbstractContextManager[None]:
-        """What the calling thread gives the device inside belongs to the compute stream, after what it gave
+        """Order what the calling thread gives the device inside into the compute stream, after what it gave
         the device before and before what it gives it later."""
         return nullcontext()
 
@@ -336,7 +337,7 @@ class Device(ABC):
 
     @abstractmethod
     def counted(self) -> AbstractContextManager[object]:
-        """What is allocated inside lives on the device and counts against the budget."""
+        """Count what is allocated inside against the budget: it lives on the device."""
 
     @abstractmethod
     def slot(self, offset: int, nbytes: int) -> Tensor:

@@ -119,7 +119,8 @@ class Runtime:
 
     @property
     def inconsistent(self) -> bool:
-        """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
+        """Return whether, with nothing under way, some step updated a part of the weights only, or lost
+        some."""
         return self._held.progress.inconsistent
 
     @property

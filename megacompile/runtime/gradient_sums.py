@@ -42,7 +42,7 @@ class Fabric:
         self._sent, self._received = (self._empty(step.exchange_bytes) for _ in range(2))
 
     def shard(self, layout: GroupLayout, place: Shard) -> Tensor:
-        """Where this rank's shard of a group's summed gradient is, FP32, flat."""
+        """Return this rank's shard of a group's summed gradient, FP32, flat."""
         return self._shards[place.slot][: 4 * layout.share].view(torch.float32)
 
     def reduce(self, layout: GroupLayout, parts: Sequence[tuple[int, Tensor]], place: Shard) -> None:

@@ -74,8 +74,8 @@ class HostBuffers:
             self._step = step
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
-        """Where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept; a shard
-        of one in FP32."""
+        """Return where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept;
+        a shard of one in FP32."""
         layout = bound.assembly.groups[group]
         passing = isinstance(home, Ring) and layout.ranks == 1
         dtype = layout.dtype if passing or bound.kept.get(group) else torch.float32
@@ -97,7 +97,7 @@ class HostBuffers:
         return self.offloaded(home, slot)
 
     def offloaded(self, home: Offloaded, slot: int | None = None) -> list[Tensor]:
-        """What was offloaded, where it lies or in a buffer to which it came back."""
+        """Return what was offloaded, where it lies or in a buffer to which it came back."""
         place = home if slot is None else Spill(slot)
         if (home, place) not in self._offloaded:
             likes = self._likes[home]
@@ -113,7 +113,8 @@ class HostBuffers:
         return self._offloaded[home, place]
 
     def spilled(self, home: Offloaded, slot: int) -> tuple[str, Tensor]:
-        """Where on storage offloaded activations waits, and the bytes of a buffer that it passes through."""
+        """Return where on storage offloaded activations wait, and the bytes of a buffer that they pass
+        through."""
         assert self._storage is not None
         region = _region(home)
         return region, self._homes[Spill(slot)][: self._storage.nbytes_of(region)]

@@ -73,7 +73,8 @@ class PageLocked:
         return slab.split(size)  # type: ignore[no-any-return, no-untyped-call]
 
     def _locked(self, nbytes: int) -> Tensor:
-        """Where the system refuses, ordinary memory: copies of it are right, and wait."""
+        """Return page-locked memory; where the system refuses, ordinary memory: copies of it are right, and
+        wait."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
@@ -132,7 +133,7 @@ PIECE_BYTES, PIECES = 32 << 20, 4
 
 
 class Link(Protocol):
-    """What copies are issued with: part of :class:`~megacompile.runtime.cuda_memory.CudaMemory`."""
+    """The calls that copies are issued with: part of :class:`~megacompile.runtime.cuda_memory.CudaMemory`."""
 
     def copy(self, target: Tensor, source: Tensor) -> None: ...
 
@@ -158,7 +159,7 @@ class _Piece:
             self.copied.synchronize()
 
     def holds(self, place: Tensor) -> None:
-        """What is being copied into the buffer belongs at ``place``."""
+        """Note that what is being copied into the buffer belongs at ``place``."""
         self._place = place
 
     def land(self, place: Tensor | None = None) -> None:

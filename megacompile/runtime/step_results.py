@@ -1,4 +1,4 @@
-"""What goes into one run of a step, and what a program gives back of it."""
+"""The inputs of one run of a step, and what a program gives back of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepInputs:
-    """What one run of a step is given: tensor leaves, seeds and loss weights per micro-batch.
+    """The inputs of one run of a step: tensor leaves, seeds and loss weights per micro-batch.
 
     ``check_loss``: updates do not wait for the gradient's norm, so a loss that is not finite keeps them from
     being made. ``losses_count``: where they wait, such a loss does so too, as a norm that is not finite does.
@@ -44,7 +44,7 @@ class StepInputs:
 
 @dataclass
 class StepResults:
-    """What a run gives: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
+    """The results of a run: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
     forward alone ``outputs``, its results by (value, micro-batch). Of several ranks the losses are those of
     all once ``agree`` has run. ``stopped_by`` is a loss that was not finite, for which nothing is updated;
     then ``finite`` says of the gradients that were looked at instead whether all were finite. ``origin`` is a

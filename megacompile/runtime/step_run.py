@@ -113,7 +113,8 @@ class Progress:
 
     @property
     def inconsistent(self) -> bool:
-        """Whether, with nothing under way, some step updated a part of the weights only, or lost some."""
+        """Return whether, with nothing under way, some step updated a part of the weights only, or lost
+        some."""
         return self.lost or any(s.begun > 0 and s.done < s.planned for s in self.steps.values())
 
     def begin(self, step: int, planned: int) -> None:
@@ -136,8 +137,8 @@ class Progress:
 
 @dataclass
 class Held:
-    """What outlives a run. ``landed`` holds, by group, the parameters whose gradients wait on the host,
-    ``gathered`` what the runs gave whose gradients wait."""
+    """The objects that outlive a run. ``landed`` holds, by group, the parameters whose gradients wait on the
+    host, ``gathered`` what the runs gave whose gradients wait."""
 
     state: HostState
     device: Device

@@ -66,12 +66,12 @@ def check_triton(device: torch.device, *, needed: bool) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Why Triton fails, and the cure: what is missing on this machine, else the error's first line."""
+    """Say why Triton fails, and the cure: what is missing on this machine, else the error's first line."""
     return _missing() or _first_line(error.__cause__ or error)
 
 
 def _missing() -> str:
-    """What Triton's launcher is built from and is not there, with the cure; empty where all is."""
+    """Say what Triton's launcher is built from and is not there, with the cure; empty where all is."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return f"no C compiler is found (looked for {', '.join(compilers)}): install gcc, or set CC to one"
@@ -110,7 +110,8 @@ def launches_of(
     mode: FakeTensorMode,
     device: torch.device,
 ) -> list[Launch]:
-    """What a step launches on a GPU, with fake tensors; blocks of one template and policy are asked once."""
+    """Return the launches of a step on a GPU, with fake tensors; blocks of one template and policy are asked
+    once."""
     calls: dict[tuple[int, Any], set[str]] = defaultdict(set)
     for op in step.ops:
         if op.kind in COMPUTES:
@@ -189,7 +190,8 @@ def _argument(value: Any) -> Any:
 
 
 def _kind(argument: Any) -> Any:
-    """What of an argument Triton compiles a kernel of its own for; pointers equal those of their kind."""
+    """Return what of an argument Triton compiles a kernel of its own for; pointers equal those of their
+    kind."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return argument == 1, argument % _ALIGNED == 0, -(1 << 31) <= argument < 1 << 31
     return type(argument) if isinstance(argument, float) else argument

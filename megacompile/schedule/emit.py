@@ -61,7 +61,7 @@ def find_loops(statements: list[Statement]) -> list[tuple[int, int, int]]:
 
 
 def _repetitions(statements: list[Statement], period: int) -> list[int]:
-    """How often the ``period`` statements from each position on follow each other.
+    """Return how often the ``period`` statements from each position on follow each other.
 
     All numbers must move evenly. Any two numbers do, so two repetitions alone count only if none
     moves by more than one.
@@ -276,7 +276,8 @@ def _body(step: Step) -> list[str]:
 
 
 def line_of_each(step: Step) -> list[tuple[int, int | None]]:
-    """Of each operation the line of the emitted function's body, from 0, and the loop variable there."""
+    """Return for each operation the line of the emitted function's body, from 0, and the loop variable
+    there."""
     statements, line = _statements(step), 0
     places: list[tuple[int, int | None]] = []
     for start, period, count in find_loops(statements):
@@ -324,7 +325,7 @@ def _argument(op: Op, text: str, prefetch: int, turns: Turns) -> str:
 
 
 def _home(token: Token, turns: Turns) -> str:
-    """Where a gradient lands: a group's own buffer, or the next one of a ring."""
+    """Return where a gradient lands: a group's own buffer, or the next one of a ring."""
     return f'("{token.tag}", {_slot(token, turns)})' if isinstance(token, Ring | Shard) else _token(token)
 
 

@@ -1,4 +1,4 @@
-"""What every kind of operation is, and every resource: the one table that all stages go by.
+"""The table of operations: every kind, and every resource; the one table that all stages go by.
 
 A kind is also the name of the event that its operations record and of the method that
 :class:`~megacompile.runtime.step_run.StepRun` runs them by. Resources are tokens, tuples that begin with a
@@ -74,7 +74,7 @@ class Buffer(Token):
 
 
 class Value(OfValue, tag="x", on_device=True):
-    """What blocks hand to each other: a leaf of the batch, an activation, the loss."""
+    """A value that blocks hand to each other: a leaf of the batch, an activation, the loss."""
 
 
 class Result(OfValue, tag="result"):
@@ -86,7 +86,7 @@ class ValueGrad(OfValue, tag="g", on_device=True):
 
 
 class Saved(OfBlock, tag="saved", on_device=True):
-    """What a block's forward or recompute keeps for its backward."""
+    """The tensors that a block's forward or recompute keeps for its backward."""
 
 
 class Offloaded(OfBlock, tag="offloaded"):

@@ -41,14 +41,14 @@ _STATES = {"device": "state on the device", "nvme": "state on NVMe", "nvme-all":
 
 
 def block_text(plan: BlockPlan) -> str:
-    """What a block keeps and where that waits."""
+    """Say what a block keeps and where that waits."""
     checkpoint = _POLICY_TEXTS.get(plan.checkpoint, f"keep {plan.checkpoint}")
     waits = "" if plan.reload or plan.saved_on == "device" else ", back just in time"
     return f"{checkpoint}, saved {_PLACES[plan.saved_on]}{waits}"
 
 
 def group_text(plan: GroupPlan, ranks: int = 1) -> str:
-    """How long a weight group stays, how early it comes, and what else differs from the usual.
+    """Say how long a weight group stays, how early it comes, and what else differs from the usual.
 
     Several ``ranks`` gather weights whose shards stay on their devices.
     """
@@ -121,9 +121,8 @@ def loops_text(loops: tuple[int, int]) -> str:
 
 
 def cut_text(blocks: Sequence[str]) -> str:
-    """Which weights were cut into how many pieces, and of which tables the host gathers rows, from the names
-    of blocks; "" where nothing was.
-    """
+    """Say which weights were cut into how many pieces, and of which tables the host gathers rows, from the
+    names of blocks; "" where nothing was."""
     pieces: dict[str, set[str]] = {}
     for name in blocks:
         if match := _PIECE.search(name):
@@ -208,7 +207,8 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """How long a weight group stays on the device, how early it is fetched, and where its state lives.
+    """The plan of a weight group: how long it stays on the device, how early it is fetched, where its state
+    lives.
 
     ``residency``: "stream" brings it for each use, "micro" holds it from a micro-batch's forward to its
     backward, "step" holds it for the whole step. ``prefetch_depth`` counts compute operations between the
@@ -294,7 +294,7 @@ def _check_counts(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Which program of a model a step is.
+    """The mode of a step: which program of a model it is.
 
     "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update"
     applies them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of

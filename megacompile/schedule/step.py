@@ -86,7 +86,7 @@ class Op(NamedTuple):
 
     @property
     def value(self) -> int:
-        """What a load or a gather brings, or what of the results is copied."""
+        """The value that a load or a gather brings, or of the results the one that is copied."""
         token = self.writes[0]
         assert isinstance(token, OfValue)
         return token.value
@@ -234,7 +234,7 @@ def spilled_bytes(step: Step) -> int:
 
 
 def name(op: Op) -> str:
-    """How an operation is called in messages: ``prefetch of group 3 (h2d)``."""
+    """Return how an operation is called in messages: ``prefetch of group 3 (h2d)``."""
     where = f" of group {op.group}" if op.group >= 0 else ""
     where += f" of block {op.block}" if op.block >= 0 else ""
     where += f", micro-batch {op.micro}" if op.micro else ""

@@ -40,9 +40,8 @@ from megacompile.units import format_bytes
 
 
 def check_collectives(step: Step, work: Workload) -> None:
-    """Of several ranks: every stay is gathered once, before its first use; every sum is used once;
-    no update comes before the losses are agreed on. Of one rank: there is nothing of the kind.
-    """
+    """Check several ranks: every stay is gathered once, before its first use; every sum is used once; no
+    update comes before the losses are agreed on. Of one rank: there is nothing of the kind."""
     if work.ranks == 1:
         shared = (*COLLECTIVES, "push_shard", "add_shard", "agree")
         alone = next((op for op in step.ops if op.kind in shared), None)
@@ -288,7 +287,7 @@ _REPEATS = 3  # enough for every wait to refer to a step that itself had a prede
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was proven: counts for the report, and the peak in bytes that holds in every order."""
+    """The result of a proof: counts for the report, and the peak in bytes that holds in every order."""
 
     operations: int
     ordered_pairs: int
@@ -415,7 +414,7 @@ def _check_tokens(accesses: list[_Access]) -> int:
 
 
 def _check_written(access: _Access, token: Token, writer: _Access | None, ended: _Access | None) -> None:
-    """What is used was written, that is over, and nothing has ended it since."""
+    """Check that what is used was written, that this is over, and that nothing has ended it since."""
     if writer is not None:
         if not _before(writer, access):
             raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What a plan is made for: blocks, values and weight groups as plain numbers.
+"""The workload, which a plan is made for: blocks, values and weight groups as plain numbers.
 
 No tensor and no graph: planning, passes, verification and simulation work on this alone, so they run
 without weights, without a GPU, and on instances that tests make up.
@@ -18,7 +18,7 @@ from megacompile.json_codec import from_plain, parse_json, to_plain
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """What calls of one of our kernels do, counted in ``moved_bytes`` or ``attention_flops`` already; see
+    """The work of calls of one of our kernels, counted in ``moved_bytes`` or ``attention_flops`` already; see
     :class:`~megacompile.blocks.costs.KernelCall`."""
 
     op: str
@@ -54,7 +54,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """What a block saves between forward and backward, and what its functions then cost."""
+    """A checkpoint policy: what a block saves between forward and backward, and what its functions then
+    cost."""
 
     name: str
     forward: Call
@@ -195,12 +196,12 @@ class Workload:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks share the state; 1: one alone."""
+        """The number of ranks that share the state; 1: one alone."""
         return max((group.ranks for group in self.groups), default=1)
 
     def crossing_bytes(self, group: int) -> int:
-        """What a rank gets from the other replicas, and sends to them, for the sum of a group's gradient: a
-        part of each of theirs, then their parts of the sum."""
+        """Return the bytes that a rank gets from the other replicas, and sends to them, for the sum of a
+        group's gradient: a part of each of theirs, then their parts of the sum."""
         return 2 * self.groups[group].shard_bytes * (self.replicas - 1) // self.replicas
 
     @cached_property
@@ -209,7 +210,7 @@ class Workload:
 
     @cached_property
     def digest(self) -> str:
-        """What a plan file is checked by: equal for equal numbers, but for the format of moments."""
+        """The hash that a plan file is checked by: equal for equal numbers, but for the format of moments."""
         groups = tuple(replace(g, state_bytes=0) for g in self.groups)
         return hashlib.sha256(replace(self, groups=groups).to_json().encode()).hexdigest()[:32]
 

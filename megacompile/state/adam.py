@@ -189,7 +189,7 @@ def _load(kernel: Kernel, compiler: str, folder: Path) -> tuple[ctypes.CDLL, str
 
 
 def _cpu() -> str:
-    """What -march=native depends on, so that a cache shared by several machines is safe."""
+    """Return what -march=native depends on, so that a cache shared by several machines is safe."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     kept = {x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part"))}
@@ -221,7 +221,7 @@ def set_backend(name: Literal["auto", "c", "torch"]) -> None:
 
 
 def backend(kernel: Kernel = "fp32") -> Literal["c", "torch"]:
-    """Which code runs: the C kernel or tiled torch."""
+    """Return which code runs: the C kernel or tiled torch."""
     return "torch" if _choice == "torch" or _library(kernel)[0] is None else "c"
 
 

@@ -62,7 +62,7 @@ class HostArena:
 
     @property
     def rest(self) -> Tensor:
-        """What has not been taken yet."""
+        """Return what has not been taken yet."""
         return self.tensor[self.used_bytes :]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -45,7 +45,8 @@ from megacompile.state.safetensors_io import DTYPES, checksum, open_shard, paced
 
 @dataclass(frozen=True)
 class Facts:
-    """How a saved parameter lies, the step that it is at, and of which rows it is a piece, if it is one."""
+    """The facts of a saved parameter: how it lies, the step that it is at, and of which rows it is a piece,
+    if it is one."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +58,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """What the manifest says: the format, and the facts of each parameter."""
+    """The layout in the manifest: the format, and the facts of each parameter."""
 
     optimizer_state: str
     parameters: dict[str, Facts]
@@ -234,7 +235,7 @@ def _check_blocks(
 
 
 def copied_range(array: str, part: Part, saved: int, ours: int, form: Form) -> tuple[slice, slice]:
-    """Which entries of a saved flat array, of that length, go where in one of ours."""
+    """Return which entries of a saved flat array, of that length, go where in one of ours."""
     if isinstance(form, Foreign) and form.shared_by_pieces(array):
         return slice(0, saved), slice(0, ours)
     coding = None if isinstance(form, Foreign) else CODINGS.get(form)
@@ -259,7 +260,7 @@ _FILE = re.compile(r"state(-\d{5}){1,2}\.safetensors")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is besides its tensors: the seed, the micro-steps that drew from it, settings."""
+    """The progress of a run besides its tensors: the seed, the micro-steps that drew from it, settings."""
 
     model: str
     seed: int
@@ -277,7 +278,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checkpoint.json`` holds.
+    """The contents of ``checkpoint.json``.
 
     ``files`` names every file of the folder beside it. ``mesh``: so many replicas of so many ranks wrote it,
     (0, 0) where that was not noted.
@@ -301,8 +302,8 @@ class Span:
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, Places]:
-    """What a checkpoint holds, and by tensor its files, which are there and of their sizes, and its checksums
-    in them."""
+    """Read what a checkpoint holds, and by tensor its files, which are there and of their sizes, and its
+    checksums in them."""
     recover(folder)
     path = folder / MANIFEST
     if not path.is_file():
@@ -331,7 +332,8 @@ def places_of(folder: Path, files: dict[str, Shard]) -> Places:
 
 
 def find_spans(folder: Path, places: Places, expected: Mapping[str, Tensor]) -> dict[str, tuple[Span, ...]]:
-    """Where each expected tensor is in its files, with its dtype and length; and no others are there."""
+    """Return where each expected tensor is in its files, with its dtype and length; and check that no others
+    are there."""
     if set(places) != set(expected):
         name = min(set(places) ^ set(expected))
         where = "misses" if name in expected else "has in excess"
@@ -444,7 +446,7 @@ def _write_own(
 
 
 def checked_folder(folder: Path) -> Path:
-    """Where a checkpoint may be written: nothing else is there."""
+    """Return the folder that a checkpoint may be written to: nothing else is there."""
     folder = folder.resolve()
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise MegacompileError(f"{folder} is not empty and holds no checkpoint: give another folder.")

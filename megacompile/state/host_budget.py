@@ -1,4 +1,4 @@
-"""What the host must hold: bytes of state and buffers, and what is on NVMe instead."""
+"""The host budget: bytes of state and buffers, and what is on NVMe instead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from megacompile.state.nvme import Storage
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each group's state lives ("host", "nvme", "nvme-all"), over how many buffers, and the folders."""
+    """The places of each group's state ("host", "nvme", "nvme-all"), over how many buffers, and the
+    folders."""
 
     states: tuple[str, ...]
     window: int = 0
@@ -42,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Which arrays of a group stay in RAM and which are on storage, the streamed weights first.
+    """The arrays of a group that stay in RAM and those that are on storage, the streamed weights first.
 
     ``weight_bytes`` is what the weights take on storage (0 where they stay in RAM), ``state_bytes`` the
     rest, both padded. ``scratch_bytes`` is what an update of the group takes of RAM beside, in no arena.
@@ -64,12 +65,12 @@ class GroupPlace:
 
 
 def place_groups(groups: Sequence[GroupLayout], form: Form, states: Sequence[str]) -> tuple[GroupPlace, ...]:
-    """Where the arrays of each group go."""
+    """Return where the arrays of each group go."""
     return tuple(place_group(g, form, s) for g, s in zip(groups, states, strict=True))
 
 
 def place_group(group: GroupLayout, form: Form, state: str) -> GroupPlace:
-    """Where a group's arrays go: "host", "nvme" (all but the weights) or "nvme-all"."""
+    """Return where a group's arrays go: "host", "nvme" (all but the weights) or "nvme-all"."""
     arrays = group_arrays(group, form)
     in_ram = tuple(a for a in arrays if state == "host" or (state == "nvme" and a.name == "weights"))
     gone = tuple(a for a in arrays if a not in in_ram)
@@ -129,7 +130,7 @@ class Offload:
         self.storage.read(self._weights[group], self.staged[slot][: self.places[group].weight_bytes])
 
     def weights(self, group: int, slot: int) -> Tensor:
-        """What :meth:`read_weights` brought."""
+        """Return what :meth:`read_weights` brought."""
         array = self.places[group].on_storage[0]
         return self.staged[slot][: array.nbytes].view(array.dtype)
 
@@ -140,7 +141,7 @@ class Offload:
         self.storage.read(self._state[group], state)
 
     def arrays(self, group: int, slot: int) -> dict[str, Tensor]:
-        """What :meth:`read_state` brought, by name."""
+        """Return what :meth:`read_state` brought, by name."""
         found, offset = {}, 0
         for array in self.places[group].on_storage:
             found[array.name] = self._buffers[slot][offset : offset + array.nbytes].view(array.dtype)
@@ -241,12 +242,13 @@ class HostBytes:
         return int(sum(astuple(self))) - self.nvme
 
     def of_ranks(self, count: int) -> HostBytes:
-        """What that many ranks take together where each takes this."""
+        """Return what that many ranks take together where each takes this."""
         return HostBytes(*(count * nbytes for nbytes in astuple(self)))
 
 
 def host_bytes(assembly: Assembly, form: Form, plan: Plan, step: Step) -> HostBytes:
-    """What a plan's step takes of the host. It has room for what is on the device, which may come back."""
+    """Return what a plan's step takes of the host. It has room for what is on the device, which may come
+    back."""
     states, window = host_states(plan), storage_window(plan)
     places = place_groups(assembly.groups, form, states)
     held = [array for place in places for array in place.in_ram]
@@ -285,11 +287,11 @@ def state_in_ram(groups: Sequence[GroupLayout], form: Form) -> int:
 
 
 def host_states(plan: Plan) -> tuple[str, ...]:
-    """Where each group's state has its place on the host: "host" too for one that is on the device."""
+    """Return where each group's state has its place on the host: "host" too for one that is on the device."""
     return tuple("host" if g.state == "device" else g.state for g in plan.groups)
 
 
 def storage_window(plan: Plan) -> int:
-    """How many buffers of each kind the plan has for what is on storage; 0 where nothing is."""
+    """Return how many buffers of each kind the plan has for what is on storage; 0 where nothing is."""
     stored = any(s != "host" for s in host_states(plan)) or any(b.saved_on == "nvme" for b in plan.blocks)
     return plan.window if stored else 0

@@ -1,4 +1,4 @@
-"""Where the values of a weight group lie in its flat arrays, whole or in shards."""
+"""The layout of a weight group's values in its flat arrays, whole or in shards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def is_dense(x: Tensor) -> bool:
 
 
 def padding_of(group: GroupLayout) -> list[slice]:
-    """Where a bucket holds no parameter."""
+    """Return where a bucket holds no parameter."""
     stops = [slot.offset + slot.parameter.numel for slot in group.slots]
     starts = [*(slot.offset for slot in group.slots[1:]), group.elements]
     return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
 
 
 def own_part(group: GroupLayout, slot: Slot, rank: int) -> tuple[slice, slice]:
-    """What of a parameter's elements, in the bucket's order, a rank holds, and where in its shard."""
+    """Return what of a parameter's elements, in the bucket's order, a rank holds, and where in its shard."""
     shard, stop = group.shard(rank), slot.offset + slot.parameter.numel
     first, last = max(slot.offset, shard.start), min(stop, shard.stop)
     last = max(first, last)
@@ -39,7 +39,7 @@ def own_part(group: GroupLayout, slot: Slot, rank: int) -> tuple[slice, slice]:
 
 
 def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:
-    """What a parameter or piece holds of the whole parameter's tensor."""
+    """Return what a parameter or piece holds of the whole parameter's tensor."""
     return whole[parameter.first_row :][: parameter.shape[0]] if parameter.whole else whole
 
 
@@ -49,7 +49,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 
 def strided(flat: Tensor, offset: int, slot: Slot) -> Tensor:
-    """What begins at ``offset`` of a flat tensor, in a parameter's shape and strides."""
+    """Return what begins at ``offset`` of a flat tensor, in a parameter's shape and strides."""
     start = flat.storage_offset() + offset
     return flat.as_strided(slot.parameter.shape, slot.parameter.stride, start)
 
@@ -103,8 +103,8 @@ def add_gradients(
 
 
 def collected(world: World, group: GroupLayout, slot: Slot, shard: Tensor) -> Tensor:
-    """What all ranks hold of a parameter in one of a group's arrays, flat; elsewhere than on rank 0 an empty
-    tensor on the meta device."""
+    """Return what all ranks hold of a parameter in one of a group's arrays, flat; elsewhere than on rank 0 an
+    empty tensor on the meta device."""
     parts = [own_part(group, slot, rank)[1] for rank in range(world.ranks.shards)]
     counts = [part.stop - part.start for part in parts]
     mine, own = (

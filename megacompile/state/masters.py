@@ -104,7 +104,7 @@ def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def shapes_of(groups: Sequence[GroupLayout], form: Form) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """What :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
+    """Return what :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
     for group in groups:
         arrays = {
             a.name: torch.empty(a.elements, dtype=a.dtype, device="meta") for a in group_arrays(group, form)
@@ -544,7 +544,7 @@ class HostState:
             steps[slot] += 1
 
     def _runs_of(self, group: int, slots: Collection[int]) -> Sequence[Run]:
-        """What Adam calls update of some parameters of a group: all of it, as a rule."""
+        """Return what Adam calls update of some parameters of a group: all of it, as a rule."""
         steps = self.steps[group]
         if len(slots) == len(steps) == steps.count(steps[0]):
             return self._runs[group]

@@ -32,8 +32,8 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What an export needs to know of a model beside its values: shapes and dtypes by name, tied tensors
-    once, the names to write, and its config and generation config, or None."""
+    """The description of a model beside its values: shapes and dtypes by name, tied tensors once, the names
+    to write, and its config and generation config, or None."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]

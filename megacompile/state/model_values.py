@@ -92,7 +92,7 @@ class _ValuesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OwnedValues(Tensor):
-    """What a program keeps: its shape, dtype and device are known, and its values are not."""
+    """A tensor that a program keeps: its shape, dtype and device are known, and its values are not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -360,7 +360,8 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 class Lending:
-    """Who may use the values that a program lends: any thread, or the one that trains, while it does."""
+    """The rule of who may use the values that a program lends: any thread, or the one that trains, while it
+    does."""
 
     def __init__(self) -> None:
         self._trains: int | None = None  # which thread does
@@ -576,7 +577,7 @@ class ModelValues:
                 _set(target, value)
 
     def _everywhere(self) -> Iterator[tuple[str, Tensor]]:
-        """What :meth:`parameters` gives the first of several ranks, on each of them."""
+        """Yield what :meth:`parameters` gives the first of several ranks, on each of them."""
         for name, value in self.parameters():
             if self._state is not None and name in self._homes:
                 given = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value
@@ -590,7 +591,7 @@ class ModelValues:
         self._state, self._homes, self._named = None, {}, {}
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
-        """What holds each of our values in another model, if neither has more than the other."""
+        """Return what holds each of our values in another model, if neither has more than the other."""
         theirs = first_names(model)
         given = dict(model.named_parameters()) | dict(model.named_buffers())
         ours, targets = first_names(self.model), self._targets()

@@ -102,7 +102,7 @@ SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one format codes moments: bits, elements per scale, the code books of ``host.code_books``."""
+    """The coding of moments in one format: bits, elements per scale, the code books."""
 
     bits: int
     block: int
@@ -140,7 +140,7 @@ class FlatArray:
 
 @dataclass(frozen=True, slots=True)
 class MomentPlace:
-    """Where moments lie: ``elements`` from ``offset`` on in the FP32 arrays, or, ``coded``, as codes.
+    """The place of moments: ``elements`` from ``offset`` on in the FP32 arrays, or, ``coded``, as codes.
 
     ``block`` is the first of their scales.
     """
@@ -194,7 +194,7 @@ def group_arrays(group: GroupLayout, form: Form) -> tuple[FlatArray, ...]:
 
 
 def array_sizes(group: GroupLayout, form: Form, rank: int) -> dict[str, int]:
-    """How many entries of each array of masters, and of Adam's moments, of a group are a rank's."""
+    """Return how many entries of each array of masters, and of Adam's moments, of a group are a rank's."""
     sizes = {"weights": group.share}
     if group.dtype == torch.bfloat16 and not group.exact:
         sizes["low"] = group.share
@@ -218,7 +218,7 @@ def moment_names(coded: bool) -> tuple[str, ...]:
 
 
 def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, ...]:
-    """Of each slot of a trainable group, where its moments begin in their arrays."""
+    """Return for each slot of a trainable group where its moments begin in their arrays."""
     places: list[MomentPlace] = []
     offsets, block = {False: 0, True: 0}, 0
     for slot in group.slots:
@@ -231,8 +231,8 @@ def moment_places(group: GroupLayout, form: StateFormat) -> tuple[MomentPlace, .
 
 
 def shard_places(group: GroupLayout, form: StateFormat, rank: int) -> tuple[tuple[int, MomentPlace], ...]:
-    """Of each slot of a trainable group, the first of its elements whose moments a rank has, counted from the
-    slot's first, and where in the rank's arrays they are."""
+    """Return for each slot of a trainable group the first of its elements whose moments a rank has, counted
+    from the slot's first, and where in the rank's arrays they are."""
     shard, found, offsets, block = group.shard(rank), [], {False: 0, True: 0}, 0
     for slot, place in zip(group.slots, moment_places(group, form), strict=True):
         start = max(slot.offset, shard.start)
@@ -281,7 +281,7 @@ def is_coded(elements: int, form: StateFormat) -> bool:
 
 
 def array_range(array: str, coding: Coding | None, start: int, stop: int) -> tuple[int, int]:
-    """Which entries of a parameter's flat array hold its elements from ``start`` to ``stop``.
+    """Return which entries of a parameter's flat array hold its elements from ``start`` to ``stop``.
 
     Both must be ends of blocks where the array holds codes or scales.
     """

@@ -436,7 +436,7 @@ class _Drive:
 
 
 def _rate(drive: _Drive, half: int) -> Rate:
-    """Of the second half of the file, which is as large as the first."""
+    """Return the rate of the second half of the file, which is as large as the first."""
     write = half / drive.seconds(half, half, os.pwritev)  # first, so that there is something to read
     read = half / drive.seconds(half, half, os.preadv)
     both = 2 * half / drive.seconds(half, half, os.preadv, os.pwritev)

@@ -36,7 +36,7 @@ SHARE = 0.01  # of the processor time of all cores: one of 100 cores, a 50th of 
 
 
 class Pace:
-    """How long one thread rests. Time in which it waits for a drive counts as rest."""
+    """The pace of one thread: how long it rests. Time in which it waits for a drive counts as rest."""
 
     def __init__(self, hurried: threading.Event) -> None:
         self._hurried = hurried
