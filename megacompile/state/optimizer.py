@@ -58,7 +58,7 @@ def adopt(
                 "The optimizer has step hooks, which would never run: remove them, and do their work in the "
                 "loop."
             )
-    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+    if any(p.requires_grad and p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         raise MegacompileError("The optimizer holds a complex parameter: train its real and imaginary parts.")
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:

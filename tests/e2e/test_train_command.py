@@ -339,7 +339,7 @@ def test_an_instruction_with_an_input() -> None:
         (["train", "config.yaml", "--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["train", "config.yaml", "--data", "nothing.jsonl"], "data: nothing.jsonl cannot be read"),
         (["train", "config.yaml", "--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),
-        (["train", "config.yaml", "--optim", "adafactor"], "optim='adafactor'"),
+        (["train", "config.yaml", "--optim", "galore_adamw"], "optim='galore_adamw'"),
         (["train", "config.yaml", "--method", "ppo"], "invalid choice: 'ppo'"),
         (
             ["train", "config.yaml", "--data", "broken.jsonl"],

@@ -39,12 +39,15 @@ def _lines(found: fx.Graph) -> list[Any]:
     ]
 
 
+_FUNCTIONALISE = trace.functionalise
+
+
 def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]:
     """For each trace of a forward, what was written form by form, and what torch writes."""
     both = []
 
     def compare(exported: torch.export.ExportedProgram) -> Any:
-        found = trace.functionalise(exported)
+        found = _FUNCTIONALISE(exported)
         for module in exported.graph_module.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()

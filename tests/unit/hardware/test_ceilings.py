@@ -122,7 +122,7 @@ def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) ->
         parts["backward_k"] = 2 * (128 * 128 + 64 * 128)
     else:
         parts["forward"] = 3 * 128 * 128 + 2 * 64 * 128
-    key = "gated_delta_rule", "128/128 bf16"
+    key = "gated_delta", "128/128 bf16"
     rows = {r.kernel: r for r in read_ceilings() if r.key[:2] == key and r.arch == 90}
     assert len(rows) == 7
     seconds = sum(128 * n / (rows[f"gated_delta_{k}_kernel"].rate * 1e12) for k, n in parts.items()) / 0.27
@@ -142,7 +142,7 @@ def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) ->
 def test_a_scan_is_priced_by_each_of_its_kernels(operator: str) -> None:
     """Of a chunk of 64 tokens of 16 heads that share B and C, which see 2.5 chunks on average."""
     backward, rows = operator.endswith("_backward"), read_ceilings()
-    rows = [r for r in rows if r.key[:2] == ("mamba2_chunk_scan", "128/64 bf16") and r.arch == 90]
+    rows = [r for r in rows if r.key[:2] == ("mamba2", "128/64 bf16") and r.arch == 90]
     pairs, state, group = 64 * 64, 128 * 64, 64 * 128
     parts = {"scores": 2.5 * group, "states": 16 * state, "scan": 16 * (2.5 * pairs + state)}
     flops = 128 * (group + 16 * (pairs + 2 * state))

@@ -63,7 +63,6 @@ EXCEPTIONS = {
     "megacompile/graph/glu_patterns.py": "a pattern",
     "megacompile/graph/head_patterns.py": "a pattern",
     "megacompile/graph/norm_patterns.py": "a pattern",
-    "megacompile/graph/fusion_rewriter.py": "a module of patterns that has its operator's name",
     "megacompile/graph/tile_rewriter.py": "a head of which pieces are made",
     "megacompile/graph/tile_operators.py": "operators of tiles, declared there",
 }
