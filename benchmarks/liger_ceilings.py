@@ -108,7 +108,7 @@ PAIRS: dict[str, tuple[str, str, tuple[str, ...], Callable[[], None]]] = {
     "SwiGLU, 14336": ("glu", "silu bf16", ("glu_forward", "glu_backward"), _swiglu),
     "RoPE, 32 × 128": ("rope", "32x128 bf16", ("rope", "rope"), _rope),
     "cross-entropy, 128256": (
-        "cross_entropy_tiles",
+        "linear_cross_entropy",
         "128256 bf16",
         ("accumulate", "gradient"),
         _cross_entropy,
