@@ -167,8 +167,10 @@ def _attention() -> tuple[float, float]:
     found = attention(*inputs, *constants)
     forward = _seconds(lambda: attention(*inputs, *constants))
     backward = _seconds(lambda: attention_backward(grad, *inputs, *found, *constants))
-    flops = attention_flops(*inputs, *constants)
-    return flops / forward, attention_backward_flops(grad, *inputs, *found, *constants) / backward
+    shapes = [_ATTENTION] * 3
+    flops = attention_flops(*shapes, *inputs[3:], *constants)
+    of_backward = attention_backward_flops(_ATTENTION, *shapes, *inputs[3:], None, None, *constants)
+    return flops / forward, of_backward / backward
 
 
 def _both_ways(alone: Callable[[], float]) -> str:
