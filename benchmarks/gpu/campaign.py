@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, LOG = "results.jsonl", "campaign.log"
+TIMELINE = "timeline of a step"  # a finding of the results that neither page nor screen shows
 OK, WRONG = "ok", "wrong"  # it ran whole; it ran, and some of its findings are wrong
 STATUS_WRONG, STATUS_USELESS = (
     3,
@@ -217,6 +218,7 @@ def environment() -> dict[str, str]:
     paths = [str(_importable()), str(ROOT)]
     given = os.environ.get("PYTHONPATH")
     more = {
+        "PYTHONSAFEPATH": "1",  # the checkout itself has no kernels and passes below megacompile
         "PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])]),
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",

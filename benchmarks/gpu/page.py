@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.campaign import Stage, entries
+from benchmarks.gpu.campaign import TIMELINE, Stage, entries
 
 _SCREEN_CHARACTERS, _LINE_CHARACTERS = 9000, 240
 _LONG = (
@@ -31,7 +31,9 @@ def latest(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def screen(folder: Path) -> str:
     """A line for each finding, wrong ones first, as far as a screen that keeps its last lines holds."""
-    findings = [e for e in latest(folder).values() if e["what"] not in ("step ended", "memory touched")]
+    findings = [
+        e for e in latest(folder).values() if e["what"] not in ("step ended", "memory touched", TIMELINE)
+    ]
     lines = []
     for entry in sorted(findings, key=lambda e: e.get("right", True)):
         shown = {k: _rounded(v) for k, v in entry.items() if k not in (*_LONG, "stage", "what")}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import megacompile
+from benchmarks.gpu.campaign import TIMELINE, append
 from benchmarks.gpu.correct import HeldBytes, kernels_found_wrong
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.machine import touched_bytes
@@ -71,6 +72,7 @@ def step(
             schedule = program.schedule
             print(schedule, flush=True)
             finding |= _streams(schedule)
+            append(to.folder, stage=to.stage, what=TIMELINE, operations=_timeline(schedule))
             finding["right"] = held.most <= parse_bytes(budget, what="budget", available=10**18)
 
 
@@ -92,6 +94,18 @@ def _timed(to: Recorder, program: Any, batch: Any, steps: int, start: float) -> 
     program.synchronize()
     spans = [b - a for a, b in itertools.pairwise(ends)]
     return statistics.median(spans[_SETTLING - 1 :] or spans)
+
+
+def _timeline(schedule: Any) -> list[list[Any]]:
+    """Operation, stream, start and end in microseconds, of the last step."""
+    if schedule.measured is None:
+        return []
+    ran = zip(schedule.step.ops, schedule.measured.starts, schedule.measured.ends, strict=True)
+    return [
+        [str(op.event), op.stream, round(start * 1e6), round(end * 1e6)]
+        for op, start, end in ran
+        if start is not None and end is not None
+    ]
 
 
 def _streams(schedule: Any) -> dict[str, Any]:

@@ -221,8 +221,7 @@ def compile(
         ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
         ``loss_fn(model(x), y)``. Batches of varying length share programs where it ignores padding: labels of
         -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
-    device: "cuda", which has not run on a GPU yet, as a warning says, or "cpu", where the accelerator is
-        emulated, budget and all. None: a GPU if there is one.
+    device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is one.
     on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
         as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where
         updates wait for its norm, or where the loss is not finite either.

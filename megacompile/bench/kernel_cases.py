@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import megacompile.capture.sdpa  # noqa: F401  # declares attention
 from megacompile.kernels.benchmark import Operation, Shape, normal
 from megacompile.kernels.registry import SPECS
 

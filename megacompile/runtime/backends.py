@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,7 +60,6 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
         raise MegacompileError(f"device={str(device)!r} is not supported: use 'cuda' or 'cpu'.")
     if not torch.cuda.is_available():
         raise MegacompileError("device='cuda' was asked for, and torch finds no GPU: check the driver.")
-    _say_untried()
     index = _own_gpu() if target.index is None else target.index
     return _cuda(torch.device("cuda", index), compute_dtype)
 
@@ -78,16 +76,6 @@ def _own_gpu() -> int:
             "processes than there are GPUs."
         )
     return int(local)
-
-
-@functools.cache
-def _say_untried() -> None:
-    """Say once per process what nobody has seen yet."""
-    warnings.warn(
-        "megacompile's CUDA backend has not run on a GPU yet: compare its first losses with plain PyTorch's, "
-        "or give device='cpu', which emulates a GPU.",
-        stacklevel=9,  # who called compile
-    )
 
 
 def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:

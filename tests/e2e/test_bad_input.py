@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import megacompile
 from megacompile.capture.batch import check_signature, read_batch
-from megacompile.runtime import backends
 from megacompile.units import parse_bytes
 from tests.support.models import Plain, batch_for, build
 
@@ -485,20 +483,6 @@ def test_evaluate_takes_one_batch() -> None:
         program.evaluate([batch, batch])
     assert program.evaluate([batch]) == program.evaluate(batch)
     program.close()
-
-
-def test_taking_a_gpu_says_once_that_none_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(backends, "_cuda", lambda device, dtype: device)
-    backends._say_untried.cache_clear()
-    with pytest.warns(UserWarning, match="has not run on a GPU yet"):
-        taken: Any = backends.open_backend(None, torch.float32)
-    assert taken.type == "cuda"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backends.open_backend("cuda", torch.float32)
-        backends.open_backend("cpu", torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import megacompile
+from benchmarks.gpu import kernel_table
 from megacompile.bench import kernel_bench
 from megacompile.bench.kernel_bench import (
     Bench,
@@ -71,6 +74,12 @@ def bench(*files: Path, timer: FakeTimer | None = None) -> Bench:
 
 def rows(name: str, *files: Path, timer: FakeTimer | None = None) -> list[Row]:
     return list(bench(*files, timer=timer).rows(OPERATIONS[name], SMALL[name], torch.float32))
+
+
+def test_the_cases_alone_bring_every_operator_that_the_table_names() -> None:
+    asked = "from megacompile.bench.kernel_cases import OPERATIONS; print(*OPERATIONS)"
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert set(kernel_table._ORDER) == set(ran.stdout.split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

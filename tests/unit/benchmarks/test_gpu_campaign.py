@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.campaign import LOG, RESULTS, Stage, append, boot, drive, earlier, entries
+from benchmarks.gpu.campaign import (
+    LOG,
+    RESULTS,
+    ROOT,
+    Stage,
+    append,
+    boot,
+    drive,
+    earlier,
+    entries,
+    environment,
+)
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page, screen, timetable
 from benchmarks.gpu.stages import stages
@@ -85,6 +97,15 @@ def test_what_holds_for_a_machine_is_asked_of_the_next_one(tmp_path: Path) -> No
     assert earlier(every, tmp_path) == {"kernels": "ok", "where": "wrong"}
 
 
+def test_a_checkout_that_is_not_installed_imports_whole() -> None:
+    asked = "import importlib.util as u; print(*u.find_spec('megacompile').submodule_search_locations)"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", asked], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )  # -S: without what is installed
+    package = Path(ran.stdout.strip())
+    assert (package / "kernels" / "rms_norm.py").exists() and (package / "passes").exists()
+
+
 def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="There is no stage 'x': there are where"):
         drive([stage("where")], tmp_path / "out", 10, only=["x"])
@@ -152,7 +173,7 @@ def test_the_first_call_fits_into_nine_minutes_and_every_stage_exists() -> None:
             assert s.expected <= s.limit
             assert not s.needs or s.needs in names[: names.index(s.name)]
     before = [s for s in stages() if not s.beside]
-    until = [s.name for s in before].index("kernel times")
+    until = [s.name for s in before].index("races")
     assert sum(s.expected for s in before[: until + 1]) <= 510
     assert "| 0 | where |" in timetable(stages())
     assert json.dumps([s.settings for s in stages()])
