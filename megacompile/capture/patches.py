@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -367,6 +368,7 @@ REFUSED: tuple[Patch, ...] = (
     Patch(eager_transforms, "grad_increment_nesting", refused(refusals.GRAD), _NO_GRADIENTS),
     Patch(eager_transforms, "_construct_standard_basis_for", refused(refusals.JACFWD), _NO_GRADIENTS),
     Patch(Tensor, "register_hook", refusals.gradient_hook, _NEVER),
+    Patch(numpy.random, "default_rng", refusals.unseeded, "a program would draw once"),
     Patch(FakeTensor, "is_cuda", property(refusals.is_cuda), "a graph has one side of a branch"),
     Patch(saved_tensors_hooks, "__enter__", refusals.no_packing, _NEVER),
     Patch(torch.inference_mode, "__enter__", refusals.no_inference, "a trace does not hold the mode"),

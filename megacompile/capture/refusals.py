@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import random
 import re
@@ -322,6 +323,13 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
         )
 
 
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+_DRAWS = (
+    "The forward draws random numbers from Python or NumPy, which would be the same in every step: use "
+    "torch.nn.Dropout, or move the random numbers into the batch."
+)
+
+
 class Effects:
     """The effects that a forward left behind: attributes by name with what they hold now, tensors that it
     replaced."""
@@ -345,7 +353,7 @@ class Effects:
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
         """Note what a forward in this thread does besides computing, and refuse what can't be noted."""
-        before, tensors, states = attributes(model), tensors_of(model), _random_states()
+        before, tensors, states = attributes(model), tensors_of(model), _random_states(model)
         buffers = dict(model.named_buffers())
         with _Watch():
             yield
@@ -357,11 +365,8 @@ class Effects:
         for name, buffer in model.named_buffers():
             if buffers.get(name) is not buffer:
                 raise CaptureError(f"The forward assigns the buffer {name}: {_WAY_OUT}")
-        if _random_states() != states:
-            raise CaptureError(
-                "The forward draws random numbers from Python or NumPy, which would be the same in every "
-                "step: use torch.nn.Dropout, or move the random numbers into the batch."
-            )
+        if _random_states(model) != states:
+            raise CaptureError(_DRAWS)
 
 
 def refuse_other_forward(first: fx.Graph, second: fx.Graph, before: str, after: str) -> None:
@@ -376,8 +381,24 @@ def _computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
     return inputs, [str(node.format_node()) for node in graph.nodes if node.op != "placeholder"]
 
 
-def _random_states() -> tuple[Any, ...]:
-    return random.getstate(), pickle.dumps(numpy.random.get_state())  # noqa: NPY002
+def _random_states(model: nn.Module) -> bytes:
+    """Return the states of Python's and NumPy's generators: the global ones, those that modules hold, and
+    those of the files that their forwards stand in."""
+    files = {id(space): space for m in model.modules() if (space := _globals_of(m)) is not None}
+    spaces = [*map(vars, model.modules()), *files.values()]
+    held = [x for space in spaces for x in list(space.values()) if isinstance(x, _GENERATORS)]
+    return pickle.dumps((random.getstate(), numpy.random.get_state(), held))  # noqa: NPY002
+
+
+def _globals_of(module: nn.Module) -> dict[str, Any] | None:
+    return getattr(inspect.unwrap(type(module).forward), "__globals__", None)
+
+
+def unseeded(theirs: Any, seed: Any = None) -> Any:
+    """``numpy.random.default_rng``, refused without a seed: its numbers are others in each step."""
+    if seed is None:
+        raise CaptureError(_DRAWS)
+    return theirs(seed)
 
 
 def no_inference(theirs: Any, context: torch.inference_mode) -> None:

@@ -17,6 +17,7 @@ import megacompile
 from tests.support.reference import EagerTrainer, check_beside_eager
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
+GENERATOR = numpy.random.default_rng(0)
 Forward = Callable[[Any, Tensor], Tensor]
 
 
@@ -28,6 +29,7 @@ class Given(nn.Module):
         self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
         self.given, self.count, self.listed, self.kept = forward, 0, [0.0], torch.zeros(4, 8)
         self.state: Tensor | None = None
+        self.generator = random.Random(0)
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,6 +263,9 @@ def writes_into_the_batch(m: Any, x: Tensor) -> Tensor:
         (writes_into_the_batch, "x of the batch"),
         (lambda m, x: m.a(x) * random.random(), "Python or NumPy"),
         (lambda m, x: m.a(x) * float(numpy.random.rand()), "Python or NumPy"),  # noqa: NPY002
+        (lambda m, x: m.a(x) * float(numpy.random.default_rng().random()), "Python or NumPy"),
+        (lambda m, x: m.a(x) * float(GENERATOR.random()), "Python or NumPy"),
+        (lambda m, x: m.a(x) * m.generator.random(), "Python or NumPy"),
         (lambda m, x: m.a(x) * torch.arange(4)[2].item(), "takes a number out of a tensor"),
     ],
 )
