@@ -87,6 +87,14 @@ class CpuDevice(Device):
         with self._meter:
             return leaf.clone(memory_format=torch.contiguous_format)
 
+    def load_filled(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]
+    ) -> Tensor:
+        with self._meter:
+            target = torch.empty(shape, dtype=dtype)
+        fill(target)
+        return target
+
     def hold(self, tensor: Tensor) -> None:
         self._meter.ignore(tensor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -211,6 +212,15 @@ class CudaDevice(Device):
 
     def load(self, leaf: Tensor) -> Tensor:
         return self.send(leaf)
+
+    def load_filled(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]
+    ) -> Tensor:
+        host = self.api.pinned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        fill(host)
+        target = torch.empty(shape, dtype=dtype, device=self.torch_device)
+        self.api.copy(target, host)
+        return target
 
     def hold(self, tensor: Tensor) -> None:
         pass  # torch's allocator counts all

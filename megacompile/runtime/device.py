@@ -361,6 +361,12 @@ class Device(ABC):
         """A leaf of the batch (on the host) on the device, contiguous, issued on the compute stream."""
 
     @abstractmethod
+    def load_filled(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]
+    ) -> Tensor:
+        """What ``fill`` writes into a contiguous host tensor, on the device, issued on the compute stream."""
+
+    @abstractmethod
     def hold(self, tensor: Tensor) -> None:
         """A device tensor that is counted with the step's constants."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from functools import partialmethod
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
 
 from megacompile.distributed.world import World
 from megacompile.errors import ProgramError, StorageError
@@ -41,54 +39,7 @@ from megacompile.state.foreign_optimizer import GroupSettings
 from megacompile.state.host_budget import Offload
 from megacompile.state.master_layout import add_gradients, own_part, slot_view, sum_of_squares
 from megacompile.state.masters import HostState
-
-# ------------------------------------------------------------------------------------------------------------
-# Rows of tables on the host: what a batch looks up, and the gradient of what it looked up.
-#
-# A table may be cut into pieces of rows, each a tensor [rows, width]; ``stops`` are the rows at which they
-# end.
-
-
-def gather_rows(pieces: Sequence[Tensor], stops: Sequence[int], ids: Tensor) -> Tensor:
-    """``table[ids]``, of ids' shape and a row; IndexError for an id that is no row of the table."""
-    flat = ids.reshape(-1)
-    outside = (flat < 0) | (flat >= stops[-1])
-    if bool(outside.any()):
-        raise IndexError(f"the id {int(flat[outside][0])} is not in a table of {stops[-1]} rows")
-    out = torch.empty(len(flat), pieces[0].shape[1], dtype=pieces[0].dtype)
-    for piece, (start, stop) in zip(pieces, itertools.pairwise((0, *stops)), strict=True):
-        if len(pieces) == 1:
-            torch.index_select(piece, 0, flat, out=out)
-        else:
-            (own,) = torch.where((flat >= start) & (flat < stop))
-            out[own] = piece[flat[own] - start]
-    return out.view(*ids.shape, -1)
-
-
-def add_rows(
-    pieces: Sequence[Tensor],
-    fresh: Sequence[bool],
-    stops: Sequence[int],
-    ids: Tensor,
-    grad: Tensor,
-    padding: int,
-) -> None:
-    """Add the gradient of gathered rows to that of their table; pieces that are ``fresh`` are set instead.
-
-    A row's contributions are summed in the order of ids and in ``grad``'s dtype, as eager PyTorch does in
-    the gradient of the whole table; what it then adds up is the same but for the zeros of other rows.
-    """
-    rows, places = torch.unique(ids, return_inverse=True)
-    (pad,) = torch.where(rows == padding)
-    summed = torch.ops.aten.embedding_dense_backward(
-        grad.flatten(0, -2), places.flatten(), len(rows), int(pad) if len(pad) else -1, False
-    )
-    for piece, new, (start, stop) in zip(pieces, fresh, itertools.pairwise((0, *stops)), strict=True):
-        own = slice(*torch.searchsorted(rows, torch.tensor([start, stop])).tolist())
-        if new:
-            piece.zero_()
-        piece.index_add_(0, rows[own] - start, summed[own].to(piece.dtype))
-
+from megacompile.state.table_rows import add_rows, gather_rows
 
 # ------------------------------------------------------------------------------------------------------------
 # Progress: how far the updates of each step are, so that a fault tells whether the state is inconsistent.
@@ -201,20 +152,25 @@ class StepRun:
     def load(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
         self._device.wait(after)
         leaf = self._inputs.leaves[micro][self._bound.part.batch_values[value]]
-        self._load(("load", value, micro), leaf, free)
+        self._loaded(("load", value, micro), self._device.load(leaf), free)
 
     def gather(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
         self._device.wait(after)
         table, places = self._bound.part.rows[value], self._bound.assembly.places
         pieces = [self._held.state.weight(*places[piece]) for piece in table.pieces]
+        ids = table.find(self._inputs.leaves[micro])
         try:
-            rows = gather_rows(pieces, table.stops, table.find(self._inputs.leaves[micro]))
+            rows = self._device.load_filled(
+                (*ids.shape, pieces[0].shape[1]),
+                pieces[0].dtype,
+                lambda out: gather_rows(pieces, table.stops, ids, out),
+            )
         except IndexError as error:
             raise ProgramError(f"The lookup in {table.pieces[0]} failed on this batch: {error}.") from error
-        self._load(("gather", value, micro), rows, free)
+        self._loaded(("gather", value, micro), rows, free)
 
-    def _load(self, event: Event, host: torch.Tensor, free: Sequence[Token]) -> None:
-        self._blocks.values[Value(*event[1:])] = self._device.load(host)
+    def _loaded(self, event: Event, leaf: torch.Tensor, free: Sequence[Token]) -> None:
+        self._blocks.values[Value(*event[1:])] = leaf
         self._device.reached(event)
         self._blocks.free(free)
 

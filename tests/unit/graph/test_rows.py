@@ -23,7 +23,8 @@ from megacompile.graph.tile_rewriter import LEAST_PIECE, tables, tile
 from megacompile.runtime import step_run
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.step_run import add_rows, gather_rows
+from megacompile.state import adam
+from megacompile.state.table_rows import add_rows, gather_rows
 from tests.support.fake_cuda import FakeCuda
 from tests.support.reference import Habits, train_eager
 
@@ -81,15 +82,20 @@ def looks_up(program: megacompile.Program) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stops", [(50,), (1, 20, 50)])
 @pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("code", ["auto", "torch"])
 def test_gradients_of_rows_are_those_of_the_whole_table(
-    dtype: torch.dtype, stops: tuple[int, ...], fresh: bool
+    dtype: torch.dtype, stops: tuple[int, ...], fresh: bool, code: str, request: pytest.FixtureRequest
 ) -> None:
     torch.manual_seed(0)
+    adam.set_backend(code)
+    request.addfinalizer(lambda: adam.set_backend("auto"))
     ids, grad = torch.randint(0, 50, (4, 30)), torch.randn(4, 30, 8).to(dtype)
     before = torch.randn(50, 8)
     whole = torch.ops.aten.embedding_dense_backward(grad, ids, 50, 7, False).float()
     pieces = list(before.clone().split([b - a for a, b in zip((0, *stops), stops, strict=False)]))
-    assert torch.equal(gather_rows(pieces, stops, ids), before[ids])
+    looked_up = torch.empty(4, 30, 8)
+    gather_rows(pieces, stops, ids, looked_up)
+    assert torch.equal(looked_up, before[ids])
     add_rows(pieces, [fresh] * len(pieces), stops, ids, grad, 7)
     assert torch.equal(torch.cat(pieces), whole if fresh else before + whole)
 
@@ -97,7 +103,7 @@ def test_gradients_of_rows_are_those_of_the_whole_table(
 @pytest.mark.parametrize("wrong", [-1, 50])
 def test_an_id_that_is_no_row_is_named(wrong: int) -> None:
     with pytest.raises(IndexError, match=f"the id {wrong} is not in a table of 50 rows"):
-        gather_rows([torch.randn(50, 2)], (50,), torch.tensor([4, wrong]))
+        gather_rows([torch.randn(50, 2)], (50,), torch.tensor([4, wrong]), torch.empty(2, 2))
 
 
 # ---- what is gathered -----------------------------------------------------------------------------
