@@ -48,7 +48,7 @@ _EPS = 1e-6  # of the norm, as in transformers and fla
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class RuleInputs:
     """The operator's arguments."""
 
     q: Tensor
@@ -58,10 +58,10 @@ class Inputs:
     beta: Tensor
     normalised: bool
 
-    def of(self, part: slice) -> "Inputs":
+    def of(self, part: slice) -> "RuleInputs":
         """Return the inputs of some tokens."""
         q, k, v, g, beta = (x[:, part] for x in (self.q, self.k, self.v, self.g, self.beta))
-        return Inputs(q, k, v, g, beta, self.normalised)
+        return RuleInputs(q, k, v, g, beta, self.normalised)
 
     def spans(self) -> Iterator[slice]:
         """The tokens of each span."""
@@ -81,7 +81,7 @@ def spans_of(tokens: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class RuleSpan:
     """The values that a span's forward and backward both read; c is the sum of g from a chunk's start, z its
     last.
 
@@ -128,7 +128,7 @@ def _inverse_norm(x: Tensor, normalised: bool) -> Tensor:
     return ((x * x).sum(-1, keepdim=True) + _EPS).rsqrt() if normalised else torch.ones_like(x[..., :1])
 
 
-def _span(given: Inputs, part: slice) -> Span:
+def _span(given: RuleInputs, part: slice) -> RuleSpan:
     heads = given.q.shape[2]
     q, k, v = (_chunks(x, part, heads) for x in (given.q, given.k, given.v))
     g, beta = (_chunks(x[..., None], part, heads) for x in (given.g, given.beta))
@@ -142,7 +142,7 @@ def _span(given: Inputs, part: slice) -> Span:
     unit = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(beta * products, unit, upper=False, unitriangular=True)
     risen, falling = c.exp(), (c[..., -1:, :] - c).exp()
-    return Span(
+    return RuleSpan(
         q, k, v, beta, q_norm, k_norm, decay, products, inverse,
         scores=q @ k.mT * decay,
         risen=risen,
@@ -152,14 +152,14 @@ def _span(given: Inputs, part: slice) -> Span:
     )  # fmt: skip
 
 
-def _advance(span: Span, state: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def _advance(span: RuleSpan, state: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk n: what the state lacks of v, what is written to it, the next state."""
     lacking = span.v[n] - span.reads[n, ..., :CHUNK, :] @ state
     written = span.inverse[n] @ (span.beta[n] * lacking)
     return lacking, written, state * span.carried[n] + span.writes[n].mT @ written
 
 
-def forward_reference(given: Inputs) -> tuple[Tensor, Tensor]:
+def forward_reference(given: RuleInputs) -> tuple[Tensor, Tensor]:
     """(out, states before each span [spans, *state_shape])."""
     out = given.q.new_empty(given.v.shape)
     state = given.q.new_zeros(given.state_shape, dtype=wide(given.q.dtype))
@@ -176,7 +176,7 @@ def forward_reference(given: Inputs) -> tuple[Tensor, Tensor]:
     return out, states
 
 
-def backward_reference(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor, ...]:
+def backward_reference(grad: Tensor, given: RuleInputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta."""
     found = tuple(torch.empty_like(x).contiguous() for x in (given.q, given.k, given.v, given.g, given.beta))
     d_state = states.new_zeros(given.state_shape)
@@ -204,7 +204,7 @@ class Trail:
     d_before: Tensor  # of the state before the span
 
 
-def _trail(span: Span, state: Tensor, d_out: Tensor, d_state: Tensor) -> Trail:
+def _trail(span: RuleSpan, state: Tensor, d_out: Tensor, d_state: Tensor) -> Trail:
     states, lacking, written = [], [], []
     for n in range(len(d_out)):
         states.append(state)
@@ -224,7 +224,7 @@ def _trail(span: Span, state: Tensor, d_out: Tensor, d_state: Tensor) -> Trail:
     )  # fmt: skip
 
 
-def _gradients(span: Span, trail: Trail, d_out: Tensor, normalised: bool) -> tuple[Tensor, ...]:
+def _gradients(span: RuleSpan, trail: Trail, d_out: Tensor, normalised: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta, in chunks."""
     d_products = -(trail.d_solved @ trail.written.mT).tril_(-1)
     d_scores = d_out @ trail.written.mT
@@ -816,7 +816,7 @@ def _sizes(q: Tensor) -> dict[str, Any]:
     return {"ACC": accumulator(q.dtype), "DIM": q.shape[3], "CHUNK": CHUNK}
 
 
-def _launch_chunks(q: Tensor, k: Tensor, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_chunks(q: Tensor, k: Tensor, given: RuleInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(solves, scores, factors) of every chunk."""
     batch, tokens, groups, width = q.shape
     heads, chunks = given.v.shape[2], ceil_div(tokens, CHUNK)
@@ -836,7 +836,7 @@ def _launch_chunks(q: Tensor, k: Tensor, given: Inputs) -> tuple[Tensor, Tensor,
     return solves, scores, factors
 
 
-def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
+def forward_triton(given: RuleInputs) -> tuple[Tensor, Tensor]:
     """(out, states before each span)."""
     q, k, v = map(_dense, (given.q, given.k, given.v))
     batch, tokens, groups, width = q.shape
@@ -868,10 +868,10 @@ def parts_of(batch: int, tokens: int) -> list[slice]:
     return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def backward_triton(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor, ...]:
+def backward_triton(grad: Tensor, given: RuleInputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta."""
     grad, q, k, v = map(_dense, (grad, given.q, given.k, given.v))
-    given, states = Inputs(q, k, v, given.g, given.beta, given.normalised), states.contiguous()
+    given, states = RuleInputs(q, k, v, given.g, given.beta, given.normalised), states.contiguous()
     found = tuple(x.new_empty(x.shape) for x in (q, k, v, given.g, given.beta))
     d_state = states.new_zeros(given.state_shape)
     for part in reversed(parts_of(*q.shape[:2])):
@@ -881,7 +881,7 @@ def backward_triton(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor
 
 
 def backward_part(
-    grad: Tensor, given: Inputs, states: Tensor, d_state: Tensor, found: tuple[Tensor, ...]
+    grad: Tensor, given: RuleInputs, states: Tensor, d_state: Tensor, found: tuple[Tensor, ...]
 ) -> None:
     """Gradients of some spans into ``found``; d_state, of the state behind them, becomes that before them."""
     q, k, v, dv = given.q, given.k, given.v, found[2]
@@ -915,7 +915,7 @@ def backward_part(
 
 def _launch_gradients(
     grad: Tensor,
-    given: Inputs,
+    given: RuleInputs,
     trail: tuple[Tensor, ...],
     found: tuple[Tensor, ...],
     columns: int,
@@ -1006,7 +1006,7 @@ def gated_delta_rule_op(
 ) -> tuple[Tensor, Tensor]:
     """(out, states that the backward starts from); see the module's docstring."""
     run = forward_triton if runs_kernels(q, k, v) else forward_reference
-    return run(Inputs(q, k, v, g, beta, normalised))
+    return run(RuleInputs(q, k, v, g, beta, normalised))
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule_backward", mutates_args=())
@@ -1015,7 +1015,7 @@ def gated_delta_rule_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, g, beta."""
     run = backward_triton if runs_kernels(q, k, v) else backward_reference
-    dq, dk, dv, dg, dbeta = run(grad, Inputs(q, k, v, g, beta, normalised), states)
+    dq, dk, dv, dg, dbeta = run(grad, RuleInputs(q, k, v, g, beta, normalised), states)
     return dq, dk, dv, dg, dbeta
 
 
@@ -1023,7 +1023,7 @@ def gated_delta_rule_backward_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool = True
 ) -> tuple[Tensor, Tensor]:
-    shape = Inputs(q, k, v, g, beta, normalised).state_shape
+    shape = RuleInputs(q, k, v, g, beta, normalised).state_shape
     states = q.new_empty((spans_of(q.shape[1]), *shape), dtype=wide(q.dtype))
     return q.new_empty(v.shape), states
 
@@ -1173,7 +1173,7 @@ def _aot() -> list[AotCase]:
         q = torch.empty((2, 4096, groups, width), dtype=torch.bfloat16, device="meta")
         v = torch.empty((2, 4096, heads, inner), dtype=torch.bfloat16, device="meta")
         beta = v[..., 0].contiguous()
-        given = Inputs(q, q, v, beta.float(), beta, True)
+        given = RuleInputs(q, q, v, beta.float(), beta, True)
         out, states = forward_triton(given)
         backward_triton(out, given, states)
 

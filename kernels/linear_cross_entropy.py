@@ -55,7 +55,7 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossTerms:
     """The terms of the loss beside the cross-entropy."""
 
     vocabulary: int
@@ -146,7 +146,7 @@ def new_state(logits: Tensor, tokens: int) -> Tensor:
     return state
 
 
-def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
+def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: LossTerms) -> None:
     """Fold the logits of columns [start, start + logits.shape[1]) into ``state``."""
     if not runs_triton(logits):
         for part in chunks(logits):
@@ -155,7 +155,7 @@ def accumulate(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms:
     accumulate_triton(state, logits, labels, start, terms)
 
 
-def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
+def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: LossTerms) -> None:
     """``accumulate`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK, next_power_of_2(logits.shape[1]))
     launch(
@@ -170,7 +170,7 @@ def accumulate_triton(state: Tensor, logits: Tensor, labels: Tensor, start: int,
     )
 
 
-def accumulate_reference(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: Terms) -> None:
+def accumulate_reference(state: Tensor, logits: Tensor, labels: Tensor, start: int, terms: LossTerms) -> None:
     """``accumulate`` in plain torch."""
     z = _capped(logits.to(state.dtype), terms.softcap)
     top = torch.maximum(state[0], z.amax(1))
@@ -184,7 +184,7 @@ def accumulate_reference(state: Tensor, logits: Tensor, labels: Tensor, start: i
     state[3] += z.sum(1)
 
 
-def finish(state: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def finish(state: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """(loss, stats) of a state that has seen the whole vocabulary."""
     top, rest = state[0], state[1].log()
     smooth = terms.label_smoothing
@@ -196,7 +196,9 @@ def finish(state: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]
     return torch.where(labels == terms.ignore_index, 0.0, loss), torch.stack((top, rest))
 
 
-def gradient_(logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms) -> None:
+def gradient_(
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: LossTerms
+) -> None:
     """The gradient of a tile of logits, written over it; grad: [T], of the losses."""
     if runs_triton(logits):
         gradient_triton(logits, labels, stats, grad, start, terms)
@@ -207,7 +209,7 @@ def gradient_(logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start
 
 
 def gradient_triton(
-    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: LossTerms
 ) -> None:
     """``gradient_`` by the kernel; logits must have unit column stride."""
     block = min(BLOCK // 2, next_power_of_2(logits.shape[1]))
@@ -220,7 +222,7 @@ def gradient_triton(
 
 
 def gradient_reference(
-    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: Terms
+    logits: Tensor, labels: Tensor, stats: Tensor, grad: Tensor, start: int, terms: LossTerms
 ) -> Tensor:
     """The gradient of a tile of logits in plain torch, in the type of ``stats``."""
     z = _capped(logits.to(stats.dtype), terms.softcap)
@@ -240,14 +242,14 @@ def _capped(z: Tensor, softcap: float) -> Tensor:
 
 @aot_cases
 def _aot() -> list[AotCase]:
-    def case(columns: int, dtype: torch.dtype, terms: Terms) -> None:
+    def case(columns: int, dtype: torch.dtype, terms: LossTerms) -> None:
         logits = torch.empty((4096, columns), dtype=dtype, device="meta")
         labels = torch.empty(4096, dtype=torch.int64, device="meta")
         state = new_state(logits, 4096)
         accumulate_triton(state, logits, labels, 0, terms)
         gradient_triton(logits, labels, state, state[0], 0, terms)
 
-    whole, every = Terms(128256), Terms(128256, -100, 0.1, 30.0)
+    whole, every = LossTerms(128256), LossTerms(128256, -100, 0.1, 30.0)
     return [
         ("128256 bf16", partial(case, 128256, torch.bfloat16, whole)),
         ("128256 bf16 all terms", partial(case, 128256, torch.bfloat16, every)),
@@ -335,7 +337,7 @@ def linear_cross_entropy_op(
     """(loss [T], stats [2, T]); see the module's docstring."""
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError("linear_cross_entropy needs hidden [T, H] and labels [T]")
-    terms = Terms(weight.shape[0], ignore_index, label_smoothing, softcap)
+    terms = LossTerms(weight.shape[0], ignore_index, label_smoothing, softcap)
     labels = labels.contiguous()
     state = new_state(hidden, hidden.shape[0])
     for columns, logits in tiles(hidden, weight, bias, workspace):
@@ -357,7 +359,7 @@ def linear_cross_entropy_backward_op(
     workspace: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias); dbias is empty where there is no bias."""
-    terms = Terms(weight.shape[0], ignore_index, label_smoothing, softcap)
+    terms = LossTerms(weight.shape[0], ignore_index, label_smoothing, softcap)
     labels, grad, stats = labels.contiguous(), grad.contiguous(), stats.contiguous()
     total = torch.zeros_like(hidden, dtype=wide(hidden.dtype))
     dweight, dbias = torch.empty_like(weight), _bias_like(bias, weight)

@@ -46,7 +46,7 @@ SPAN = 4 * CHUNK  # tokens between two states that are kept
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class ScanInputs:
     """The operator's arguments."""
 
     x: Tensor
@@ -74,7 +74,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class ScanSpan:
     """The values that a span's forward and backward both read; c is the sum of A dt from a chunk's start, z
     its last."""
 
@@ -120,7 +120,7 @@ def _differences(c: Tensor) -> Tensor:
     return column - column.mT
 
 
-def _span(given: Inputs, part: slice) -> Span:
+def _span(given: ScanInputs, part: slice) -> ScanSpan:
     groups = given.B.shape[2]
     x, dt = (_chunks(t, part, groups) for t in (given.x, given.dt))
     B, C = (_chunks(t, part, groups).squeeze(4) for t in (given.B, given.C))
@@ -130,7 +130,7 @@ def _span(given: Inputs, part: slice) -> Span:
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).triu(1)
     decay = decay.masked_fill_(above, float("-inf")).exp_()
     falling = (exact[..., -1:, :] - exact).to(dt.dtype).exp()
-    return Span(x, dt, B, C, C @ B.mT, decay, c.exp(), falling)
+    return ScanSpan(x, dt, B, C, C @ B.mT, decay, c.exp(), falling)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -148,13 +148,13 @@ def _through(products: Tensor, carried: Tensor, state: Tensor, *, back: bool = F
     return state
 
 
-def _states(span: Span, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _states(span: ScanSpan, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Before each chunk [chunks, batch, groups, N, heads, P], and behind the last."""
     states = (span.B.mT @ written.flatten(-2)).view(*span.B.shape[:3], -1, *written.shape[-2:])
     return states, _through(states, span.carried, state)
 
 
-def forward_reference(given: Inputs) -> tuple[Tensor, Tensor]:
+def forward_reference(given: ScanInputs) -> tuple[Tensor, Tensor]:
     """(out, states before each span)."""
     out = given.x.new_empty(given.x.shape, dtype=wide(given.x.dtype))
     kept = out.new_empty(given.states_shape)
@@ -172,7 +172,7 @@ def forward_reference(given: Inputs) -> tuple[Tensor, Tensor]:
     return out, kept
 
 
-def backward_reference(grad: Tensor, given: Inputs, kept: Tensor) -> tuple[Tensor, ...]:
+def backward_reference(grad: Tensor, given: ScanInputs, kept: Tensor) -> tuple[Tensor, ...]:
     """Gradients of x, dt, A, B, C, D."""
     of_tokens = [torch.empty_like(t).contiguous() for t in (given.x, given.dt, given.B, given.C)]
     rates, skip = given.by_group(given.A), given.by_group(given.D)
@@ -209,7 +209,7 @@ class Gradients:
     state: Tensor
 
 
-def _gradients(span: Span, d_out: Tensor, state: Tensor, d_state: Tensor) -> Gradients:
+def _gradients(span: ScanSpan, d_out: Tensor, state: Tensor, d_state: Tensor) -> Gradients:
     u = span.x * span.dt[..., None]
     d_u, d_similar, decays = _by_scores(span, u, d_out)
     written = u * span.falling[..., None]
@@ -228,7 +228,7 @@ def _gradients(span: Span, d_out: Tensor, state: Tensor, d_state: Tensor) -> Gra
     return Gradients(d_B, d_C, d_u + d_written * span.falling[..., None], decays, before)
 
 
-def _by_scores(span: Span, u: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_scores(span: ScanSpan, u: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the tokens of a chunk give each other: gradients of u, of C B^T, and of A dt."""
     d_u = _by_head(span.scores.mT @ _by_head(d_out))
     d_scores = (_by_head(d_out) @ _by_head(u).mT).mul_(span.decay)
@@ -769,9 +769,9 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
 
 
-def _all_dense(given: Inputs) -> Inputs:
+def _all_dense(given: ScanInputs) -> ScanInputs:
     x, B, C = map(_dense, (given.x, given.B, given.C))
-    return Inputs(x, given.dt, given.A.contiguous(), B, C, given.D.contiguous())
+    return ScanInputs(x, given.dt, given.A.contiguous(), B, C, given.D.contiguous())
 
 
 def _columns(width: int, most: int = 64) -> int:
@@ -779,19 +779,19 @@ def _columns(width: int, most: int = 64) -> int:
     return min(most, max(16, next_power_of_2(width)))
 
 
-def _spans(given: Inputs) -> dict[str, Any]:
+def _spans(given: ScanInputs) -> dict[str, Any]:
     """Constants that kernels share which go through chunks of a span."""
     return {"ACC": accumulator(given.x.dtype), "SPAN": SPAN // CHUNK, "CHUNK": CHUNK}
 
 
-def _sizes(given: Inputs, most: int = MAX_WIDTH, stages: int = 2) -> dict[str, Any]:
+def _sizes(given: ScanInputs, most: int = MAX_WIDTH, stages: int = 2) -> dict[str, Any]:
     """The same, with columns of B and C."""
     inner = given.B.shape[3]
     return {"DIM": inner, "BLOCK_D": _columns(inner, most), "num_stages": stages, **_spans(given)}
 
 
 def _launch_states(
-    x: Tensor, B: Tensor, given: Inputs, kept: Tensor | None = None
+    x: Tensor, B: Tensor, given: ScanInputs, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Before each span, of what is written by x along B. With ``kept``, those of the forward: the gradients
     of the states behind each span, of what is read by x along B; ``factors``, and ``carried``."""
@@ -829,7 +829,7 @@ def _launch_states(
     return states, factors, carried
 
 
-def _scores(given: Inputs) -> Tensor:
+def _scores(given: ScanInputs) -> Tensor:
     """C B^T of the pairs of each span."""
     batch, tokens, groups, _ = given.B.shape
     chunks, span = ceil_div(tokens, CHUNK), SPAN // CHUNK
@@ -843,7 +843,7 @@ def _scores(given: Inputs) -> Tensor:
     return similar
 
 
-def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
+def forward_triton(given: ScanInputs) -> tuple[Tensor, Tensor]:
     """(out, states before each span)."""
     given = _all_dense(given)
     x, C = given.x, given.C
@@ -862,7 +862,7 @@ def forward_triton(given: Inputs) -> tuple[Tensor, Tensor]:
     return out, states
 
 
-def backward_triton(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor, ...]:
+def backward_triton(grad: Tensor, given: ScanInputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of x, dt, A, B, C, D; that of the results is rounded to x's type, which products take."""
     given, grad, states = _all_dense(given), _dense(grad.to(given.x.dtype)), states.contiguous()
     behind, factors, carried = _launch_states(grad, given.C, given, states)
@@ -877,7 +877,7 @@ def backward_triton(grad: Tensor, given: Inputs, states: Tensor) -> tuple[Tensor
 
 
 def _launch_x(
-    grad: Tensor, given: Inputs, similar: Tensor, factors: Tensor, behind: Tensor
+    grad: Tensor, given: ScanInputs, similar: Tensor, factors: Tensor, behind: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dx, and sums of tokens over columns of x."""
     batch, tokens, heads, width = given.x.shape
@@ -896,7 +896,7 @@ def _launch_x(
     return d_x, sums
 
 
-def _launch_pairs(grad: Tensor, given: Inputs, similar: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_pairs(grad: Tensor, given: ScanInputs, similar: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """d(C B^T) of parts of a group's heads, and what decays of each head get by pairs."""
     batch, tokens, heads, width = given.x.shape
     groups, chunks, span = similar.shape[1:4]
@@ -918,7 +918,7 @@ def _launch_pairs(grad: Tensor, given: Inputs, similar: Tensor, factors: Tensor)
 
 
 def _launch_groups(
-    x: Tensor, given: Inputs, d_similar: Tensor, factors: Tensor, states: Tensor, *, back: bool
+    x: Tensor, given: ScanInputs, d_similar: Tensor, factors: Tensor, states: Tensor, *, back: bool
 ) -> tuple[Tensor, Tensor]:
     """dC and what is read of the states, or ``back`` dB."""
     batch, tokens, groups, inner = given.B.shape
@@ -942,7 +942,7 @@ def _launch_groups(
 
 
 def _launch_decays(
-    given: Inputs, factors: Tensor, pairs: Tensor, sums: Tensor, risen: Tensor, carried: Tensor
+    given: ScanInputs, factors: Tensor, pairs: Tensor, sums: Tensor, risen: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """d_dt, and parts of dA and dD."""
     batch, heads, chunks = factors.shape[:3]
@@ -1008,7 +1008,7 @@ def mamba2_chunk_scan_op(
 ) -> tuple[Tensor, Tensor]:
     """(out, states that the backward starts from); see the module's docstring."""
     run = forward_triton if runs_kernels(x, B, C) else forward_reference
-    return run(Inputs(x, dt, A, B, C, D))
+    return run(ScanInputs(x, dt, A, B, C, D))
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan_backward", mutates_args=())
@@ -1017,14 +1017,14 @@ def mamba2_chunk_scan_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, dt, A, B, C, D."""
     run = backward_triton if runs_kernels(x, B, C) else backward_reference
-    d_x, d_dt, d_A, d_B, d_C, d_D = run(grad, Inputs(x, dt, A, B, C, D), states)
+    d_x, d_dt, d_A, d_B, d_C, d_D = run(grad, ScanInputs(x, dt, A, B, C, D), states)
     return d_x, d_dt, d_A, d_B, d_C, d_D
 
 
 @mamba2_chunk_scan_op.register_fake
 def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape, dtype=wide(x.dtype))
-    return out, out.new_empty(Inputs(x, *rest).states_shape)
+    return out, out.new_empty(ScanInputs(x, *rest).states_shape)
 
 
 @mamba2_chunk_scan_backward_op.register_fake
@@ -1194,7 +1194,7 @@ def _aot() -> list[AotCase]:
         x = torch.empty((1, 4096, heads, width), dtype=torch.bfloat16, device="meta")
         B = torch.empty((1, 4096, groups, inner), dtype=torch.bfloat16, device="meta")
         of_heads = x[0, 0, :, 0].contiguous()
-        given = Inputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads)
+        given = ScanInputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads)
         out, states = forward_triton(given)
         backward_triton(out, given, states)
 

@@ -106,7 +106,7 @@ def earlier(stages: Sequence[Stage], folder: Path) -> dict[str, str]:
     status: dict[str, str] = {}
     here = {s.name for s in stages if s.here}
     for entry in entries(folder):
-        if "status" in entry and (entry["stage"] not in here or entry["boot"] == boot()):
+        if "status" in entry and (entry["stage"] not in here or entry.get("boot") == boot()):
             status[entry["stage"]] = entry["status"]
     return status
 

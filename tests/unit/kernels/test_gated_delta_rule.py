@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megacompile.blocks.costs import flops, kernel_calls, launches
 from megacompile.kernels import gated_delta_rule
 from megacompile.kernels._triton import recording
-from megacompile.kernels.gated_delta import Inputs, backward_triton, forward_triton
+from megacompile.kernels.gated_delta import RuleInputs, backward_triton, forward_triton
 
 rule = importlib.import_module("megacompile.kernels.gated_delta")
 
@@ -98,7 +98,7 @@ def test_equal_keys_do_not_overflow() -> None:
 
 def test_flops_are_those_of_the_products_that_run() -> None:
     """The operator's own rule, beside what torch counts inside; a triangular inverse is no product to it."""
-    given = Inputs(*(x.detach() for x in inputs(256, torch.float32)), True)
+    given = RuleInputs(*(x.detach() for x in inputs(256, torch.float32)), True)
     inverses = 2 * 2 * 4 * 256 * 64 * 64 // 2
     with FlopCounterMode(display=False) as inside:
         out, states = rule.forward_reference(given)
@@ -124,10 +124,10 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
     the tokens."""
     given = [x.detach().to("meta") for x in inputs(4196, dtype, width=width)]
     with recording(90) as recorded:
-        out, states = forward_triton(Inputs(*given, True))
+        out, states = forward_triton(RuleInputs(*given, True))
         if backward:
             recorded.clear()
-            backward_triton(out, Inputs(*given, True), states)
+            backward_triton(out, RuleInputs(*given, True), states)
     operator = torch.ops.megacompile
     operator = operator.gated_delta_rule_backward if backward else operator.gated_delta_rule
     values = [out, *given, states] if backward else given

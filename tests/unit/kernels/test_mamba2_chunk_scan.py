@@ -19,7 +19,7 @@ from megacompile.blocks.costs import launches, moved
 from megacompile.kernels import mamba2, mamba2_chunk_scan
 from megacompile.kernels._triton import recording
 from megacompile.kernels.mamba2 import (
-    Inputs,
+    ScanInputs,
     backward_reference,
     backward_triton,
     forward_reference,
@@ -127,7 +127,7 @@ def test_long_and_short_memories_keep_their_digits(scale: float) -> None:
 
 def test_flops_are_those_of_the_products_that_run() -> None:
     """The operator's own rule, beside what torch counts inside."""
-    given = Inputs(*(x.detach() for x in inputs(256, torch.float32)))
+    given = ScanInputs(*(x.detach() for x in inputs(256, torch.float32)))
     with FlopCounterMode(display=False) as inside:
         out, kept = forward_reference(given)
         backward_reference(out, given, kept)
@@ -141,14 +141,14 @@ def test_plans_count_about_the_launches_and_bytes_of_what_runs() -> None:
     draw = torch.Generator().manual_seed(0)
     x, B = torch.randn(1, 700, 8, 32, generator=draw), torch.randn(1, 700, 2, 64, generator=draw)
     given = [x.bfloat16(), x[..., 0].bfloat16(), x[0, 0, :, 0], B.bfloat16(), B.bfloat16(), x[0, 1, :, 0]]
-    out, kept = forward_reference(Inputs(*given))
+    out, kept = forward_reference(ScanInputs(*given))
 
     def backward(grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        return backward_reference(grad, Inputs(*rest[:6]), rest[6])
+        return backward_reference(grad, ScanInputs(*rest[:6]), rest[6])
 
     ops = torch.ops.megacompile
     for operator, function, values in (
-        (ops.mamba2_chunk_scan, lambda *x: forward_reference(Inputs(*x)), given),
+        (ops.mamba2_chunk_scan, lambda *x: forward_reference(ScanInputs(*x)), given),
         (ops.mamba2_chunk_scan_backward, backward, [out, *given, kept]),
     ):
         inside = [
@@ -173,10 +173,10 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
     given = [x.detach().to("meta") for x in inputs(330, dtype)]
     given[3] = given[3].mT.contiguous().mT
     with recording(90) as recorded:
-        out, states = forward_triton(Inputs(*given))
+        out, states = forward_triton(ScanInputs(*given))
         if backward:
             recorded.clear()
-            backward_triton(out, Inputs(*given), states)
+            backward_triton(out, ScanInputs(*given), states)
     operator = torch.ops.megacompile
     operator = operator.mamba2_chunk_scan_backward if backward else operator.mamba2_chunk_scan
     graph, values = fx.Graph(), [out, *given, states] if backward else given

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from harness import DTYPES, compare, gradcheck, randn
 
 from megacompile.kernels.linear_cross_entropy import (
-    Terms,
+    LossTerms,
     accumulate,
     finish,
     gradient_,
@@ -51,7 +51,7 @@ class Whole(torch.autograd.Function):
 
 
 def cross_entropy(logits, labels, **terms):
-    return Whole.apply(logits, labels, Terms(logits.shape[1], **terms))
+    return Whole.apply(logits, labels, LossTerms(logits.shape[1], **terms))
 
 
 def some_labels(rows, vocabulary, ignore_index=-100):

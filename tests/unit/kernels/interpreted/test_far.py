@@ -12,11 +12,11 @@ from triton.runtime import interpreter
 
 from megacompile.kernels import gated_delta, mamba2
 from megacompile.kernels.attention import Rule, backward_reference, forward_reference
-from megacompile.kernels.gated_delta import Inputs
+from megacompile.kernels.gated_delta import RuleInputs
 from megacompile.kernels.gated_delta import backward_reference as delta_backward
 from megacompile.kernels.gated_delta import forward_reference as delta_reference
-from megacompile.kernels.linear_cross_entropy import Terms
-from megacompile.kernels.mamba2 import Inputs as ScanInputs
+from megacompile.kernels.linear_cross_entropy import LossTerms
+from megacompile.kernels.mamba2 import ScanInputs
 from megacompile.kernels.mamba2 import backward_reference as scan_backward
 from megacompile.kernels.mamba2 import forward_reference as scan_reference
 from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
@@ -104,7 +104,7 @@ def test_cross_entropy(last):
     logits = reserved(FAR // 2048 + 2, 2048)
     rows = logits.shape[0]
     labels, state = torch.zeros(rows, dtype=torch.int64), cross_entropy_tiles.new_state(logits, rows)
-    labels[-1], terms = 2000, Terms(2048)
+    labels[-1], terms = 2000, LossTerms(2048)
     expected = cross_entropy_tiles.new_state(logits, 1)
     cross_entropy_tiles.accumulate_reference(expected, logits[-1:], labels[-1:], 0, terms)
     cross_entropy_tiles.accumulate_triton(state, logits, labels, 0, terms)
@@ -166,7 +166,10 @@ def test_gated_delta_rule(lazy, dim):
     torch.manual_seed(1)
     q, k, v, grad = torch.randn(4, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
     gates = [x.half() for x in (-torch.rand(v.shape[:3]), torch.rand(v.shape[:3]))]
-    far, near = Inputs(*(far_apart(x, dim) for x in (q, k, v, *gates)), True), Inputs(q, k, v, *gates, True)
+    far, near = (
+        RuleInputs(*(far_apart(x, dim) for x in (q, k, v, *gates)), True),
+        RuleInputs(q, k, v, *gates, True),
+    )
     expected = delta_reference(near)
     found = gated_delta.forward_triton(far)
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
@@ -182,15 +185,15 @@ def test_gated_delta_rule_of_many_heads(last):
     v, grad = torch.randn(2, 1, 64, 1, 32, dtype=LOW[0])
     given = q, k, v, -torch.rand(1, 64, 1).half(), torch.rand(1, 64, 1).half()
     many = [x.expand(1024, 64, 520, *x.shape[3:]) for x in given]
-    out, states = gated_delta.forward_triton(Inputs(*many, True))
-    expected, state = delta_reference(Inputs(*given, True))
+    out, states = gated_delta.forward_triton(RuleInputs(*many, True))
+    expected, state = delta_reference(RuleInputs(*given, True))
     torch.testing.assert_close(out[-1:, :, -1:], expected, atol=5e-3, rtol=5e-3)
     found = [torch.empty(x.shape, dtype=x.dtype) for x in many]
     d_state = torch.empty(states.shape[1:])
     d_state[-1, -1] = 0
     grads = grad.expand(many[2].shape)
-    gated_delta.backward_part(grads, Inputs(*many, True), states, d_state, found)
-    expected = delta_backward(grad, Inputs(*given, True), state)
+    gated_delta.backward_part(grads, RuleInputs(*many, True), states, d_state, found)
+    expected = delta_backward(grad, RuleInputs(*given, True), state)
     torch.testing.assert_close([x[-1:, :, -1:] for x in found], list(expected), atol=5e-3, rtol=5e-3)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness import ALL, compare, plant, randn, results, strided, without
 
 from megacompile.kernels import gated_delta
-from megacompile.kernels.gated_delta import Inputs, forward_reference, gated_delta_rule
+from megacompile.kernels.gated_delta import RuleInputs, forward_reference, gated_delta_rule
 
 rule = importlib.import_module("megacompile.kernels.gated_delta")
 
@@ -64,7 +64,7 @@ def test_the_formulas_in_float64(normalised):
     k = k if normalised else (k.detach() / 12).requires_grad_()
     inputs, grad = (q, k, v, g, beta), torch.randn(v.shape)
     _, states = rule.gated_delta_rule_op(*inputs, normalised)
-    _, expected = forward_reference(Inputs(*(x.detach() for x in inputs), normalised))
+    _, expected = forward_reference(RuleInputs(*(x.detach() for x in inputs), normalised))
     torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
     both = [results(lambda *x, f=f: f(*x, normalised), inputs, [grad]) for f in (gated_delta_rule, eager)]
     torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
@@ -74,7 +74,7 @@ def test_equal_keys_do_not_overflow():
     """Powers of what is inverted would grow beyond all digits."""
     q, k, v, g, beta = (x.detach() for x in given(1, 128, 1, 2, 16, 8))
     inputs = q, torch.ones_like(k), v, torch.zeros_like(g), torch.ones_like(beta)
-    exact, _ = forward_reference(Inputs(*(x.double() for x in inputs), True))
+    exact, _ = forward_reference(RuleInputs(*(x.double() for x in inputs), True))
     torch.testing.assert_close(gated_delta_rule(*inputs).double(), exact, rtol=1e-4, atol=1e-4)
 
 

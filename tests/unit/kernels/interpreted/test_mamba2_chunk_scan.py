@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from harness import ALL, compare, plant, randn, results, strided, without
 
 from megacompile.kernels import mamba2
-from megacompile.kernels.mamba2 import Inputs, forward_reference, mamba2_chunk_scan
+from megacompile.kernels.mamba2 import ScanInputs, forward_reference, mamba2_chunk_scan
 
 scan = importlib.import_module("megacompile.kernels.mamba2")
 
@@ -57,7 +57,7 @@ def test_the_formulas_in_float64():
     """To the last digits: the states beside the other implementation's, all else beside the definition's."""
     inputs = [t.detach().double().requires_grad_() for t in given(1, 520, 2, 24, 1, 16)]
     _, states = scan.mamba2_chunk_scan_op(*inputs)
-    _, expected = forward_reference(Inputs(*(t.detach() for t in inputs)))
+    _, expected = forward_reference(ScanInputs(*(t.detach() for t in inputs)))
     torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
     grad = torch.randn(inputs[0].shape)
     both = [results(function, inputs, [grad]) for function in (mamba2_chunk_scan, eager)]
