@@ -12,8 +12,6 @@ from megacompile.bench.kernel_bench import ceilings as printed
 from megacompile.kernels._triton import Launch
 from megacompile.kernels.chips import CEILINGS, changes, read_ceilings, slow, worse, write_table
 
-DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"
 )
@@ -185,27 +183,6 @@ def test_bench_prints_them() -> None:
     )
 
 
-def rows_of_the_docs() -> str:
-    """A row for each kernel on an H100: its highest ceiling, how many cases have that, and the lowest."""
-    cases: dict[tuple[str, str], list[Ceiling]] = {}
-    for row in read_ceilings():
-        if row.arch == 90:
-            cases.setdefault((row.module, row.kernel), []).append(row)
-    lines = []
-    for (module, kernel), rows in sorted(cases.items()):
-        rows.sort(key=lambda row: row.rate)
-        count = sum(row.text == rows[-1].text for row in rows)
-        least = f"{rows[0].text}, {rows[0].case}" if count < len(rows) else ""
-        lines.append(f"| {module} | `{kernel}` | {rows[-1].text} | {count} of {len(rows)} | {least} |\n")
-    return "".join(lines)
-
-
-def test_the_docs_tell_the_ceiling_of_each_kernel_and_what_binds() -> None:
-    assert rows_of_the_docs() in DOCS.read_text(), (
-        "python -m tests.unit.kernels.test_ceilings prints the rows"
-    )
-
-
 def test_datasheets_give_the_rates() -> None:
     for chip in CHIPS.values():
         best = max(chip.products.values()) * chip.processors * chip.clock
@@ -253,7 +230,3 @@ def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:
     given = launch(DIM=96, CHUNK=64, BLOCK_D=32 if "chunk" in kernel else 128, BLOCK_V=16)
     given.kernel.__name__ = kernel
     assert gate.needed_flops(given) == flops
-
-
-if __name__ == "__main__":
-    print(rows_of_the_docs(), end="")
