@@ -20,7 +20,7 @@ from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Distribution
-from torch.fx import config as fx_config
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -529,10 +529,7 @@ def _called_on(method: types.ClassMethodDescriptorType, kind: type, *args: Any, 
 @contextlib.contextmanager
 def graphs_alone() -> Iterator[None]:
     """Let torch make graphs alone, without their Python source and a stack trace for each node."""
-    patches = [Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs")]
-    if hasattr(fx_config, "do_not_emit_stack_traces"):  # new in later torchs
-        patches.append(Patch(fx_config, "do_not_emit_stack_traces", True, "nobody reads them"))
-    with replaced(patches):
+    with replaced(_ALONE):
         yield
 
 
@@ -544,3 +541,15 @@ def _later(theirs: Callable[[fx.GraphModule], Any], module: fx.GraphModule) -> N
         return self.forward(*args, **kwargs)
 
     type(module).forward = forward  # each module of a graph has a class of its own
+
+
+def _without_stacks(theirs: Callable[..., None], tracer: _ModuleStackTracer, *given: Any) -> None:
+    """Make export's tracer, which else walks and formats the stack at each of its nodes."""
+    theirs(tracer, *given)
+    tracer.record_stack_traces = False
+
+
+_ALONE = (
+    Patch(fx.GraphModule, "recompile", _later, "nobody reads the source of most graphs"),
+    Patch(_ModuleStackTracer, "__init__", _without_stacks, "nobody reads the stack of a node"),
+)
