@@ -12,7 +12,6 @@ of the other.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import resource
@@ -42,25 +41,26 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from megacompile.api.pipeline import Frontend
+    from megacompile.api.pipeline import Compiler, Frontend
+    from megacompile.api.settings import Room
     from megacompile.capture.batch import read_batch
+    from megacompile.hardware.machine import Machine
+    from megacompile.schedule.plan import Mode
 
-    stages: Any = importlib.import_module("megacompile.compiler")  # its names, wherever a tree defines them
     config = Qwen2Config(
         vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=layers,
         num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=32768,
     )  # fmt: skip
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).train()
-    machine = stages.Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
-    room = getattr(stages, "Room", int)(80 * 10**9)
-    compiler = stages.Compiler(Frontend(model, torch.bfloat16), room, machine=machine)
+    machine = Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
+    compiler = Compiler(Frontend(model, torch.bfloat16), Room(80 * 10**9), machine=machine)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     clock = _Clock()
     compiled = compiler.compile(batch, evaluate=False)
     captured, _ = clock.read()
-    scheduled = compiler.schedule(batch, stages.Mode("train", deferred=True))
+    scheduled = compiler.schedule(batch, Mode("train", deferred=True))
     total, cpu = clock.read()
     return {
         "parameters": compiled.assembly.work.parameters,

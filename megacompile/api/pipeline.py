@@ -41,7 +41,7 @@ from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import Terms, first_that_fits, plan_on_pages, plan_program
-from megacompile.planner.search import Planner, follow
+from megacompile.planner.search import Planner, follow, without_garbage_collection
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.report.dump import write_dump
 from megacompile.report.schedule import Schedule
@@ -451,16 +451,17 @@ class Compiler:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
-        compiled, planned = self._together(batch, mode)
-        if self._resident is None and mode.kind in ("train", "accumulate"):
-            self._resident = planned.step.resident
-        name, work = type(self.frontend.model).__name__, compiled.assembly.work
-        title = (
-            f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
-            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
-            f"{self._world.chosen}"
-        ).rstrip()
-        scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
+        with without_garbage_collection():
+            compiled, planned = self._together(batch, mode)
+            if self._resident is None and mode.kind in ("train", "accumulate"):
+                self._resident = planned.step.resident
+            name, work = type(self.frontend.model).__name__, compiled.assembly.work
+            title = (
+                f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
+                f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
+                f"{self._world.chosen}"
+            ).rstrip()
+            scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
         self._scheduled[key] = scheduled
         _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
         if self._dump is not None:

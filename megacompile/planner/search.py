@@ -534,7 +534,7 @@ def search(
     for limit, spills in _host_limits(host_budget, drive):
         found = Candidates(work, mode, machine, budget_bytes, limit, drive, spills, residents, resident)
         try:
-            with _without_garbage_collection():
+            with without_garbage_collection():
                 _run(found, also)
             whole = True
         except KeyboardInterrupt:
@@ -612,8 +612,9 @@ def check_fits(plan: Plan, work: Workload) -> None:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Steps hold no cycles, and collections would walk the whole captured model each time."""
+def without_garbage_collection() -> Iterator[None]:
+    """Pause the collector of cycles: each of its collections would walk all that the process has, of which
+    steps hold no cycles, and a trace of a whole model few."""
     enabled = gc.isenabled()
     gc.disable()
     try:
