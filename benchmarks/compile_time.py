@@ -21,7 +21,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 _TURNS = 2  # of which the fastest counts: other processes on the machine only add time
 

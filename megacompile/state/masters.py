@@ -86,8 +86,14 @@ def is_exact(value: Tensor) -> bool:
 
 def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
     """Write values to their two halves, on the host or a device, without a whole parameter there twice."""
-    for start in range(0, flat.numel(), _CHUNK):
-        piece = slice(start, start + _CHUNK)
+    if flat.dtype == torch.bfloat16:  # the high halves themselves
+        high.view(flat.dtype).copy_(flat)
+        low.zero_()
+        return
+    # so much that threads do not touch the same huge pages first, or, of a cast, what stays in the heap
+    size = _CHUNK * (torch.get_num_threads() if flat.dtype == torch.float32 else 1)
+    for start in range(0, flat.numel(), size):
+        piece = slice(start, start + size)
         if high.device.type == "cpu":
             adam.split(flat[piece].float(), high[piece], low[piece])
             continue

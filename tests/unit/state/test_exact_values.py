@@ -1,4 +1,4 @@
-"""Values that bf16 holds as they are."""
+"""Values that bf16 holds as they are, and values as their two halves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.state.masters import is_exact
+from megacompile.state.adam import split
+from megacompile.state.masters import is_exact, write_halves
 
 ROWS = torch.arange(12.0).view(3, 4)
 
@@ -33,3 +34,20 @@ ROWS = torch.arange(12.0).view(3, 4)
 )
 def test_exact_values(value: Tensor, exact: bool) -> None:
     assert is_exact(value) is exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_values_of_any_dtype_become_the_halves_of_their_fp32_values(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacompile.state.masters._CHUNK", 1000)
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)  # infinities and NaN too
+    values = patterns.view(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16).to(dtype)
+    n = values.numel()
+    written, expected = (
+        (torch.ones(n, dtype=torch.bfloat16), torch.ones(n, dtype=torch.int16)) for _ in range(2)
+    )
+    write_halves(values, *written)
+    split(values.float(), *expected)
+    for mine, theirs in zip(written, expected, strict=True):
+        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
