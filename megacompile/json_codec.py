@@ -20,6 +20,12 @@ from megacompile.errors import MegacompileError
 _hints = functools.cache(get_type_hints)
 
 
+@functools.cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass; of another class None."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None
+
+
 def parse_json(text: str, what: str, *, finite: bool = True) -> Any:
     """The value of a JSON text; ``what`` begins the sentence about one that is none.
 
@@ -44,8 +50,9 @@ def to_plain(value: Any, named: bool = True) -> Any:
 
     Dataclasses become objects where ``named``, otherwise lists.
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        items = {f.name: to_plain(getattr(value, f.name), named) for f in fields(value)}
+    names = _names(type(value))
+    if names is not None:
+        items = {name: to_plain(getattr(value, name), named) for name in names}
         return items if named else [*items.values()]
     if isinstance(value, (tuple, list)):
         return [to_plain(item, named) for item in value]

@@ -155,9 +155,11 @@ class Timeline:
     busy: dict[Stream, float]
 
 
-def simulate(step: Step, machine: Machine) -> Timeline:
-    """Run the step twice in a row and report the second run."""
-    seconds = [duration(op, machine) for op in step.ops]
+def simulate(step: Step, machine: Machine, seconds: list[float] | None = None) -> Timeline:
+    """Run the step twice in a row and report the second run; ``seconds`` are those of its operations alone,
+    where they are known."""
+    if seconds is None:
+        seconds = [duration(op, machine) for op in step.ops]
     shared = machine.shared_cores or machine.shared_memory
     both = shared_times(step.ops, seconds, machine, 2) if shared else _alone(step.ops, seconds)
     count = len(step.ops)

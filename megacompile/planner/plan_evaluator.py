@@ -5,7 +5,7 @@ A plan's peak is exact, and known before its waits are; its time is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from megacompile.passes import finish, lower_memory
 from megacompile.planner.bounds import Floor
 from megacompile.planner.linear_program import with_state_at
 from megacompile.planner.nvme_placement import Drive
-from megacompile.schedule.op_table import STREAMS
+from megacompile.schedule.op_table import SPECS, STREAMS, Kind
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.schedule.step import Step, peak_bytes
+from megacompile.schedule.step import Op, Step, peak_bytes
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import step_bytes
 
@@ -78,6 +78,7 @@ class Candidates:
         self.evaluations = self._begun = 0
         self.seen: set[Plan] = set()
         self.misfits: dict[Plan, tuple[int, int]] = {}  # their peaks, and host bytes above the budget
+        self._calls: dict[tuple[Kind, int, str], float] = {}  # seconds of blocks' functions
 
     @property
     def gap(self) -> float:
@@ -135,19 +136,30 @@ class Candidates:
 
     def simulate(self, found: Measured) -> bool:
         _, plan, step, peak, _ = found
-        if self.best is not None and self._busiest(step) >= self.best.seconds:
+        seconds = [self._duration(op) for op in step.ops]
+        if self.best is not None and _busiest(step, seconds) >= self.best.seconds:
             return False
         step = finish(step, self.work, plan, self.mode)
         self.lowered += len(step.ops) // 2
-        timeline = simulate(step, self.machine)
+        timeline = simulate(step, self.machine, seconds)
         if self.best is not None and timeline.step_seconds >= self.best.seconds * _BETTER:
             return False
         self.best = Planned(plan, step, timeline, peak, 0)
         return True
 
-    def _busiest(self, step: Step) -> float:
-        """Seconds that the busiest stream takes alone: a step takes no less."""
-        busy = dict.fromkeys(STREAMS, 0.0)
-        for op in step.ops:
-            busy[op.stream] += duration(op, self.machine)
-        return max(busy.values())
+    def _duration(self, op: Op) -> float:
+        """Seconds of an operation; those of a block's function are the same in all steps."""
+        if SPECS[op.kind].cost != "call":
+            return duration(op, self.machine)
+        key = op.kind, op.block, op.policy
+        if key not in self._calls:
+            self._calls[key] = duration(op, self.machine)
+        return self._calls[key]
+
+
+def _busiest(step: Step, seconds: Sequence[float]) -> float:
+    """Seconds that the busiest stream takes alone: a step takes no less."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for op, alone in zip(step.ops, seconds, strict=True):
+        busy[op.stream] += alone
+    return max(busy.values())
