@@ -87,7 +87,7 @@ def measure(instance: Instance) -> Result:
 def uniform_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
     """One treatment for all blocks and one for all groups, in every combination."""
     residencies = ("step", "stream") if mode.micro_batches == 1 else ("step", "micro", "stream")
-    for shape in shapes(mode):
+    for shape in shapes(work, mode):
         for checkpoint, saved_on, residency in product(
             ("all", "some", "none", "least"), ("device", "host"), residencies
         ):
@@ -165,7 +165,7 @@ def all_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
         [BlockPlan(n, s) for n in dict.fromkeys(c.name for c in b.policies) for s in places]
         for b in work.blocks
     ]
-    for shape in shapes(mode):
+    for shape in shapes(work, mode):
         group = [GroupPlan(k, shape.prefetch_depth, update=u) for k in residencies for u in updates]
         for blocks, groups in product(product(*per_block), product(group, repeat=len(work.groups))):
             yield Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)

@@ -3,7 +3,17 @@ backward."""
 
 from __future__ import annotations
 
-from megacompile.schedule.op_table import Kind, Master, Result, Saved, Token, Value, ValueGrad, WeightGrad
+from megacompile.schedule.op_table import (
+    Buffers,
+    Kind,
+    Master,
+    Result,
+    Saved,
+    Token,
+    Value,
+    ValueGrad,
+    WeightGrad,
+)
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, compute_op
 from megacompile.schedule.workload import CheckpointPolicy, ValueWork, Workload
@@ -84,6 +94,9 @@ class _Order:
         if keeps:
             outputs.append(self._take(Saved(b, m), policy.saved_bytes))
         op = compute_op("forward", b, m, policy, policy.forward, (), tuple(outputs))
+        changed = tuple(Buffers(n) for n, blocks in enumerate(self.work.changes) if b in blocks)
+        if changed:
+            op = op.with_(reads=op.reads + changed, writes=op.writes + changed)
         seeds = self.work.loss in block.tangents and not self._gives_results
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes

@@ -30,7 +30,7 @@ from megacompile.capture.trace import capture
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, CaptureError, MegacompileError
-from megacompile.graph.captured import Captured, OutputsFn
+from megacompile.graph.captured import Captured, OutputsFn, written_buffers
 from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
 from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
 from megacompile.hardware.caching_allocator import step_requests
@@ -237,7 +237,10 @@ class Frontend:
                 if batch.padded_right and not captured.blind:
                     self._seeing.append(batch.outputs)
                 self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
-            return self._fronts[batch.key]
+            front = self._fronts[batch.key]
+            if self.ranks * self.replicas > 1:
+                _refuse_changes(front.captured)
+            return front
 
     def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
@@ -288,6 +291,16 @@ class Frontend:
                 template, mode, self._inductor, self._processors, chunk
             )
         return replace(self._differentiated[key], index=template.index)
+
+
+def _refuse_changes(captured: Captured) -> None:
+    """Refuse a forward that changes buffers, which each of several ranks would change by itself."""
+    names = sorted(captured.buffers[node.name] for node in written_buffers(captured.graph))
+    if names:
+        raise CaptureError(
+            f"The forward changes the buffer {names[0]}, and each of several ranks would change it by its own "
+            "batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by GroupNorm)."
+        )
 
 
 def _describe(

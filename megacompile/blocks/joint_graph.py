@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from megacompile.blocks.memory_meter import is_oversized
 from megacompile.blocks.partition import Template
 from megacompile.capture.patches import graphs_alone
 from megacompile.errors import CaptureError
-from megacompile.graph.captured import is_view, reached, storage_nbytes
+from megacompile.graph.captured import BATCH_NORM, is_view, reached, storage_nbytes
 from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, value
 
 # ------------------------------------------------------------------------------------------------------------
@@ -106,12 +106,13 @@ Ref = tuple[RefKind, int]
 
 @graphs_alone()
 def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
-    """Graph of (inputs..., gradients of outputs...) -> (outputs..., gradients of inputs...)."""
+    """Graph of (inputs..., gradients of outputs...) -> (outputs..., new values of buffers..., gradients of
+    inputs...)."""
     module = fx.GraphModule({}, template.graph)
 
     def joint(inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Any], list[Any]]:
         outputs = fx.Interpreter(module).run(*inputs)
-        roots = [o for o, g in zip(outputs, template.out_grads, strict=True) if g]
+        roots = [o for o, g in zip(outputs, template.out_grads, strict=False) if g]
         leaves = [(i, k) for i, k in zip(inputs, template.kinds, strict=True) if i.requires_grad]
         found: list[Tensor | None] = []
         if roots and leaves:
@@ -134,10 +135,34 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             traced.graph.eliminate_dead_code()
     _check_functional(traced.graph, template)
     gather_permuted(traced.graph, mode)
+    _read_no_statistics(traced.graph)
     for node in list(traced.graph.nodes):
         if is_oversized(node):
             _copy_after(traced.graph, node, mode)
     return traced.graph
+
+
+def _read_no_statistics(graph: fx.Graph) -> None:
+    """Give the backward of a norm by a batch's own statistics no running ones, which it does not use."""
+    for node in graph.nodes:
+        if node.target is aten.native_batch_norm_backward.default and node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def without_statistics(graph: fx.Graph, inputs: Sequence[Ref]) -> list[Ref]:
+    """Let norms whose new running statistics nothing reads make none; returns the arguments that are left."""
+    for node in [n for n in graph.nodes if n.target is BATCH_NORM]:
+        if all(user.args[1] < 3 for user in node.users):
+            node.target, node.args = aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
+            node.meta["val"] = node.meta["val"][:3]
+    pairs = zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True)
+    left = []
+    for node, ref in list(pairs):
+        if node.users:
+            left.append(ref)
+        else:
+            graph.erase_node(node)
+    return left
 
 
 def _own_memory(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:
@@ -242,7 +267,8 @@ class Joint:
     """A joint graph: its outputs, gradients of its inputs (None where there is none), and names.
 
     ``refs`` names inputs, gradients of outputs, and outputs. ``backward`` holds the nodes that depend on a
-    gradient, ``static`` those that are computed from weights and buffers alone.
+    gradient, ``static`` those that are computed from weights and buffers alone. ``written`` are pairs of a
+    buffer that the forward changes and its new value.
     """
 
     graph: fx.Graph
@@ -251,6 +277,7 @@ class Joint:
     refs: dict[fx.Node, Ref]
     backward: frozenset[fx.Node]
     static: frozenset[fx.Node]
+    written: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 _KEPT: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
@@ -269,7 +296,8 @@ def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     count = len(template.examples)
     inputs, tangents = placeholders[:count], placeholders[count:]
     results = flat(graph.output_node().args[0])
-    outs = results[: len(template.out_grads)]
+    outs, results = results[: len(template.out_grads)], results[len(template.out_grads) :]
+    written = tuple((inputs[i], new) for i, new in zip(template.writes, results, strict=False))
     refs: dict[fx.Node, Ref] = {n: ("in", i) for i, n in enumerate(inputs)}
     with_grad = [k for k, g in enumerate(template.out_grads) if g]
     refs.update({n: ("grad", k) for n, k in zip(tangents, with_grad, strict=True)})
@@ -279,7 +307,7 @@ def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     moving = _depends_on(graph, [n for n in placeholders if n not in fixed])
     static = frozenset(n for n in graph.nodes if n not in moving and not is_heavy(n))
     backward = frozenset(_depends_on(graph, tangents))
-    return Joint(graph, outs, results[len(outs) :], refs, backward, static)
+    return Joint(graph, outs, results[len(written) :], refs, backward, static, written)
 
 
 def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:

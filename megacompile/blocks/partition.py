@@ -19,9 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from megacompile.capture.changed_buffers import SNAPSHOT
 from megacompile.capture.counter_rng import site_of
 from megacompile.graph.captured import (
     SHARE,
+    WRITE,
     Captured,
     Rows,
     cut,
@@ -80,7 +82,8 @@ class Template:
     ``examples`` are fake tensors, one per placeholder, with the gradient mask set, ``results`` those that
     the graph makes of them; ``kinds`` say what each placeholder is; ``out_grads`` which outputs carry
     gradient; ``digest`` is equal for templates that compute the same; ``share`` is the part of their rows
-    that grouped products should meet.
+    that grouped products should meet. ``writes`` are the placeholders of buffers that the forward changes;
+    their new values are the graph's last outputs, of which none of the other fields speaks.
     """
 
     index: int
@@ -92,6 +95,7 @@ class Template:
     out_grads: tuple[bool, ...]
     digest: str
     share: float = 1.0
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,15 @@ class Partition:
     batch_values: dict[int, int]  # value id -> index of the batch's leaf
     constants: dict[str, Tensor]
     rows: dict[int, Rows] = field(default_factory=dict)  # by value id
+
+    def written(self, block: Block) -> tuple[str, ...]:
+        """The buffers that a block's forward changes."""
+        return tuple(block.inputs[i].name for i in self.templates[block.template].writes)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The buffers that forwards change."""
+        return frozenset(name for block in self.blocks for name in self.written(block))
 
 
 def partition(captured: Captured) -> Partition:
@@ -136,6 +149,8 @@ class _Builder:
                 base = view_base(argument)
                 if base in self.owner and self.owner[base] != block:
                     crossing[self.owner[base]][base] = None
+            if node.target is SNAPSHOT:  # what is computed again reads it, too
+                crossing[block][node] = None
         order = {node: i for i, node in enumerate(self.owner)}
         return [sorted(crossing[i], key=order.__getitem__) for i in range(len(self.cuts))]
 
@@ -175,14 +190,14 @@ class _Builder:
         return value
 
     def _block(self, index: int, name: str, nodes: list[fx.Node]) -> Block:
-        graph, inputs = self._subgraph(index, nodes)
+        graph, inputs, writes = self._subgraph(index, nodes)
         kinds = tuple(i.kind for i in inputs)
         grads = tuple(self._needs_grad(i) for i in inputs)
         reached = tuple(node in self.reached for node in self.crossing[index])
-        digest = _digest(graph, kinds, (*grads, *reached))
+        digest = _digest(graph, kinds, (*grads, *reached), writes)
         template = self.templates.get(digest)
         if template is None:
-            template = self._template(name, graph, kinds, grads, reached, digest)
+            template = self._template(name, graph, kinds, grads, reached, digest, writes)
             self.templates[digest] = template
         outputs = tuple(
             self._value(node, index, grad).id
@@ -195,8 +210,11 @@ class _Builder:
             return self.values_by_id[item.value].requires_grad
         return item.kind == "weight" and item.name in self.captured.trainable
 
-    def _subgraph(self, index: int, nodes: list[fx.Node]) -> tuple[fx.Graph, list[Input]]:
-        """Copy a range of nodes; inputs appear in order of first use, views of inputs are rebuilt."""
+    def _subgraph(
+        self, index: int, nodes: list[fx.Node]
+    ) -> tuple[fx.Graph, list[Input], tuple[int, ...]]:
+        """Copy a range of nodes; inputs appear in order of first use, views of inputs are rebuilt. What is
+        written becomes further outputs; the last result says into which inputs."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         inputs: list[Input] = []
@@ -227,15 +245,22 @@ class _Builder:
             _relative_site(copy, site)
             return copy
 
+        written: dict[fx.Node, fx.Node] = {}  # by the buffer
         for node in nodes:
-            if node not in copies:
+            if node.target is WRITE:
+                buffer, new = map(fetch, node.args)  # type: ignore[arg-type]
+                written[buffer] = new
+            elif node not in copies:
                 put(node)
-        graph.output(tuple(copies[n] for n in self.crossing[index]))
+        graph.output((*(copies[n] for n in self.crossing[index]), *written.values()))
         graph.eliminate_dead_code()
-        for node in [n for n in placeholders if not n.users]:
-            graph.erase_node(node)
-        kept = [item for node, item in zip(placeholders, inputs, strict=True) if node.users]
-        return graph, [Input("rng", site=site[0]) if item.kind == "rng" else item for item in kept]
+        pairs = [(n, i) for n, i in zip(placeholders, inputs, strict=True) if n.users or n in written]
+        for node in placeholders:
+            if not node.users and node not in written:
+                graph.erase_node(node)
+        places = {node: i for i, (node, _) in enumerate(pairs)}
+        items = [Input("rng", site=site[0]) if item.kind == "rng" else item for _, item in pairs]
+        return graph, items, tuple(places[buffer] for buffer in written)
 
     def _input(self, node: fx.Node) -> Input:
         if node.name in self.captured.parameters:
@@ -256,6 +281,7 @@ class _Builder:
         grads: tuple[bool, ...],
         reached: tuple[bool, ...],
         digest: str,
+        writes: tuple[int, ...],
     ) -> Template:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         with self.captured.fake_mode:
@@ -265,11 +291,13 @@ class _Builder:
                 ).requires_grad_(grad)
                 for n, grad in zip(placeholders, grads, strict=True)
             )
-            outputs = fx.Interpreter(fx.GraphModule({}, graph)).run(*examples)
+            outputs = fx.Interpreter(fx.GraphModule({}, graph)).run(*examples)[: len(reached)]
         out_grads = tuple(o.requires_grad and r for o, r in zip(outputs, reached, strict=True))
         results = tuple(o.detach() for o in outputs)
         share = min((n.meta.get(SHARE, 1.0) for n in graph.nodes), default=1.0)
-        return Template(len(self.templates), name, graph, kinds, examples, results, out_grads, digest, share)
+        return Template(
+            len(self.templates), name, graph, kinds, examples, results, out_grads, digest, share, writes
+        )
 
 
 def _base_name(node: fx.Node) -> str:
@@ -286,10 +314,12 @@ def _relative_site(node: fx.Node, first: list[int]) -> None:
         node.update_arg(places[1], number - first[0])
 
 
-def _digest(graph: fx.Graph, kinds: tuple[InputKind, ...], grads: tuple[bool, ...]) -> str:
+def _digest(
+    graph: fx.Graph, kinds: tuple[InputKind, ...], grads: tuple[bool, ...], writes: tuple[int, ...]
+) -> str:
     """Canonical hash of a block: equal digests mean equal computation on equal kinds of inputs."""
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    lines: list[Any] = [kinds, grads]
+    lines: list[Any] = [kinds, grads, *([writes] if writes else [])]
     for node in graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
         line: list[Any] = [node.op, str(node.target) if node.op == "call_function" else "", arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,9 +17,19 @@ from megacompile.blocks.chunk_loops import fitting_chunk, length_of, two_lengths
 from megacompile.blocks.codegen import identifier
 from megacompile.blocks.costs import ATTENTION, is_heavy
 from megacompile.blocks.functions import BlockFunction, block_function, fused
-from megacompile.blocks.joint_graph import Joint, Ref, extract, is_attention, joint_of, keeps_all, saved_set
+from megacompile.blocks.joint_graph import (
+    Joint,
+    Ref,
+    extract,
+    is_attention,
+    joint_of,
+    keeps_all,
+    saved_set,
+    without_statistics,
+)
 from megacompile.blocks.partition import Template
-from megacompile.graph.captured import storage_nbytes, view_base
+from megacompile.capture.changed_buffers import SNAPSHOT
+from megacompile.graph.captured import WRITE, storage_nbytes, view_base
 
 # ------------------------------------------------------------------------------------------------------------
 # The numerical check of loops: a template's functions over chunks beside the whole ones, on random numbers.
@@ -212,7 +223,7 @@ def differentiate(
     computes the same on random numbers, which ``check`` makes sure of.
     """
     length = length_of(template)
-    if chunk and length is not None and length > chunk:
+    if chunk and length is not None and length > chunk and not template.writes:
         return _in_chunks(template, mode, processors, (length, chunk), check)
     if inductor is None:
         return _cut(template, mode, processors)
@@ -281,7 +292,8 @@ class _Cutter:
         self.joint = joint
         self.loops = loops
         self.lean = lean
-        self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref]]] = {}  # by function: results, given
+        # by function: results, given, and whether it writes into buffers
+        self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref], bool]] = {}
 
     def run(self) -> DifferentiatedTemplate:
         prefix = identifier(self.template.name)
@@ -324,7 +336,9 @@ class _Cutter:
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
         """Functions compiled by Inductor where they can be; all that run the forward, or none of them, since
-        what is recomputed should be what was computed first."""
+        what is recomputed should be what was computed first; none that writes into a buffer."""
+        if self.joint.written:
+            return plain
         backwards = {o.backward.name for o in plain.policies.values() if o.backward is not None}
         found = {
             f.name: fused(f, self._graph(f.name)[0], self.mode, device, self.processors)
@@ -352,7 +366,8 @@ class _Cutter:
     ) -> PolicyFunctions:
         if not saved:
             return PolicyFunctions(name, plain, None, full.backward, ())
-        recompute = self._function(f"{prefix}_recompute_{full.name}", _numbered("saved", saved), ())
+        results = _numbered("saved", saved)
+        recompute = self._function(f"{prefix}_recompute_{full.name}", results, (), part="recompute")
         return PolicyFunctions(name, plain, recompute, full.backward, full.saved)
 
     def _backward(self, name: str, saved: list[fx.Node]) -> BlockFunction:
@@ -360,7 +375,7 @@ class _Cutter:
         results: list[tuple[Ref, fx.Node]] = [
             (("grad", i), grad) for i, grad in zip(leaves, self.joint.grads, strict=True) if grad is not None
         ]
-        return self._function(name, results, saved, backward=True)
+        return self._function(name, results, saved, part="backward")
 
     def _function(
         self,
@@ -368,14 +383,18 @@ class _Cutter:
         results: list[tuple[Ref, fx.Node]],
         saved: Sequence[fx.Node],
         *,
-        backward: bool = False,
+        part: Literal["forward", "recompute", "backward"] = "forward",
     ) -> BlockFunction:
-        """The function that computes ``results`` from the inputs and, in a backward, from what is kept."""
-        refs = self.joint.refs
-        given: dict[fx.Node, Ref] = {n: r for n, r in refs.items() if backward or r[0] != "out"}
-        if backward:
+        """The function that computes ``results`` from the inputs and, in a backward, from what is kept. What
+        was read of a buffer before a forward changed it is kept for whoever computes that again."""
+        given: dict[fx.Node, Ref] = {
+            node: ref
+            for node, ref in self.joint.refs.items()
+            if part == "backward" or ref[0] != "out" or (part == "recompute" and node.target is SNAPSHOT)
+        }
+        if part == "backward":
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
-        self._parts[name] = [n for _, n in results], given
+        self._parts[name] = [n for _, n in results], given, part == "forward"
         graph, inputs = self._graph(name)
         owned = self._owned(graph, saved)
         share = self.template.share
@@ -385,7 +404,19 @@ class _Cutter:
 
     def _graph(self, name: str) -> tuple[fx.Graph, list[Ref]]:
         """A function's graph, made anew, and what its arguments are."""
-        return extract(self.joint.graph, *self._parts[name])
+        results, given, writes = self._parts[name]
+        written = self.joint.written if writes else ()
+        graph, inputs = extract(self.joint.graph, [*results, *itertools.chain(*written)], given)
+        if not self.template.writes:
+            return graph, inputs
+        output = graph.output_node()
+        nodes: Any = output.args[0]
+        output.args = (nodes[: len(results)],)
+        pairs = nodes[len(results) :]
+        with graph.inserting_before(output):
+            for buffer, new in zip(pairs[::2], pairs[1::2], strict=True):
+                graph.call_function(WRITE, (buffer, new)).meta["val"] = buffer.meta["val"]
+        return graph, without_statistics(graph, inputs)
 
     def _owned(self, graph: fx.Graph, saved: Sequence[fx.Node]) -> set[fx.Node]:
         """The saved tensors that a backward may overwrite: those that no output of the block shows."""

@@ -181,8 +181,18 @@ def assemble(
         outside=outside,
         loops=max((t.loops for t in templates if t.loops), default=(0, 0), key=lambda loops: loops[1]),
         replicas=replicas,
+        changes=_changes(part),
     )
     return Assembly(groups, places, work)
+
+
+def _changes(part: Partition) -> tuple[tuple[int, ...], ...]:
+    """For buffers that forwards change, the blocks that use them; those of the same blocks are one."""
+    users: dict[str, list[int]] = {name: [] for name in part.changed}
+    for block in part.blocks:
+        for name in {i.name for i in block.inputs if i.kind == "buffer"} & users.keys():
+            users[name].append(block.index)
+    return tuple(sorted(set(map(tuple, users.values()))))
 
 
 def _sum_bytes(value: Value, givers: int) -> int:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.capture.batch import Batch, apply_loss, divide, is_transformers
-from megacompile.graph.captured import Captured, Returned, module_stack, results_of, split
+from megacompile.graph.captured import Captured, Returned, module_stack, results_of, split, written_buffers
 from megacompile.graph.sequence_dimension import masked, mixes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -166,6 +166,8 @@ def hides_padding(model: nn.Module, captured: Captured, batch: Batch) -> bool:
     read = {node.name for node in judged}
     masks = {n for n, index in captured.inputs.items() if batch.leaves[index] is mask and n in read}
     if not (masks or captured.blind) or any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return False
+    if written_buffers(captured.graph):  # by padding, too
         return False
     of_masks = _below(captured, masks) - _below(captured, captured.inputs.keys() - masks)
     of_batch = _below(captured, captured.inputs.keys())

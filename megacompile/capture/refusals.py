@@ -137,21 +137,14 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
 
 
 def refuse_mutations(signature: ExportGraphSignature) -> None:
-    """Refuse a forward that writes into buffers, parameters or the batch."""
-    if signature.buffers_to_mutate:
-        names = ", ".join(sorted(strip(n) for n in signature.buffers_to_mutate.values()))
-        raise CaptureError(
-            f"The forward changes the buffer {names}: a recomputed block would change it twice; "
-            "put that module into eval mode, or replace it (for BatchNorm: GroupNorm or frozen "
-            "statistics)."
-        )
+    """Refuse a forward that writes into parameters or the batch."""
     for name in signature.user_inputs_to_mutate.values():
         raise CaptureError(
             f"The forward writes in place into {name} of the batch: clone it there first, or compute a new "
             "tensor."
         )
     for spec in signature.output_specs:
-        if spec.kind != OutputKind.USER_OUTPUT:
+        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION):
             raise CaptureError(
                 f"The forward writes into {strip(str(spec.target))}: do that between steps, on "
                 "program.state_dict() and load_state_dict()."

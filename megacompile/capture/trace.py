@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import LossFn, apply_loss, divide, divides, find_loss, given_batch
+from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
 from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
@@ -45,6 +46,7 @@ from megacompile.capture.refusals import (
 )
 from megacompile.errors import BudgetError, CaptureError
 from megacompile.graph.captured import (
+    WRITE,
     Captured,
     OutputsFn,
     Returned,
@@ -108,7 +110,7 @@ def _refuse_call(node: fx.Node) -> None:
         raise CaptureError(_of_graphs(where, node, target))
     if target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
         raise CaptureError(
-            f"{where} changes its running statistics: a recomputed block would change them twice; build it "
+            f"{where} is an instance norm that changes running statistics, which is not supported: build it "
             "with track_running_stats=False, or put it into eval mode."
         )
     if target is aten.embedding.default and any(node.args[4:5]):
@@ -122,7 +124,7 @@ def _refuse_call(node: fx.Node) -> None:
                 f"{where} calls {target}, whose randomness a recompute cannot repeat: make the numbers from "
                 "torch.rand or randn without a generator, or move them into the batch."
             )
-        if target._schema.is_mutable:
+        if target._schema.is_mutable and target is not WRITE:
             raise CaptureError(
                 f"{where} calls {target}, which writes in place: replace it by its out-of-place form."
             )
@@ -610,7 +612,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
         ) from error
     except Exception as error:
         raise CaptureError(_explain(error, forward.model)) from None
-    return _flatten(graph, signature, exported.constants, forward)
+    return _flatten(graph, signature, exported.constants, forward, model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -659,9 +661,14 @@ def _no_draws(model: nn.Module) -> None:
 
 
 def _flatten(
-    graph: fx.Graph, signature: ExportGraphSignature, held: Mapping[str, Any], forward: _Forward
+    graph: fx.Graph,
+    signature: ExportGraphSignature,
+    held: Mapping[str, Any],
+    forward: _Forward,
+    original: nn.Module,
 ) -> Captured:
     refuse_mutations(signature)
+    write_changes(graph, signature, original)
     model = forward.model
     nodes = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     names: dict[InputKind, dict[str, Any]] = defaultdict(dict)  # what each placeholder is, by its kind

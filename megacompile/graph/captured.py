@@ -60,6 +60,17 @@ def reached(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.N
     return found
 
 
+WRITE = torch.ops.aten.copy_.default
+"""Writes a new value into a buffer of the model: all that writes in a captured graph."""
+BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+"""By a batch's own statistics; (result, mean, 1 / deviation, new running mean, new running variance)."""
+
+
+def written_buffers(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a graph that it writes, each once."""
+    return [n.args[0] for n in graph.nodes if n.target is WRITE]  # type: ignore[misc]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # What is captured in the place of the loss: outputs of the forward, tensors and the structure around them.
 #

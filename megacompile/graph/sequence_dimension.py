@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from megacompile.graph.captured import Captured, results_of
+from megacompile.graph.captured import Captured, results_of, written_buffers
 
 # ------------------------------------------------------------------------------------------------------------
 # Where the values of a graph have their positions, as long as no position reads a later one.
@@ -416,7 +416,7 @@ def reads_no_padding(captured: Captured, args: Sequence[Any], kwargs: Mapping[st
     distinct."""
     leaves = pytree.tree_leaves((args, kwargs))
     read = {name: leaves[index] for name, index in captured.inputs.items()}
-    if any(leaf is kwargs["attention_mask"] for leaf in read.values()):
+    if any(leaf is kwargs["attention_mask"] for leaf in read.values()) or written_buffers(captured.graph):
         return False
     known, labels = Positions(), Labels()
     rows, length = kwargs["input_ids"].shape

@@ -462,9 +462,9 @@ def policies_of(work: Workload) -> list[str]:
     return [name for name in CHECKPOINT_POLICIES if name in names]
 
 
-def orders(mode: Mode) -> list[Order]:
+def orders(work: Workload, mode: Mode) -> list[Order]:
     """Orders of micro-batches that differ."""
-    return ["depth", "breadth"] if mode.micro_batches > 1 else ["depth"]
+    return ["depth", "breadth"] if mode.micro_batches > 1 and not work.in_turn else ["depth"]
 
 
 def shapes_of(order: Order) -> list[Shape]:
@@ -472,9 +472,9 @@ def shapes_of(order: Order) -> list[Shape]:
     return [Shape(order, *ahead) for ahead in ((2, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0))]
 
 
-def shapes(mode: Mode) -> list[Shape]:
+def shapes(work: Workload, mode: Mode) -> list[Shape]:
     """The shapes that starts are tried with, of all orders."""
-    return [shape for order in orders(mode) for shape in shapes_of(order)]
+    return [shape for order in orders(work, mode) for shape in shapes_of(order)]
 
 
 def uniform(

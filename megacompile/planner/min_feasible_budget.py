@@ -107,7 +107,7 @@ def _alike(work: Workload, mode: Mode) -> Iterator[Plan]:
     """Everything streamed just in time, little kept."""
     offered = policies_of(work)
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
-    for shape in shapes(mode):
+    for shape in shapes(work, mode):
         if shape.prefetch_depth == 0:
             for checkpoint in lean if shape.reload else [*lean, "all"]:
                 for saved_on in ("device", "host") if shape.reload else ("host",):

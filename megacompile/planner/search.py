@@ -297,9 +297,7 @@ def baselines(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -
     """Every fixed schedule, so that a search that scores them is never slower than one of them."""
     for baseline in BASELINES.values():
         yield baseline(work, mode, machine, budget_bytes)
-    if (
-        mode.micro_batches > 1
-    ):  # of one micro-batch it is a uniform schedule, whose deferred updates a search varies
+    if "breadth" in orders(work, mode):  # else it is a uniform one, whose deferred updates a search varies
         yield from greedysnake_like(work, mode)
 
 
@@ -347,7 +345,7 @@ def mixtures(candidates: Candidates) -> None:
     """Score what the linear program over counts leads to, in runs and evenly spread."""
     if candidates.mode.kind in ("evaluate", "update"):
         return
-    for order in orders(candidates.mode):
+    for order in orders(candidates.work, candidates.mode):
         mixer, fits = _mixer(candidates, order), False
         for shape in shapes_of(order):
             if (
@@ -425,7 +423,7 @@ def fixed(candidates: Candidates) -> None:
     """
     residencies = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
     for order, checkpoint, saved_on in product(
-        orders(candidates.mode), policies_of(candidates.work), ("device", "host")
+        orders(candidates.work, candidates.mode), policies_of(candidates.work), ("device", "host")
     ):
         for residency in residencies:
             for shape in shapes_of(order):
@@ -446,7 +444,7 @@ def all_resident(candidates: Candidates) -> None:
     groups = [candidates.work.groups[g] for g in candidates.residents]
     if not groups or sum(g.resident_bytes for g in groups) > candidates.budget_bytes:
         return
-    for shape in shapes(candidates.mode):
+    for shape in shapes(candidates.work, candidates.mode):
         # of frozen groups, and of what ranks gather
         for checkpoint, residency in product(policies_of(candidates.work), ("step", "stream")):
             plan = uniform(candidates.work, shape, checkpoint, "device", residency)
@@ -462,7 +460,7 @@ def few_blocks(candidates: Candidates) -> None:
     if len(candidates.work.blocks) > _FEW or candidates.mode.kind in ("evaluate", "update"):
         return
     names = policies_of(candidates.work)
-    for shape in shapes(candidates.mode):
+    for shape in shapes(candidates.work, candidates.mode):
         if not shape.reload:  # nothing here waits on the host
             continue
         plan = uniform(candidates.work, shape, names[0], "device", "stream")

@@ -34,7 +34,7 @@ class BoundStep:
     """An emitted step with the functions, layouts and constants that its operations refer to.
 
     ``function`` takes a runtime and makes the calls of the step on it. ``constants`` are the model's
-    own buffers and constants, on the host.
+    own buffers and constants, on the host, of which the step changes those in ``changed``.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class BoundStep:
         self.part = part
         self.assembly = assembly
         self.constants = constants
+        self.changed = part.changed if "forward" in {op.kind for op in step.ops} else frozenset()
         self.norm_order = tuple(n for n in parameter_order if n in assembly.places)
         self.kinds = frozenset(op.kind for op in step.ops)
         self.kept = kept_gradients(step)

@@ -39,21 +39,30 @@ class CpuDevice(Device):
         self.adam_threads = max(1, cores // 2)  # the rest computes at the same time
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._fixed = 0
+        self._changed: dict[int, Tensor] = {}  # copies of the model's buffers
         self._meter = StorageMeter()
 
     # ---- memory ----------------------------------------------------------------------------------
 
-    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def prepare(
+        self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
             self.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8)
             self._meter.ignore(self._slab)
-        for constant in constants.values():
+        here = {name: t.clone() if name in changed else t for name, t in constants.items()}
+        self._changed = {id(constants[name]): here[name] for name in changed}
+        for constant in here.values():
             self._meter.ignore(constant)
         self._fixed = self._slab.nbytes + step.constant_bytes
         self._meter.limit = self.budget_bytes - step.slab_bytes - step.constant_bytes
-        return constants
+        return here
+
+    def store(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            buffer.copy_(self._changed[id(buffer)])
 
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:

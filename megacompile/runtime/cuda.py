@@ -65,6 +65,7 @@ def exact_convolutions() -> Iterator[None]:
 
 
 _BOUNCE_BUFFERS = 2
+_CHANGED = -1  # a version that no tensor has
 _UNSETTLED = 2  # steps before which the driver's share of the budget may have grown
 
 
@@ -112,13 +113,24 @@ class CudaDevice(Device):
 
     # ---- memory ----------------------------------------------------------------------------------
 
-    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare(
+        self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
             self.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
         self._waited = step.waited
-        return {name: self._constant(tensor) for name, tensor in constants.items()}
+        here = {name: self._constant(tensor) for name, tensor in constants.items()}
+        for name in changed:
+            self._constants[id(constants[name])] = (constants[name], _CHANGED, here[name])
+        return here
+
+    def store(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            here = self._constants[id(buffer)][2]
+            buffer.copy_(here)
+            self._constants[id(buffer)] = (buffer, buffer._version, here)
 
     def _constant(self, tensor: Tensor) -> Tensor:
         """A buffer of the model on the device, brought up to date where the model's has changed."""

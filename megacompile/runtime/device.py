@@ -324,11 +324,19 @@ class Device(ABC):
         return 0
 
     @abstractmethod
-    def prepare(self, step: Step, constants: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def prepare(
+        self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
+    ) -> Mapping[str, Tensor]:
         """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.
 
-        Returns the model's buffers and constants as they are on the device.
+        Returns the model's buffers and constants as they are on the device. The model's own stay as they are,
+        also those ``changed`` by the step, until :meth:`store`.
         """
+
+    @abstractmethod
+    def store(self, buffers: Iterable[Tensor]) -> None:
+        """Copy buffers that the last step changed back into the model's own, which are given; while
+        :meth:`computing`."""
 
     @abstractmethod
     def start(self, trace: Trace) -> AbstractContextManager[None]:

@@ -54,11 +54,14 @@ class Runtime:
 
         Where updates do not wait for the norm and the loss is not finite, the gradients are looked at in the
         place of the updates. Only where all are finite, as those of a mean over nothing, is the step run
-        again, with them.
+        again, with them. Buffers of the model that it changes change when it is over.
         """
         results = self._run(program, inputs)
         if inputs.check_loss and self._stopped(results):
             results = self._run(program, replace(inputs, check_loss=False))
+        if program.changed:
+            with self.device.computing():
+                self.device.store(program.constants[name] for name in sorted(program.changed))
         return results
 
     def _run(self, program: BoundStep, inputs: StepInputs) -> StepResults:
@@ -170,7 +173,7 @@ class Runtime:
         else:
             self.synchronize()
             self._move(program)
-        constants = self.device.prepare(program.step, program.constants)
+        constants = self.device.prepare(program.step, program.constants, program.changed)
         self._held.blocks.begin(program, inputs, constants)
         self.buffers.prepare(program.step, self.synchronize)
         self._held.fabric.prepare(program.step, self.synchronize)

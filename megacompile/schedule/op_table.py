@@ -105,6 +105,12 @@ class Weights(OfGroup, tag="w"):
     """A weight group's slot, whose bytes are counted with the slab."""
 
 
+class Buffers(Token, tag="buffers", lasting=True):
+    """Buffers of the model that forwards change, counted with the constants; those of the same blocks."""
+
+    number: int
+
+
 class Resident(OfGroup, tag="resident", lasting=True):
     """A group's weights, masters and moments on the device; of several ranks, this one's shards of them."""
 
@@ -232,7 +238,7 @@ SPECS: dict[Kind, Spec] = {
                   "compute", "group", "group", "nothing", (), Weights),
     "forward": Spec("a block's forward, with what it keeps for the backward",
                     "compute", "block micro", "block micro checkpoint=policy", "call",
-                    _GIVEN, Value | Saved | ValueGrad | Loss),
+                    _GIVEN | Buffers, Value | Saved | ValueGrad | Loss | Buffers),
     "recompute": Spec("a block's forward again, for what its backward reads alone",
                       "compute", "block micro", "block micro checkpoint=policy", "call", _GIVEN, Saved),
     "backward": Spec("a block's backward: gradients of its inputs and weights",

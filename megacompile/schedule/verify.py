@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from megacompile.schedule.op_table import (
     STREAMS,
     Agreed,
     Buffer,
+    Buffers,
     HostGrad,
     Master,
     PassingGrad,
@@ -196,6 +198,27 @@ def check_results(step: Step, work: Workload, mode: Mode | None) -> None:
             )
 
 
+def check_buffers(step: Step, work: Workload) -> None:
+    """Forwards alone use buffers of the model that change: each once for a micro-batch, in turn."""
+    uses: dict[int, list[Op]] = {n: [] for n in range(len(work.changes))}
+    for op in step.ops:
+        for token in {t for t in (*op.reads, *op.writes) if isinstance(t, Buffers)}:
+            if op.block not in work.changes[token.number]:
+                raise ScheduleError(f"{name(op)} touches {token}, which is none of its own.")
+            uses[token.number].append(op)
+    if not any(op.kind == "forward" for op in step.ops):
+        return
+    for number, blocks in enumerate(work.changes):
+        due = [(m, b) for m in range(step.micro_batches) for b in blocks]
+        for op, (micro, block) in itertools.zip_longest(uses[number], due, fillvalue=None):
+            if op is None or (op.micro, op.block) != (micro, block):
+                found = name(op) if op is not None else "nothing"
+                raise ScheduleError(
+                    f"{Buffers(number)} is changed by {found}, where the forward of block {block} of "
+                    f"micro-batch {micro} is due."
+                )
+
+
 def check_weights(step: Step) -> None:
     """All of a step's computation sees the weights that the step began with, and those that are kept."""
     for op in step.ops:
@@ -316,6 +339,7 @@ def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes
     pairs = _check_tokens(accesses) + _check_slots(step, accesses)
     check_gradients(step, work, [access.op for access in accesses])
     check_results(step, work, mode)
+    check_buffers(step, work)
     check_weights(step)
     check_window(step)
     check_spills(step)

@@ -147,6 +147,7 @@ class Workload:
     the loss is computed ``outside``, training gives the results too, and is given gradients by them.
     ``loops`` are the positions of a sequence and of a chunk, where blocks run over chunks; else zeros.
     ``replicas`` of the ranks that share the groups train together, each with a copy of all state.
+    ``changes``: for buffers of the model that forwards change, the blocks whose forwards use them.
     """
 
     blocks: tuple[BlockWork, ...]
@@ -158,6 +159,7 @@ class Workload:
     outside: bool = False
     loops: tuple[int, int] = (0, 0)
     replicas: int = 1
+    changes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "results", self.results or (self.loss,))
@@ -170,6 +172,12 @@ class Workload:
             for group in self.given(index):
                 found.setdefault(group, []).append(index)
         return {group: tuple(blocks) for group, blocks in found.items()}
+
+    @property
+    def in_turn(self) -> bool:
+        """Return whether the micro-batches must follow each other whole: a buffer that one block changes is
+        used by another one."""
+        return any(len(blocks) > 1 for blocks in self.changes)
 
     @cached_property
     def gathered(self) -> dict[int, tuple[int, ...]]:
@@ -216,7 +224,10 @@ class Workload:
 
     def to_json(self) -> str:
         """Strict JSON: every dataclass as the list of its fields' values, in order."""
-        content = {"version": WORKLOAD_VERSION, "work": to_plain(self, named=False)}
+        plain = to_plain(self, named=False)
+        if not self.changes:  # a later field: the digests of earlier workloads stand
+            del plain[-1]
+        content = {"version": WORKLOAD_VERSION, "work": plain}
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
     @staticmethod

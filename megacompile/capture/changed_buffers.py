@@ -1,0 +1,124 @@
+"""Buffers that a forward changes: running statistics, counters, moving averages, as reads and writes of a graph.
+
+In: a functional graph that export made, whose outputs begin with the new values of buffers. Out: the same
+graph, which returns its results alone and writes each new value into its buffer, once, behind all that reads
+the buffer. Invariant: whoever computes a part of the graph again, without its writes, computes the same. So
+what the results read of such a buffer is a :func:`snapshot`, which is kept for that. What new values alone
+read is the buffer itself: nobody computes those again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+
+from megacompile.errors import CaptureError
+from megacompile.graph.captured import BATCH_NORM, WRITE, reached, results_of, strip
+from megacompile.kernels.registry import OpSpec, declare
+
+_STATISTICS = slice(3, 5)  # places of running statistics among a batch norm's arguments, and its results
+
+
+@torch.library.custom_op("megacompile::snapshot", mutates_args=())
+def snapshot(buffer: Tensor) -> Tensor:
+    """Copy a buffer as it is before this forward changes it."""
+    return buffer.clone()
+
+
+@snapshot.register_fake
+def _(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+declare(OpSpec("snapshot"))
+SNAPSHOT = snapshot._opoverload
+
+
+def write_changes(graph: fx.Graph, signature: ExportGraphSignature, model: nn.Module) -> None:
+    """Turn outputs that are new values of buffers into writes of these; ``model`` has them."""
+    output = graph.output_node()
+    changes, results = [], []
+    for spec, node in zip(signature.output_specs, results_of(graph), strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            changes.append((str(spec.target), node))
+        else:
+            results.append(node)
+    output.args = (tuple(results),)
+    if not changes:
+        return
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    buffers = {
+        str(spec.target): placeholders[spec.arg.name]
+        for spec in signature.input_specs
+        if spec.kind == InputKind.BUFFER
+    }
+    _refuse_shared(model, [strip(name) for name, _ in changes])
+    needed = reached(results, _computed_from)
+    for name, new in changes:
+        buffer = buffers[name]
+        _detach_from_readers(graph, new)
+        if buffer in needed:
+            _put_snapshot(graph, buffer)
+        _put_write(graph, buffer, new)
+
+
+def _computed_from(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes that a value comes of: of a norm by a batch's own statistics, not the running ones."""
+    if node.target is operator.getitem:
+        norm, place = node.args
+        assert isinstance(norm, fx.Node) and isinstance(place, int)
+        if norm.target is BATCH_NORM and place < _STATISTICS.start:
+            return [a for a in (*norm.args[: _STATISTICS.start], *norm.args[_STATISTICS.stop :])
+                    if isinstance(a, fx.Node)]
+    return node.all_input_nodes
+
+
+def _refuse_shared(model: nn.Module, changed: Iterable[str]) -> None:
+    """Refuse to change a buffer of which another one, not the same, shows a part."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name in changed:
+        for other, tensor in buffers.items():
+            same = tensor.untyped_storage()._cdata == buffers[name].untyped_storage()._cdata
+            if same and tensor is not buffers[name]:
+                raise CaptureError(
+                    f"The forward changes the buffer {name}, which shares its memory with {other}: register a "
+                    "copy of one of them."
+                )
+
+
+def _detach_from_readers(graph: fx.Graph, new: fx.Node) -> None:
+    """A buffer has no gradient: functionalised writes lose the ``no_grad`` that they stood in."""
+    takes_none = ("output", BATCH_NORM, torch.ops.aten.detach.default)
+    users = [n for n in new.users if n.op not in takes_none and n.target not in takes_none]
+    if not users or new.op == "placeholder" or not new.meta["val"].is_floating_point():
+        return
+    with graph.inserting_after(new):
+        barrier = graph.call_function(torch.ops.aten.detach.default, (new,))
+    barrier.meta = dict(new.meta)
+    for user in users:
+        user.replace_input_with(new, barrier)
+
+
+def _put_snapshot(graph: fx.Graph, buffer: fx.Node) -> None:
+    """Let all that reads a buffer read a copy of it, made before the first of them."""
+    users = set(buffer.users)
+    first = next(n for n in graph.nodes if n in users)
+    with graph.inserting_before(first):
+        copy = graph.call_function(SNAPSHOT, (buffer,))
+    copy.meta = {**first.meta, "val": buffer.meta["val"]}
+    for user in users:
+        user.replace_input_with(buffer, copy)
+
+
+def _put_write(graph: fx.Graph, buffer: fx.Node, new: fx.Node) -> None:
+    """Write a buffer's new value as soon as it is there and nothing reads the old one any more."""
+    before = {new, *buffer.users}
+    last = [n for n in graph.nodes if n in before and n.op != "placeholder"][-1:]
+    place = last[0] if last else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(place):
+        write = graph.call_function(WRITE, (buffer, new))
+    write.meta = {**place.meta, "val": buffer.meta["val"]}
