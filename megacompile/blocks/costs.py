@@ -139,7 +139,8 @@ def launches(node: fx.Node) -> int:
     if callable(call.part.launches):
         return call.part.launches(values(node))
     rows = call.spec.along == "rows"
-    return call.part.launches + rows * sum(not _has_rows(a.meta["val"]) for a in node.all_input_nodes)
+    copies = [a for a in node.all_input_nodes if rows and not _has_rows(a.meta["val"])]
+    return call.part.launches + len(copies)
 
 
 def values(node: fx.Node) -> dict[str, Any]:

@@ -60,7 +60,6 @@ def write_changes(graph: fx.Graph, signature: ExportGraphSignature, model: nn.Mo
     needed = reached(results, _computed_from)
     for name, new in changes:
         buffer = buffers[name]
-        _detach_from_readers(graph, new)
         if buffer in needed:
             _put_snapshot(graph, buffer)
         _put_write(graph, buffer, new)
@@ -88,19 +87,6 @@ def _refuse_shared(model: nn.Module, changed: Iterable[str]) -> None:
                     f"The forward changes the buffer {name}, which shares its memory with {other}: register a "
                     "copy of one of them."
                 )
-
-
-def _detach_from_readers(graph: fx.Graph, new: fx.Node) -> None:
-    """A buffer has no gradient: functionalised writes lose the ``no_grad`` that they stood in."""
-    takes_none = ("output", BATCH_NORM, torch.ops.aten.detach.default)
-    users = [n for n in new.users if n.op not in takes_none and n.target not in takes_none]
-    if not users or new.op == "placeholder" or not new.meta["val"].is_floating_point():
-        return
-    with graph.inserting_after(new):
-        barrier = graph.call_function(torch.ops.aten.detach.default, (new,))
-    barrier.meta = dict(new.meta)
-    for user in users:
-        user.replace_input_with(new, barrier)
 
 
 def _put_snapshot(graph: fx.Graph, buffer: fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -54,6 +55,7 @@ from megacompile.graph.captured import (
     all_outputs,
     copy_results,
     given_gradients,
+    is_view,
     module_path,
     returned,
     split,
@@ -241,8 +243,19 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
         for module in exported.graph_module.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()  # with the barriers that were put in
+        _drop_other_names(exported)
         whole = exported.run_decompositions({})
         return whole.graph, whole.graph_signature
+
+
+def _drop_other_names(exported: torch.export.ExportedProgram) -> None:
+    """Let each name of a tensor that the graph does not use be one of its own: torch does not write into what
+    has several."""
+    unused = {n.name for n in exported.graph.nodes if n.op == "placeholder" and not n.users}
+    for spec in exported.graph_signature.input_specs:
+        for tensors in (exported.state_dict, exported.constants):
+            if spec.arg.name in unused and spec.target in tensors:
+                tensors[spec.target] = copy.copy(tensors[spec.target])
 
 
 def _keep_gradient_barriers(root: fx.GraphModule) -> None:
@@ -251,6 +264,8 @@ def _keep_gradient_barriers(root: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in list(module.graph.nodes):
+            if node.target in _REGIONS:
+                _detach_written(module, node)
             if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
                 _detach_results(module, node)
             autocast = node.target is torch.ops.higher_order.wrap_with_autocast and node.args[1] is not None
@@ -271,6 +286,39 @@ def _detach_results(owner: fx.GraphModule, region: fx.Node) -> None:
             barrier = owner.graph.call_function(aten.detach.default, (item,))
         barrier.meta = dict(item.meta)
         item.replace_all_uses_with(barrier, functools.partial(operator.is_not, barrier))
+
+
+def _detach_written(owner: fx.GraphModule, region: fx.Node) -> None:
+    """Detach what a region without gradients wrote into, a buffer, from what is computed with it later."""
+    for operand in _written(owner, region, region.args[0] is False):
+        if operand.op == "placeholder":
+            with owner.graph.inserting_after(region):
+                barrier = owner.graph.call_function(aten.detach.default, (operand,))
+            barrier.meta = dict(operand.meta)
+            later = {user for user in operand.users if region < user and user is not barrier}
+            operand.replace_all_uses_with(barrier, later.__contains__)
+
+
+def _written(owner: fx.GraphModule, region: fx.Node, without_gradient: bool) -> list[fx.Node]:
+    """The operands of a region that calls without gradients in it write into."""
+    inner, operands = _region(owner, region)
+    written: list[Any] = []
+    for node in inner.graph.nodes:
+        if node.target in _REGIONS:
+            written += _written(inner, node, without_gradient or node.args[0] is False)
+        elif without_gradient and isinstance(node.target, torch._ops.OpOverload):
+            written += [node.args[0]] * node.target._schema.is_mutable
+    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    found = dict.fromkeys(map(_base, written))
+    return [o for place, o in zip(places, operands, strict=True) if place in found]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node in whose memory a view, or what a write returned, is."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or is_view(node):
+        return _base(node.args[0])  # type: ignore[arg-type]
+    return node
 
 
 def _calls(owner: fx.GraphModule) -> list[fx.Node]:
