@@ -298,8 +298,9 @@ def _refuse_changes(captured: Captured) -> None:
     names = sorted(captured.buffers[node.name] for node in written_buffers(captured.graph))
     if names:
         raise CaptureError(
-            f"The forward changes the buffer {names[0]}, and each of several ranks would change it by its own "
-            "batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by GroupNorm)."
+            f"The forward changes the buffer {names[0]}, and each of several ranks would change it by its "
+            "own batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by "
+            "GroupNorm)."
         )
 
 

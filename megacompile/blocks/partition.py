@@ -210,9 +210,7 @@ class _Builder:
             return self.values_by_id[item.value].requires_grad
         return item.kind == "weight" and item.name in self.captured.trainable
 
-    def _subgraph(
-        self, index: int, nodes: list[fx.Node]
-    ) -> tuple[fx.Graph, list[Input], tuple[int, ...]]:
+    def _subgraph(self, index: int, nodes: list[fx.Node]) -> tuple[fx.Graph, list[Input], tuple[int, ...]]:
         """Copy a range of nodes; inputs appear in order of first use, views of inputs are rebuilt. What is
         written becomes further outputs; the last result says into which inputs."""
         graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: running statistics, counters, moving averages, as reads and writes of a graph.
+"""Buffers that a forward changes, such as running statistics, as reads and writes of a graph.
 
 In: a functional graph that export made, whose outputs begin with the new values of buffers. Out: the same
 graph, which returns its results alone and writes each new value into its buffer, once, behind all that reads
@@ -10,10 +10,14 @@ read is the buffer itself: nobody computes those again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from megacompile.errors import CaptureError
@@ -34,8 +38,51 @@ def _(buffer: Tensor) -> Tensor:
     return torch.empty_like(buffer)
 
 
+@torch.library.custom_op("megacompile::average_statistics", mutates_args=())
+def average_statistics(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Average mean and variance over so many batches, of which ``x`` is the last."""
+    mean, var = running_mean.clone(), running_var.clone()
+    if not isinstance(x, FakeTensor):
+        torch.batch_norm_update_stats(x, mean, var, 1.0 / float(batches))
+    return mean, var
+
+
+@average_statistics.register_fake
+def _(x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(running_mean), torch.empty_like(running_var)
+
+
 declare(OpSpec("snapshot"))
+declare(OpSpec("average_statistics"))
 SNAPSHOT = snapshot._opoverload
+
+
+def batch_norm(theirs: Any, norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """The forward of a norm with ``momentum=None``, whose average takes the count of batches as a tensor."""
+    count, mean, var = norm.num_batches_tracked, norm.running_mean, norm.running_var
+    averages = norm.momentum is None and norm.training and norm.track_running_stats
+    if not averages or count is None or mean is None or var is None:
+        return theirs(norm, x)  # type: ignore[no-any-return]
+    norm._check_input_dim(x)
+    count.add_(1)
+    y = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+    for buffer, new in zip((mean, var), average_statistics(x.detach(), mean, var, count), strict=True):
+        buffer.copy_(new)
+    return y
+
+
+def sync_batch_norm(theirs: Any, norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """The forward of a norm over several ranks, of one; refused where there are several."""
+    if not norm.training:
+        return theirs(norm, x)  # type: ignore[no-any-return]
+    if dist.is_initialized() and dist.get_world_size(norm.process_group) > 1:
+        raise CaptureError(
+            "The forward calls SyncBatchNorm, whose ranks exchange statistics within a forward, which is not "
+            "supported: train on one rank, put it into eval mode, or replace it by GroupNorm."
+        )
+    return nn.modules.batchnorm._BatchNorm.forward(norm, x)  # type: ignore[arg-type]
 
 
 def write_changes(graph: fx.Graph, signature: ExportGraphSignature, model: nn.Module) -> None:
@@ -71,8 +118,11 @@ def _computed_from(node: fx.Node) -> Iterable[fx.Node]:
         norm, place = node.args
         assert isinstance(norm, fx.Node) and isinstance(place, int)
         if norm.target is BATCH_NORM and place < _STATISTICS.start:
-            return [a for a in (*norm.args[: _STATISTICS.start], *norm.args[_STATISTICS.stop :])
-                    if isinstance(a, fx.Node)]
+            return [
+                a
+                for a in (*norm.args[: _STATISTICS.start], *norm.args[_STATISTICS.stop :])
+                if isinstance(a, fx.Node)
+            ]
     return node.all_input_nodes
 
 
@@ -84,8 +134,8 @@ def _refuse_shared(model: nn.Module, changed: Iterable[str]) -> None:
             same = tensor.untyped_storage()._cdata == buffers[name].untyped_storage()._cdata
             if same and tensor is not buffers[name]:
                 raise CaptureError(
-                    f"The forward changes the buffer {name}, which shares its memory with {other}: register a "
-                    "copy of one of them."
+                    f"The forward changes the buffer {name}, which shares its memory with {other}: register "
+                    "a copy of one of them."
                 )
 
 

@@ -25,7 +25,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from megacompile.capture import coded_weights, refusals, replacements
+from megacompile.capture import changed_buffers, coded_weights, refusals, replacements
 from megacompile.capture.refusals import refused
 from megacompile.errors import CaptureError
 
@@ -394,6 +394,10 @@ _OURS: tuple[Patch, ...] = (
     ),
     Patch(transformer, "_detect_is_causal_mask", replacements.said_to_be_causal, _BY_VALUES),
     Patch(torch, "bincount", replacements.bincount, _BY_VALUES),
+    Patch(nn.modules.batchnorm._BatchNorm, "forward", changed_buffers.batch_norm, _BY_VALUES),
+    Patch(
+        nn.SyncBatchNorm, "forward", changed_buffers.sync_batch_norm, "a program of one rank has one batch"
+    ),
     Patch(torch._VF, "lstm", lstm, "fused ones hide their dropout"),
     Patch(torch._VF, "gru", gru, "fused ones hide their dropout"),
     Patch(torch._VF, "rnn_tanh", rnn(torch.tanh), "fused ones hide their dropout"),

@@ -316,7 +316,7 @@ def _written(owner: fx.GraphModule, region: fx.Node, without_gradient: bool) -> 
 def _base(node: fx.Node) -> fx.Node:
     """The node in whose memory a view, or what a write returned, is."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or is_view(node):
+    if (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or is_view(node):
         return _base(node.args[0])  # type: ignore[arg-type]
     return node
 
