@@ -3,7 +3,7 @@
 In: a functional graph that export made, whose outputs begin with the new values of buffers. Out: the same
 graph, which returns its results alone and writes each new value into its buffer, once, behind all that reads
 the buffer. Invariant: whoever computes a part of the graph again, without its writes, computes the same. So
-what the results read of such a buffer is a :func:`snapshot`, which is kept for that. What new values alone
+what the results read of such a buffer is a :func:`buffer_snapshot`, which is kept for that. What new values alone
 read is the buffer itself: nobody computes those again.
 """
 
@@ -27,13 +27,13 @@ from megacompile.kernels.registry import OpSpec, declare
 _STATISTICS = slice(3, 5)  # places of running statistics among a batch norm's arguments, and its results
 
 
-@torch.library.custom_op("megacompile::snapshot", mutates_args=())
-def snapshot(buffer: Tensor) -> Tensor:
+@torch.library.custom_op("megacompile::buffer_snapshot", mutates_args=())
+def buffer_snapshot(buffer: Tensor) -> Tensor:
     """Copy a buffer as it is before this forward changes it."""
     return buffer.clone()
 
 
-@snapshot.register_fake
+@buffer_snapshot.register_fake
 def _(buffer: Tensor) -> Tensor:
     return torch.empty_like(buffer)
 
@@ -54,9 +54,9 @@ def _(x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor) -> 
     return torch.empty_like(running_mean), torch.empty_like(running_var)
 
 
-declare(OpSpec("snapshot"))
+declare(OpSpec("buffer_snapshot"))
 declare(OpSpec("average_statistics"))
-SNAPSHOT = snapshot._opoverload
+SNAPSHOT = buffer_snapshot._opoverload
 
 
 def batch_norm(theirs: Any, norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:

@@ -384,7 +384,6 @@ class NoLoss(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (WithBatchNorm, r"norm\.running_mean"),
         (Branches, r"test_bad_input\.py:\d+ \(if h\.sum\(\) > 0.*\): its control flow"),
         (
             Picks,
