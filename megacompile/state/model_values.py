@@ -638,7 +638,7 @@ def _set(target: Tensor, value: Tensor) -> None:
     if target.is_meta or is_of_bitsandbytes(target):
         set_value(target, value.clone())
     else:
-        target.data.copy_(value)
+        target.detach().copy_(value)  # not by .data: whoever has a copy sees by the version that it changed
 
 
 def _move(

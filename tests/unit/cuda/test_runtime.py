@@ -26,6 +26,7 @@ from megacompile.runtime.device_state import ResidentState
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.pinned_memory import Staging
 from megacompile.schedule.step import Step
+from tests.e2e.test_changed_buffers import Classifier, cross_entropy, images
 from tests.support.cuda_programs import check_fault_is_told, program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
@@ -61,6 +62,25 @@ def test_training_is_bitwise_that_of_the_cpu_device(
     assert gpu.copies > 0
     assert gpu.registered > 0
     assert gpu.released
+
+
+def test_buffers_that_a_forward_changes_are_the_model_s_after_each_step(gpu: FakeCuda) -> None:
+    batches, found = images(3), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        trained = program(Classifier(), device, loss_fn=cross_entropy)
+        seen = []
+        for batch in batches:
+            trained.train_step([batch, batches[0]])
+            seen.append({n: b.clone() for n, b in trained.model.named_buffers()})
+        trained.load_state_dict(trained.state_dict() | {"stem.1.running_mean": torch.ones(4)})
+        trained.train_step(batches[0])
+        seen.append(trained.state_dict() | {"loss": trained.evaluate(batches[0])})
+        trained.close()
+        found.append(seen)
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert gpu.copies > 0
 
 
 @pytest.mark.parametrize(
