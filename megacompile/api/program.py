@@ -484,6 +484,11 @@ class Program:
         self._session.report_skipped()
 
     @alone
+    def vacate(self) -> None:
+        """Give the device's memory back, to another program, until this one is called next."""
+        self._session.vacate()
+
+    @alone
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written; raise why one was not. Steps may be under way."""
         self._session.finish_saving()

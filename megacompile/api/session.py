@@ -520,6 +520,10 @@ class Session:
         """Return when every transfer and update that is under way is over."""
         self._await(lambda runtime: runtime.synchronize())
 
+    def vacate(self) -> None:
+        """Give all memory of the device back until the next run; what is under way ends first."""
+        self._await(lambda runtime: runtime.vacate())
+
     def _await(self, over: Callable[[Runtime], object]) -> None:
         self.same_process()
         if self.runtime is not None:

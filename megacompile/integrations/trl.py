@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from megacompile.integrations.saving import learns_prompts, start_without_effect
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
 from megacompile.integrations.transformers import Mixin
 from megacompile.state.model_values import is_owned
+from megacompile.units import host_available, parse_bytes
 
 # ------------------------------------------------------------------------------------------------------------
 # Which tokens of a chat the assistant says, by where its words lie in the text.
@@ -354,7 +356,8 @@ def _tell_of_dropped(dropped: int, rows: int, length: int | None) -> None:
 
 
 class ReferenceModel(TokenModel):
-    """Gives what TRL's fused head would of a reference that is not the policy, by a program of its own.
+    """Gives what TRL's fused head would of a reference that is not the policy, by a program of its own, which
+    has the device's memory while it runs, and the policy's program else.
 
     A program trains something: here that is the last of the smallest parameters, which no step is made for;
     so frozen weights are kept as those of a policy are, and no moments beside them.
@@ -371,9 +374,17 @@ class ReferenceModel(TokenModel):
         options = compile_options(trainer.args, model, trainer._config)
         self._program = compile(model, optimizer=optimizer, **options | {"dump": None})
 
+    def __call__(self, **inputs: Any) -> Any:
+        if self._trainer.program is not None:
+            self._trainer.program.vacate()
+        try:
+            return super().__call__(**inputs)
+        finally:
+            self._program.vacate()
+
     @staticmethod
     def outputs(trainer: Any) -> Any:
-        return TokenOutputs(())
+        return replace(trainer._token_outputs, metrics=(), trains_entropy=False)
 
     @property
     def _model(self) -> nn.Module:
@@ -508,6 +519,33 @@ class PolicyModel(TokenModel):
         return outputs
 
 
+class SwitchedModel(TokenModel):
+    """Gives what TRL's fused head would of the policy with its adapters off, or switched to others.
+
+    The state is laid out for the adapters that are trained.
+    """
+
+    def _laid_out(self, batch: dict[str, Any]) -> Program:
+        with contextlib.nullcontext() if is_owned(self._model) else _as_trained(self._model):
+            return super()._laid_out(batch)
+
+
+@contextlib.contextmanager
+def _as_trained(model: Any) -> Iterator[None]:
+    """Within, the adapters are on that TRL trains."""
+    if not hasattr(model, "peft_config"):
+        yield
+    elif model._adapters_disabled:
+        model.base_model.enable_adapter_layers()
+        yield
+        model.base_model.disable_adapter_layers()
+    else:
+        active = model.active_adapter
+        model.set_adapter("default")
+        yield
+        model.set_adapter(active)
+
+
 class PolicyMixin(TokenMixin):
     """A trainer of TRL that learns from completions of its own; before TRL's class.
 
@@ -518,17 +556,19 @@ class PolicyMixin(TokenMixin):
     _outside = PolicyModel
     _defaults: Callable[[], Any]
     _entropy_bonus_enabled = False
+    _reference: ReferenceModel | None = None
+    ref_model: Any
     _current_train_step_time: float
     temperature: float
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         args = args or self._defaults()
         refused = {
-            "beta": (args.beta, 0.0),
             "use_vllm": (args.use_vllm, False),
             "use_transformers_continuous_batching": (args.use_transformers_continuous_batching, False),
             "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), False),
             "world_size": (args.world_size, 1),
+            "sync_ref_model": (args.sync_ref_model, False),
         }
         for name, (value, supported) in refused.items():
             if value != supported:
@@ -536,6 +576,17 @@ class PolicyMixin(TokenMixin):
                     f"{type(self).__name__} does not support {name}={value} yet: set it to {supported}."
                 )
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        if args.beta and learns_prompts(self.model):
+            raise MegacompileError(
+                f"{type(self).__name__} cannot switch off prompts that are learned, as the reference of "
+                f"beta={args.beta} needs: set beta to 0.0, or learn other adapters."
+            )
+        if self.ref_model is not None and self._config.host_budget is not None:
+            whole = parse_bytes(
+                self._config.host_budget, what="host_budget", available=host_available(), grows=True
+            )
+            left = whole - sum(p.nbytes for p in self.ref_model.parameters())
+            self._config = replace(self._config, host_budget=f"{max(left, 1)}B")
 
     @property
     def _token_outputs(self) -> TokenOutputs:  # type: ignore[override]
@@ -563,9 +614,20 @@ class PolicyMixin(TokenMixin):
         """Nothing: how long completions get is not known."""
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As upstream; of the policy as it is now by a program."""
-        outside = model if isinstance(model, TokenModel) else TokenModel(self, None)
+        """As upstream; of the policy as it is now, and of a reference, by a program."""
+        if isinstance(model, TokenModel):
+            outside = model
+        elif model is self.ref_model:
+            self._reference = outside = self._reference or ReferenceModel(self, model)
+        else:
+            outside = SwitchedModel(self, None)
         return super()._get_per_token_logps_and_entropies(outside, *args, **kwargs)
+
+    def release(self) -> nn.Module:
+        if self._reference is not None:
+            self._reference.release()
+            self._reference = None
+        return super().release()
 
 
 class GRPOTrainer(PolicyMixin, trl.GRPOTrainer):

@@ -64,6 +64,10 @@ class CpuDevice(Device):
         for buffer in buffers:
             buffer.copy_(self._changed[id(buffer)])
 
+    def vacate(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._fixed, self._meter.limit = 0, self.budget_bytes
+
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
         self.streams.begin(trace)

@@ -132,6 +132,11 @@ class CudaDevice(Device):
             buffer.copy_(here)
             self._constants[id(buffer)] = (buffer, buffer._version, here)
 
+    def vacate(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._constants.clear()
+        self._limit()  # which has the allocator give back what it keeps
+
     def _constant(self, tensor: Tensor) -> Tensor:
         """A buffer of the model on the device, brought up to date where the model's has changed."""
         known = self._constants.get(id(tensor))

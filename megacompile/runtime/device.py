@@ -339,6 +339,10 @@ class Device(ABC):
         :meth:`computing`."""
 
     @abstractmethod
+    def vacate(self) -> None:
+        """Give back all memory of the device that steps leave there, until :meth:`prepare`; at rest."""
+
+    @abstractmethod
     def start(self, trace: Trace) -> AbstractContextManager[None]:
         """Run one step inside, while :meth:`computing`; what ran when goes into ``trace``, the highest bytes
         into ``peak_bytes``."""

@@ -36,6 +36,14 @@ class ResidentState:
         """Return whether everything is where a step wants it; otherwise :meth:`move` must follow, at rest."""
         return set(self.weights) == set(step.resident)
 
+    def vacate(self) -> None:
+        """Bring everything back to the host, waiting gradients too, until a step wants it here."""
+        for group in self.weights:
+            self.state.move(group, torch.device("cpu"))
+        self.weights.clear()
+        self._gradients = {group: self._gradients[group].cpu() for group in self.landed}
+        self._passing = torch.empty(0, dtype=torch.uint8)
+
     def move(self, step: Step) -> None:
         """Bring state to the device, or back to the host, as a step wants it."""
         gone = [group for group in self.weights if group not in step.resident]
@@ -58,9 +66,11 @@ class ResidentState:
         waiting = {home.group for home in homes if isinstance(home, ResidentGrad)} | set(self.landed)
         for group in set(self._gradients) - waiting:
             del self._gradients[group]
-        for group in sorted(waiting - set(self._gradients)):
-            share = self.state.groups[group].share
-            self._gradients[group] = torch.zeros(share, dtype=torch.float32, device=self.device)
+        for group in sorted(waiting):
+            known, share = self._gradients.get(group), self.state.groups[group].share
+            if known is None:
+                known = torch.zeros(share, dtype=torch.float32, device=self.device)
+            self._gradients[group] = known.to(self.device)
         passing = [
             op.group for op in step.ops if op.kind == "accumulate" and isinstance(op.writes[0], PassingGrad)
         ]

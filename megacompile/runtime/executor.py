@@ -110,6 +110,12 @@ class Runtime:
         """Wait for all transfers and updates that are under way."""
         self.device.synchronize()
 
+    def vacate(self) -> None:
+        """Give all memory of the device back, for others, until the next step."""
+        self.synchronize()
+        self.resident.vacate()
+        self.device.vacate()
+
     def close(self) -> None:
         """End the backend's threads."""
         self._end.detach()

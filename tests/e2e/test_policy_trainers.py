@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,11 +43,22 @@ def early_letters(completions: list[str], **_: Any) -> list[float]:
     return [sum("a" <= letter < "n" for letter in text) / max(len(text), 1) for text in completions]
 
 
-def lora() -> Any:
+def adapters() -> Any:
+    """LoRA that moves the model far within few steps."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    return peft.LoraConfig(r=4, lora_alpha=64, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def lora() -> Any:
+    settings = adapters()
     torch.manual_seed(3)
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(build("llama", layers=1), settings)
+    return importlib.import_module("peft").get_peft_model(build("llama", layers=1), settings)
+
+
+def saved(folder: Path) -> Any:
+    """A model that TRL can read once more, as its reference."""
+    build("llama", layers=1).save_pretrained(folder / "start")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
 
 
 class Written:
@@ -61,17 +73,26 @@ class Written:
         return [[*ids, self._eos] if i % 3 else ids for i, ids in enumerate(made)]
 
 
-def policy(kind: Any, folder: Path, *, samples: bool = False, peft: bool = False, **given: Any) -> Any:
+def policy(
+    kind: Any,
+    folder: Path,
+    *,
+    samples: bool = False,
+    model: Any = None,
+    peft_config: Any = None,
+    **given: Any,
+) -> Any:
     config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
     settings = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0} | SETTINGS | given
     data = datasets.Dataset.from_dict({"prompt": sentences(8, 1)})
     trainer = kind(
-        lora() if peft else build("llama", layers=1),
+        build("llama", layers=1) if model is None else model,
         early_letters,
         config(output_dir=str(folder), **settings),
         train_dataset=data,
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer(),
+        peft_config=peft_config,
         **({"hbm_budget": "20MB"} if kind.__module__.startswith("megacompile") else {}),
     )
     if not samples:
@@ -149,12 +170,60 @@ def compare(mine: Any, plain: Any) -> None:
             id="adaptive entropy bonus",
         ),
         pytest.param({"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}, id="sequence level"),
-        pytest.param({"peft": True}, id="LoRA"),
         pytest.param({"mask_truncated_completions": True, "loss_type": "bnpo"}, id="truncated"),
     ],
 )
 def test_grpo_logs_what_trl_does(given: Mapping[str, Any], tmp_path: Path) -> None:
     compare(*(policy(kind, tmp_path, **given) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
+
+
+def test_adapters_log_what_trl_does(tmp_path: Path) -> None:
+    compare(*(policy(kind, tmp_path, model=lora()) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
+
+
+@pytest.mark.parametrize("reference", ["a copy", "adapters off", "adapters as they were"])
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
+def test_references_log_what_trl_does(kind: str, reference: str, tmp_path: Path) -> None:
+    """With ``beta``: beside a frozen copy of the model; new adapters, or those that the model came with."""
+    mine, plain = (
+        policy(
+            getattr(of, kind),
+            tmp_path,
+            model=saved(tmp_path) if reference == "a copy" else lora() if "were" in reference else None,
+            peft_config=adapters() if reference == "adapters off" else None,
+            beta=0.1,
+            temperature=0.8,
+        )
+        for of in (ours, trl)
+    )
+    compare(mine, plain)
+    assert any(abs(entry.get("kl", 0)) > 1e-4 for entry in logs(mine))
+
+
+def test_the_policy_and_its_reference_take_turns_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = policy(ours.GRPOTrainer, tmp_path, model=saved(tmp_path), beta=0.1)
+    turns: list[tuple[int, int]] = []
+    predict = megacompile.Program.predict
+
+    def on_device(program: Any) -> int:
+        runtime = program._session.runtime
+        return 0 if runtime is None else runtime.device._slab.nbytes + len(runtime.resident.weights)
+
+    def watched(program: Any, *args: Any, **kwargs: Any) -> Any:
+        result = predict(program, *args, **kwargs)
+        if program is not trainer.program:
+            turns.append((on_device(program), on_device(trainer.program)))
+        return result
+
+    monkeypatch.setattr(megacompile.Program, "predict", watched)
+    trainer.train()
+    assert len(turns) > 2 and all(own > 0 and other == 0 for own, other in turns)
+    reference = trainer.ref_model
+    trainer.release()
+    loaded = saved(tmp_path).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in reference.state_dict().items())
 
 
 def test_rloo_logs_what_trl_does(tmp_path: Path) -> None:
@@ -191,7 +260,9 @@ def test_the_example_learns(
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
 
 
-@pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("use_transformers_continuous_batching", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("sync_ref_model", True), ("use_transformers_continuous_batching", True)]
+)
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(megacompile.MegacompileError, match=f"GRPOTrainer does not support {name}={value}"):
         policy(ours.GRPOTrainer, tmp_path, **{name: value})

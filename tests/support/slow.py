@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import pytest
 
 SLOW = (
-    r"test_policy_trainers\.py::test_grpo_logs_what_trl_does\[(dapo|entropy|sequence|truncated|LoRA)",
+    r"test_policy_trainers\.py::test_grpo_logs_what_trl_does\[(dapo|entropy|sequence|truncated)",
+    r"test_policy_trainers\.py::test_adapters_log_what_trl_does",
+    r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
     r"test_policy_trainers\.py::test_the_example_learns",
     # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train,
     # cut into pieces, in test_tile.py.
