@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.api.pipeline import Compiled, Scheduled
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
+from megacompile.api.rollout import Rollout
 from megacompile.api.session import LossOfOutputs, Session
 from megacompile.blocks.functions import BlockFunction
 from megacompile.blocks.joint_graph import Ref
@@ -29,13 +30,20 @@ from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.padding import bucket_length, pad_batch, reach
 from megacompile.distributed.world import World
-from megacompile.errors import CaptureError, DeviceLostError, DiskError, MegacompileError, ProgramError
+from megacompile.errors import (
+    BudgetError,
+    CaptureError,
+    DeviceLostError,
+    DiskError,
+    MegacompileError,
+    ProgramError,
+)
 from megacompile.graph.captured import OutputsFn, all_outputs
 from megacompile.graph.fusion_rewriter import Fusions
 from megacompile.hardware.machine import Machine, copies_beside
 from megacompile.hardware.simulate import align
 from megacompile.report.schedule import Schedule
-from megacompile.runtime.call_context import alone
+from megacompile.runtime.call_context import alone, exclusive
 from megacompile.runtime.step_results import Memory, StepOutput, StepResults
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Workload
@@ -153,7 +161,8 @@ def _made_up(example: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # Samples of a causal language model, by transformers' own ``generate``.
 #
-# In: a model whose values a program keeps, the program's ``predict``, options of transformers' ``generate``.
+# Where there is no room for a rollout. In: a model whose values a program keeps, the program's ``predict``,
+# options of transformers' ``generate``.
 # Out: what that returns. All sampling is transformers' code; the model's call alone is answered by a program
 # of the forward, which gives the logits of one position.
 
@@ -194,8 +203,8 @@ class _Streamed(_Model):
         for name in _REFUSED:
             if given.get(name, False) is not False:
                 raise MegacompileError(
-                    f"program.generate takes no {name}, as it keeps no keys and values and reads logits "
-                    "only: give it input_ids, and call program.predict for other outputs of the forward."
+                    f"Without a rollout, program.generate takes no {name}, as it keeps no keys and values "
+                    "and reads logits only: give it input_ids, and call program.predict for other outputs."
                 )
         assert input_ids is not None
         length = input_ids.shape[1]
@@ -222,11 +231,6 @@ class _Streamed(_Model):
 def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **options: Any) -> Any:
     """Return what ``model.generate`` of transformers returns, on the host; ``predict`` runs the forwards."""
     source = _language_model(model)
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        raise MegacompileError(
-            "program.generate takes input_ids as a tensor of rows of tokens: give **tokenizer(texts, "
-            'return_tensors="pt", padding=True, padding_side="left"), or tokens[None] for one row.'
-        )
     kind = type(type(source).__name__, (_Streamed, type(source)), {})
     streamed: Any = object.__new__(kind)  # the model's attributes, as they are, and another call
     vars(streamed).update(vars(source), predict=predict)
@@ -234,20 +238,34 @@ def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **op
     return streamed.generate(**pytree.tree_map_only(Tensor, Tensor.cpu, options))
 
 
-def _language_model(model: Any) -> Any:
-    """The model of transformers that generates; of adapters the one that they are on."""
+def refuse_no_generator(model: Any, input_ids: Any) -> None:
+    """Refuse a model that is none of transformers that generates, and prompts that are no rows of tokens."""
     source = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if source is not model and model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
+    if (
+        not (hasattr(source, "can_generate") and source.can_generate())
+        or source.main_input_name != "input_ids"
+    ):
         raise MegacompileError(
-            f"program.generate knows no virtual tokens, as {kind} has: call program.release(), and generate "
-            "with the model."
+            f"{type(source).__name__} is no model of transformers that generates from tokens, which "
+            "program.generate needs: call program.predict and choose from what it returns."
         )
-    generates = hasattr(source, "can_generate") and source.can_generate()
-    if not generates or source.config.is_encoder_decoder or source.main_input_name != "input_ids":
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise MegacompileError(
-            f"{type(source).__name__} is no causal language model of transformers, which program.generate "
-            "needs: call program.predict and choose from what it returns."
+            "program.generate takes input_ids as a tensor of rows of tokens: give **tokenizer(texts, "
+            'return_tensors="pt", padding=True, padding_side="left"), or tokens[None] for one row.'
+        )
+
+
+def _language_model(model: Any) -> Any:
+    """The model of transformers that generates; of adapters the one that they are on. Refuses what a program
+    of the forward cannot answer for."""
+    source = model.get_base_model() if hasattr(model, "get_base_model") else model
+    virtual = source is not model and model.active_peft_config.is_prompt_learning
+    if virtual or source.config.is_encoder_decoder:
+        what = "virtual tokens" if virtual else "encoder with its decoder"
+        raise MegacompileError(
+            f"Without a rollout, program.generate knows no {what} of {type(source).__name__}: give it one "
+            "process and a budget with room for a rollout, or call program.release() first."
         )
     return source
 
@@ -712,6 +730,34 @@ class Program:
         """
         return self._forward("predict", batch, outputs or all_outputs)
 
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[Any]:
+        """The model, with the whole budget to generate in: ``with program.rollout() as model``.
+
+        ``model`` is a copy in eval mode: weights as programs compute with them, on the device, and room for a
+        cache of keys and values. Its ``generate`` and its call are the model's own; they take tensors of the
+        host and return some. Where the cache of all rows has no room, ``generate`` makes one part of the rows
+        after the other. Where weights have none, those of a block come when it runs, in each forward.
+
+        Updates end before; steps go on after the context, bit for bit as without it, also where it was left
+        by an exception. Inside, the program itself runs nothing. Refused for several ranks.
+        """
+        session = self._session
+        with exclusive(session, "rollout"), session.values.in_call():
+            self._ready()
+            if self.world.size > 1:
+                raise MegacompileError(
+                    "program.rollout is for one process, and several ranks train here: use program.generate."
+                )
+            rollout = Rollout(session)
+            session.rolls_out = True
+        try:
+            yield rollout.model
+        finally:
+            with exclusive(session, "rollout"):
+                session.rolls_out = False
+                rollout.end()
+
     @alone
     def generate(self, /, input_ids: Tensor, **options: Any) -> Any:
         """Samples between steps: what ``model.generate(input_ids, **options)`` of transformers returns.
@@ -722,11 +768,18 @@ class Program:
         ``num_beams``, ``stopping_criteria``, an ``attention_mask`` of prompts padded on the left. Random
         numbers come from torch's generator, so a seed gives the same tokens as there.
 
-        Each token takes a forward over the whole row, as no keys and values are kept: where weights are
-        streamed, their transfer takes as long for one token as for a few hundred. So several rows cost little
-        more than one. Rows are padded to few lengths, so that few programs are compiled. Several ranks
-        call it together, with the same prompts, and the same seed where they sample.
+        The model generates in a :meth:`rollout`. Where the budget has no room for one, and on several ranks,
+        each token takes a forward over the whole row, without a cache, by a program. Then several rows cost
+        little more than one, as weights take as long to come for a token as for a few hundred; rows are
+        padded to few lengths, so that few programs are compiled. Several ranks call it together, with the
+        same prompts, and the same seed where they sample.
         """
+        refuse_no_generator(self._session.model, input_ids)
+        if self.world.size == 1:
+            with contextlib.suppress(BudgetError), self.rollout() as model:
+                if self._only_plans:
+                    raise _PlannedError
+                return model.generate(input_ids, **options)
         return generate(self._session.model, self.predict, input_ids, **options)
 
     @alone
@@ -745,6 +798,7 @@ class Program:
         machines, where they are as many, take the mesh.
         """
         session = self._session
+        self._refuse_in_rollout()
         session.resumes = None if checkpoint is None else Path(checkpoint)
 
         with session.world.together():
@@ -796,6 +850,7 @@ class Program:
     def _ready(self) -> None:
         session = self._session
         session.same_process()
+        self._refuse_in_rollout()
         if session.saving is not None and session.world.size == 1:  # several hear of it at one point
             session.saving.raise_failure()
         if session.inconsistent:
@@ -809,6 +864,12 @@ class Program:
         if session.values.lent:
             session.synchronize()
             session.values.take_back()
+
+    def _refuse_in_rollout(self) -> None:
+        if self._session.rolls_out:
+            raise ProgramError(
+                "The model of a rollout has the device: call the program after the with block of its rollout."
+            )
 
     @property
     def plan(self) -> Plan:

@@ -241,6 +241,7 @@ class Session:
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
+        self.rolls_out = False  # another has the device
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""

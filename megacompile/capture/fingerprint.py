@@ -323,12 +323,21 @@ def fake_copy(
             dtype, strides = forms[name]
             fake = torch.empty_strided(stored_shape(parameter), strides, dtype=dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=name in trained)
-            memo[id(vars(parameter).get("quant_state"))] = None  # which holds a coded weight's scales
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
             )
-    memo |= {id(t): t for t in tensors_of(model) if id(t) not in memo}
+    return copy_around(model, memo | {id(t): t for t in tensors_of(model) if id(t) not in memo})
+
+
+def copy_around(model: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
+    """A structural copy of ``model`` whose tensors are those given by the ids of the model's own.
+
+    A coded weight stands there as the bytes that a program stores of it, and its module is marked.
+    """
+    memo: dict[int, Any] = dict(tensors)
+    for parameter in model.parameters():
+        memo[id(vars(parameter).get("quant_state"))] = None  # which holds a coded weight's scales
     copied = copy.deepcopy(model, memo)
     for module in modules_of(model):
         for name, value in vars(module).items():

@@ -547,17 +547,14 @@ def _as_trained(model: Any) -> Iterator[None]:
 
 
 class PolicyMixin(TokenMixin):
-    """A trainer of TRL that learns from completions of its own; before TRL's class.
-
-    The model's own ``generate`` makes the completions on the host, in the model's dtype and with its cache,
-    from values that the program lends it.
-    """
+    """A trainer of TRL that learns from completions of its own, made in a rollout; before TRL's class."""
 
     _outside = PolicyModel
     _defaults: Callable[[], Any]
     _entropy_bonus_enabled = False
     _reference: ReferenceModel | None = None
     ref_model: Any
+    model_wrapped: Any
     _current_train_step_time: float
     temperature: float
 
@@ -606,6 +603,15 @@ class PolicyMixin(TokenMixin):
         return loss
 
     training_step.waits = True  # type: ignore[attr-defined]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, by the model of a rollout."""
+        policy = self.model_wrapped
+        with self._programmed().rollout() as self.model_wrapped:
+            try:
+                return super()._generate_single_turn(*args, **kwargs)
+            finally:
+                self.model_wrapped = policy
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # upstream gives the prompts, of which completions are not made yet

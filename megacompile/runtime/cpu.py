@@ -41,6 +41,7 @@ class CpuDevice(Device):
         self._fixed = 0
         self._changed: dict[int, Tensor] = {}  # copies of the model's buffers
         self._meter = StorageMeter()
+        self._whole = StorageMeter(budget_bytes)  # while no step has a part of the budget
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -66,7 +67,15 @@ class CpuDevice(Device):
 
     def vacate(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
-        self._fixed, self._meter.limit = 0, self.budget_bytes
+        self._whole = StorageMeter(self.budget_bytes)  # forgets what a failed call still holds
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        try:
+            with self._whole:
+                yield
+        finally:
+            self.peak_bytes = max(self.peak_bytes, min(self._whole.peak, self.budget_bytes))
 
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:

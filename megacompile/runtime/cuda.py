@@ -137,6 +137,14 @@ class CudaDevice(Device):
         self._constants.clear()
         self._limit()  # which has the allocator give back what it keeps
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        self.api.reset()
+        try:
+            yield
+        finally:
+            self.peak_bytes = max(self.peak_bytes, self.api.allocated_bytes())
+
     def _constant(self, tensor: Tensor) -> Tensor:
         """A buffer of the model on the device, brought up to date where the model's has changed."""
         known = self._constants.get(id(tensor))

@@ -343,6 +343,11 @@ class Device(ABC):
         """Give back all memory of the device that steps leave there, until :meth:`prepare`; at rest."""
 
     @abstractmethod
+    def whole(self) -> AbstractContextManager[None]:
+        """Count what is allocated inside against the whole budget, after :meth:`vacate`, and the highest
+        bytes into ``peak_bytes``."""
+
+    @abstractmethod
     def start(self, trace: Trace) -> AbstractContextManager[None]:
         """Run one step inside, while :meth:`computing`; what ran when goes into ``trace``, the highest bytes
         into ``peak_bytes``."""

@@ -103,6 +103,15 @@ def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
         low[piece].copy_(halves[1])
 
 
+def computed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value as a state would stream it, in the dtype that programs compute in."""
+    if (value.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return value.to(dtype)
+    high = torch.empty(value.numel(), dtype=dtype)
+    write_halves(value.reshape(-1), high, torch.empty_like(high, dtype=torch.int16))
+    return high.view(value.shape)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Views of what the host keeps of single parameters, in a group's flat arrays.
 #
@@ -422,6 +431,13 @@ class HostState:
         """The FP32 master of a parameter that may be cut as a new tensor of its whole shape."""
         parts = [self.read(place) for place in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy_streamed(self, places: Sequence[tuple[int, int]], target: Tensor) -> None:
+        """Copy a parameter that may be cut, as it is streamed, to a tensor of its whole shape, of the dtype
+        that programs compute in; nothing of it may be on the device."""
+        for group, index in places:
+            slot, weights = self.groups[group].slots[index], self.open(group, change=False)["weights"]
+            rows_of(slot.parameter, target).copy_(slot_view(weights, slot))
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter, or what of it is this rank's, from a tensor of its shape, of any floating

@@ -31,7 +31,7 @@ from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.state.arena import trim_heap
 from megacompile.state.foreign_optimizer import members_of
-from megacompile.state.masters import HostState, Weights, empty, is_exact, set_value
+from megacompile.state.masters import HostState, Weights, computed, empty, is_exact, set_value
 from megacompile.state.optimizer import refuse_moments
 from megacompile.units import RESERVE, format_bytes, host_available
 
@@ -618,6 +618,14 @@ class ModelValues:
         value = self._own(name, parameter)
         value = value if parameter.is_meta and self._source is not None else value.clone()
         return value.float() if value.is_floating_point() else value
+
+    def copy_streamed(self, name: str, target: Tensor) -> None:
+        """Copy a parameter, as programs compute with it, to a tensor of its stored shape and their dtype."""
+        if name in self._homes:
+            assert self._state is not None
+            self._state.copy_streamed(self._homes[name], target)
+        else:
+            target.copy_(computed(self._own(name, self.model.get_parameter(name)), target.dtype))
 
     def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter's value that no program has."""

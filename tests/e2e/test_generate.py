@@ -42,7 +42,18 @@ def programs(program: megacompile.Program) -> int:
     return program._session.compiler.programs
 
 
+@pytest.fixture
+def no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget has room for the model alone, so that programs answer for it."""
+
+    def refuse(session: Any) -> None:
+        raise megacompile.BudgetError("no room")
+
+    monkeypatch.setattr("megacompile.api.program.Rollout", refuse)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.usefixtures("no_rollout")
 def test_tokens_are_those_of_transformers_before_and_after_steps(name: str) -> None:
     model = build(name)
     program = compiled(copy.deepcopy(model), batch_for(name))
@@ -87,6 +98,7 @@ def test_beams_stopping_and_the_model_s_own_generation_config() -> None:
     program.close()
 
 
+@pytest.mark.usefixtures("no_rollout")
 def test_logits_of_one_position_where_the_forward_gives_all() -> None:
     from transformers import LlamaForCausalLM
 
@@ -116,13 +128,24 @@ def test_adapters() -> None:
     assert not torch.equal(ours[1], before)
 
 
-def test_virtual_tokens_are_refused_by_name() -> None:
+def test_what_only_a_rollout_can_do(request: pytest.FixtureRequest) -> None:
+    """Virtual tokens, and an encoder with its decoder; without one, they are refused by name."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    program = compiled(peft.get_peft_model(build("llama"), config))
-    with pytest.raises(megacompile.MegacompileError, match="virtual tokens, as PROMPT_TUNING has"):
-        program.generate(prompts(), **NEW)
-    program.close()
+    shape = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
+             "decoder_start_token_id": 0}  # fmt: skip
+    models = peft.get_peft_model(build("llama"), config), T5ForConditionalGeneration(T5Config(**shape))
+    programs = [compiled(model) for model in models]
+    ours = [program.generate(prompts(), **NEW | {"max_new_tokens": 3}) for program in programs]
+    request.getfixturevalue("no_rollout")
+    for program, what in zip(programs, ("virtual tokens", "encoder with its decoder"), strict=True):
+        with pytest.raises(megacompile.MegacompileError, match=f"Without a rollout, .* knows no {what} of"):
+            program.generate(prompts(), **NEW)
+    for tokens, program in zip(ours, programs, strict=True):
+        plain: Any = program.release().eval()
+        assert torch.equal(tokens, plain.generate(input_ids=prompts(), **NEW | {"max_new_tokens": 3}))
 
 
 def test_while_a_trainer_trains_and_after(tmp_path: Path) -> None:
@@ -148,18 +171,16 @@ def test_while_a_trainer_trains_and_after(tmp_path: Path) -> None:
 
 
 def test_what_cannot_generate_is_refused_by_name() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    shape = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    for model in (Plain(), T5ForConditionalGeneration(T5Config(**shape))):
-        program = compiled(model)
-        name = type(model).__name__
-        with pytest.raises(megacompile.MegacompileError, match=f"{name} is no causal language model of"):
-            program.generate(prompts())
-        program.close()
+    program = compiled(Plain())
+    with pytest.raises(
+        megacompile.MegacompileError, match="Plain is no model of transformers that generates"
+    ):
+        program.generate(prompts())
+    program.close()
 
 
 @pytest.mark.parametrize("given", [{"output_hidden_states": True}, {"inputs_embeds": torch.ones(2, 7, 32)}])
+@pytest.mark.usefixtures("no_rollout")
 def test_what_needs_more_than_logits_is_refused_by_name(given: dict[str, Any]) -> None:
     program = compiled(build("llama"), batch_for("llama"))
     with pytest.raises(megacompile.MegacompileError, match=f"takes no {next(iter(given))}"):
@@ -193,6 +214,7 @@ def test_a_loaded_folder_s_generation_config(tmp_path: Path) -> None:
         megacompile.from_pretrained(tmp_path / "in", "1GB")
 
 
+@pytest.mark.usefixtures("no_rollout")
 def test_a_model_whose_values_are_kept_says_so_and_a_first_call_what_it_needs() -> None:
     program = compiled(build("llama"))
     with pytest.raises(megacompile.ProgramError, match=r"program\.prepare\(batch\)"):

@@ -1,0 +1,206 @@
+"""``program.rollout``: the model alone on the device between steps, generating as with plain transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megacompile
+from tests.e2e.test_coded_weights import Linear4bit
+from tests.e2e.test_generate import NEW, left_padded, prompts
+from tests.e2e.test_predict import trained
+from tests.support.models import batch_for, build, gpt2
+
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+
+
+def pair(
+    make: Callable[[], nn.Module], budget: str = "1GB", dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[megacompile.Program, megacompile.Program]:
+    """Two programs of equal models: one rolls out, the other one only trains."""
+    models = make(), make()
+    first, second = (
+        megacompile.compile(m, budget, compute_dtype=dtype, optimizer=adam(m), max_grad_norm=1.0, **options)
+        for m in models
+    )
+    first.model.train(), second.model.train()
+    return first, second
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def step(programs: tuple[megacompile.Program, ...], seed: int, name: str = "llama") -> None:
+    """Train all alike, bit for bit."""
+    losses = [program.train_step(batch_for(name, seed, size=2, length=8)).loss for program in programs]
+    states = [program.state_dict() for program in programs]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)
+
+
+def sampled(generate: Callable[..., Any], **options: Any) -> Any:
+    torch.manual_seed(11)
+    return generate(**options | NEW)
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """A model whose weights are rounded as programs round them, ties away from zero, and nothing else is."""
+    for parameter in model.parameters():
+        if dtype == torch.bfloat16:
+            bits = parameter.data.view(torch.int32) + 0x8000
+            parameter.data = (bits & ~0xFFFF).view(torch.float32).to(dtype)
+    return model.eval()
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [100.0, 0.8])
+def test_tokens_are_transformers_and_training_goes_on_bitwise(dtype: torch.dtype, share: float) -> None:
+    """With weights that are kept, and with those of blocks that come one by one."""
+    weights = bytes_of(build("llama")) * dtype.itemsize // 4
+    programs = pair(lambda: build("llama"), f"{int(share * weights)}B", dtype)
+    program = programs[0]
+    with program.rollout() as rolled:  # before anything is laid out
+        plain = in_dtype(build("llama"), dtype)
+        assert all(torch.equal(p, plain.get_parameter(n)) for n, p in rolled.named_parameters() if p.numel())
+    for seed in range(2):
+        step(programs, seed)
+        plain = in_dtype(trained(program), dtype)
+        with program.rollout() as rolled:
+            runtime: Any = program._session.runtime
+            assert not runtime.resident.weights and runtime.device._slab.nbytes == 0
+            assert rolled._rollout._streams == (share < 1)
+            for options in (left_padded(), left_padded() | SAMPLED, {"input_ids": prompts()}):
+                assert torch.equal(sampled(rolled.generate, **options), sampled(plain.generate, **options))
+            with torch.no_grad():
+                assert torch.equal(rolled(input_ids=prompts()).logits, plain(input_ids=prompts()).logits)
+        assert program.memory.device_peak_bytes <= program.memory.budget_bytes
+    step(programs, 2)
+
+
+def test_the_budget_is_held_to_the_byte() -> None:
+    """A rollout fits a budget of what it took; with a byte less it takes fewer rows at once."""
+    ids = prompts(rows=16, length=20)
+    program = megacompile.compile(build("llama"), "1GB", compute_dtype=torch.float32)
+    with program.rollout() as model:
+        expected = model.generate(ids, **NEW)
+        peak = model._rollout.device.peak_bytes
+    parts = []
+    for budget in (peak, peak - 1):
+        program = megacompile.compile(build("llama"), f"{budget}B", compute_dtype=torch.float32)
+        with program.rollout() as model:
+            fewer, calls = model._rollout._fewer, list[int]()
+            model._rollout._fewer = lambda *a, calls=calls, fewer=fewer: calls.append(1) or fewer(*a)
+            assert torch.equal(model.generate(ids, **NEW), expected)
+            assert model._rollout.device.peak_bytes <= budget
+        parts.append(len(calls))
+    assert parts == [0, 1]
+
+
+def test_rows_in_parts_end_where_they_do_together() -> None:
+    """Parts of other lengths are padded, and draw as rows of their own would."""
+    ids = prompts(rows=8, length=20)
+    model: Any = build("llama")
+    model.generation_config.update(eos_token_id=list(range(3, 30)))
+    expected = sampled(model.eval().generate, input_ids=ids)
+    assert bool((expected[:, 20:] == 0).any())
+    program = megacompile.compile(model, f"{bytes_of(model) + 60_000}B", compute_dtype=torch.float32)
+    with program.rollout() as rolled:
+        assert torch.equal(sampled(rolled.generate, input_ids=ids), expected)
+        with pytest.raises(megacompile.BudgetError, match=r"give \d rows at a time"):
+            rolled.generate(ids, return_dict_in_generate=True, **NEW)
+        assert rolled.generate(ids[:1], return_dict_in_generate=True, **NEW).sequences.shape[0] == 1
+
+
+def test_tied_weights_dropout_and_modes() -> None:
+    programs = pair(lambda: seeded(lambda: gpt2(dropout=0.3)))
+    step(programs, 0, "gpt2")
+    plain: Any = trained(programs[0]).eval()
+    with programs[0].rollout() as model:
+        assert model.lm_head.weight is model.transformer.wte.weight and not model.training
+        assert torch.equal(sampled(model.generate, **left_padded()), sampled(plain.generate, **left_padded()))
+    assert programs[0].model.training
+    step(programs, 1, "gpt2")
+
+
+def test_adapters_before_anything_is_laid_out_and_after() -> None:
+    from tests.e2e.test_trainer import lora
+
+    programs = pair(lora)
+    for seed in range(2):
+        plain: Any = trained(programs[0]).eval() if seed else copy.deepcopy(programs[0].model).eval()
+        with programs[0].rollout() as model:
+            assert torch.equal(
+                sampled(model.generate, **left_padded()), sampled(plain.generate, **left_padded())
+            )
+        step(programs, seed)
+
+
+def test_coded_weights_compute_as_in_steps() -> None:
+    def make() -> nn.Module:
+        model: Any = build("llama", layers=1).requires_grad_(False)
+        model.model.layers[0].mlp.up_proj = seeded(lambda: Linear4bit(32, 64))
+        model.lm_head.requires_grad_(True)
+        return model  # type: ignore[no-any-return]
+
+    programs = pair(make)
+    step(programs, 0)
+    batch = {"input_ids": prompts()}
+    with programs[0].rollout() as rolled:
+        logits = rolled(**batch).logits
+    torch.testing.assert_close(logits, programs[0].predict(batch).logits, rtol=1e-5, atol=1e-6)
+    step(programs, 1)
+
+
+def test_gradients_that_wait_stay_and_so_does_state_on_storage(tmp_path: Path) -> None:
+    for options in ({}, {"offload_dir": str(tmp_path), "host_budget": "3MB"}):
+        programs = pair(lambda: build("llama"), **options)
+        for seed in range(2):
+            for number, program in enumerate(programs):
+                program.forward_backward(batch_for("llama", seed, size=2, length=8))
+                if number == 0:
+                    with program.rollout() as model:
+                        model.generate(prompts(), **NEW)
+                program.forward_backward(batch_for("llama", seed + 5, size=2, length=8))
+                program.optimizer_step()
+        step(programs, 2)
+
+
+def test_an_exception_inside_and_calls_out_of_place() -> None:
+    programs = pair(lambda: build("llama"))
+    step(programs, 0)
+    with pytest.raises(KeyboardInterrupt), programs[0].rollout() as model:
+        with pytest.raises(megacompile.ProgramError, match="after the with block of its rollout"):
+            programs[0].train_step(batch_for("llama"))
+        with pytest.raises(IndexError):
+            model.generate(torch.full((1, 3), 10_000), **NEW)
+        assert model.generate(prompts(), **NEW).shape == (2, 17)
+        raise KeyboardInterrupt
+    with pytest.raises(megacompile.ProgramError, match="a rollout, which has ended"):
+        model.generate(prompts(), **NEW)
+    step(programs, 1)
+
+
+def test_too_small_a_budget_is_refused_with_the_least_one() -> None:
+    least: Any = None
+    for budget in ("10000B", None):
+        program = megacompile.compile(build("llama"), budget or f"{least}B", compute_dtype=torch.float32)
+        message = r"hbm_budget has to be at least (\d+) bytes" if least is None else "the cache of one row"
+        with pytest.raises(megacompile.BudgetError, match=message) as refused, program.rollout() as model:
+            model.generate(prompts(), **NEW)
+        least = refused.value.least_bytes
