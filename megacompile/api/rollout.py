@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -68,6 +68,7 @@ class Rollout:
         session.vacate()
         runtime = session.runtime
         self._closes = runtime is None
+        self._passing = runtime is not None and runtime.state.passing
         self.device: Device = session.settings.open_device() if runtime is None else runtime.device
         try:
             self.model = self._copy(session.model)
@@ -85,8 +86,10 @@ class Rollout:
         """A parameter as programs compute with it, in these bytes of the device."""
         dtype, strides = self._forms[name]
         value = place.view(dtype).as_strided(self._shapes[name], strides)
-        with _disable_current_modes():  # what is read is the host's, which no meter counts
-            self._values.copy_streamed(name, value)
+        for target, source in _unmetered(self._values.streamed_parts(name, value)):
+            self.device.copy([target], [source])
+            if self._passing:
+                self.device.synchronize()  # the next part may come where this one is
         return value
 
     def _copy(self, model: nn.Module) -> Any:
@@ -227,6 +230,7 @@ class Rollout:
     def end(self) -> None:
         """Give the device back; the copy of the model is of no use any more."""
         self._ended = True
+        self.device.synchronize()
         _Weights(self._names, self).drop()
         self.device.vacate()
         if self._closes:
@@ -249,6 +253,16 @@ class _OnDevice(_Model):
         if not isinstance(options.get(name), Tensor):
             return self._rollout.run(super().generate, (), options)
         return self._rollout.generate(super().generate, name, options)
+
+
+def _unmetered(parts: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same; what is made on the host for it is not the device's, and counted by no meter."""
+    while True:
+        with _disable_current_modes():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Module], set[int]]:

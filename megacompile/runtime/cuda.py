@@ -141,7 +141,8 @@ class CudaDevice(Device):
     def whole(self) -> Iterator[None]:
         self.api.reset()
         try:
-            yield
+            with self._on_compute():
+                yield
         finally:
             self.peak_bytes = max(self.peak_bytes, self.api.allocated_bytes())
 
@@ -157,11 +158,16 @@ class CudaDevice(Device):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        with self._on_compute(), self._showing_what_is_held():
+            yield
+
+    @contextmanager
+    def _on_compute(self) -> Iterator[None]:
         caller, compute = self.api.current(), self.streams.compute
         _follow(self.api, compute, caller)
         self.api.use(compute)
         try:
-            with exact_convolutions(), self._showing_what_is_held():
+            with exact_convolutions():
                 yield
         finally:
             _follow(self.api, caller, compute)

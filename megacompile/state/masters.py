@@ -432,12 +432,11 @@ class HostState:
         parts = [self.read(place) for place in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def copy_streamed(self, places: Sequence[tuple[int, int]], target: Tensor) -> None:
-        """Copy a parameter that may be cut, as it is streamed, to a tensor of its whole shape, of the dtype
-        that programs compute in; nothing of it may be on the device."""
-        for group, index in places:
-            slot, weights = self.groups[group].slots[index], self.open(group, change=False)["weights"]
-            rows_of(slot.parameter, target).copy_(slot_view(weights, slot))
+    def streamed_part(self, place: tuple[int, int], whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a parameter or piece is of a tensor of the whole parameter's shape, and as it is
+        streamed: a view until another group is opened; it may not be on the device."""
+        slot, weights = self._find(place), self.open(place[0], change=False)["weights"]
+        return rows_of(slot.parameter, whole), slot_view(weights, slot)
 
     def write(self, place: tuple[int, int], value: Tensor) -> None:
         """Set one parameter, or what of it is this rank's, from a tensor of its shape, of any floating

@@ -619,13 +619,15 @@ class ModelValues:
         value = value if parameter.is_meta and self._source is not None else value.clone()
         return value.float() if value.is_floating_point() else value
 
-    def copy_streamed(self, name: str, target: Tensor) -> None:
-        """Copy a parameter, as programs compute with it, to a tensor of its stored shape and their dtype."""
-        if name in self._homes:
-            assert self._state is not None
-            self._state.copy_streamed(self._homes[name], target)
-        else:
-            target.copy_(computed(self._own(name, self.model.get_parameter(name)), target.dtype))
+    def streamed_parts(self, name: str, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each part of a tensor of a parameter's stored shape, with what programs compute with there:
+        a tensor on the host, until the next part is asked for."""
+        if name not in self._homes:
+            yield whole, computed(self._own(name, self.model.get_parameter(name)), whole.dtype)
+            return
+        assert self._state is not None
+        for place in self._homes[name]:
+            yield self._state.streamed_part(place, whole)
 
     def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter's value that no program has."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,14 @@ from tests.simulated.numbers import Numbers, failures, runtime
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch, **settings: int) -> Iterator[None]:
     """Within, operators have numbers and operations lag; at its end nothing forbidden may have happened."""
-    computing = CudaDevice.computing
 
-    @contextmanager
-    def with_numbers(self: CudaDevice) -> Iterator[None]:
-        with computing(self), Numbers():
-            yield
+    def entered(context: Callable[[CudaDevice], AbstractContextManager[None]]) -> Any:
+        @contextmanager
+        def with_numbers(self: CudaDevice) -> Iterator[None]:
+            with context(self), Numbers():
+                yield
+
+        return with_numbers
 
     def sums(add_up: Callable[..., None]) -> Callable[..., None]:
         def with_numbers(*arguments: object) -> None:
@@ -30,7 +33,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, **settings: int) -> Iterator[None
 
         return with_numbers
 
-    monkeypatch.setattr(CudaDevice, "computing", with_numbers)
+    monkeypatch.setattr(CudaDevice, "computing", entered(CudaDevice.computing))
+    monkeypatch.setattr(CudaDevice, "whole", entered(CudaDevice.whole))
     monkeypatch.setattr(Fabric, "reduce", sums(Fabric.reduce))
     monkeypatch.setattr(Fabric, "all_reduce", sums(Fabric.all_reduce))
     monkeypatch.setattr(_triton, "HAS_TRITON", False)  # its launches have no numbers
