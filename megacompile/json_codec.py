@@ -18,12 +18,21 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megacompile.errors import MegacompileError
 
 _hints = functools.cache(get_type_hints)
+LATER = "later"
+"""In the metadata of a dataclass's last fields: left out where it has its default, so that texts, and digests
+of them, are as before there was such a field."""
 
 
 @functools.cache
 def _names(kind: type) -> tuple[str, ...] | None:
     """The fields of a dataclass; of another class None."""
     return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None
+
+
+@functools.cache
+def _later(kind: type) -> dict[str, Any]:
+    """The defaults of the fields of a dataclass that are left out where they have them, by their names."""
+    return {f.name: f.default for f in fields(kind) if LATER in f.metadata}
 
 
 def parse_json(text: str, what: str, *, finite: bool = True) -> Any:
@@ -52,7 +61,10 @@ def to_plain(value: Any, named: bool = True) -> Any:
     """
     names = _names(type(value))
     if names is not None:
-        items = {name: to_plain(getattr(value, name), named) for name in names}
+        later, kept = _later(type(value)), list(names)
+        while kept and kept[-1] in later and getattr(value, kept[-1]) == later[kept[-1]]:
+            kept.pop()
+        items = {name: to_plain(getattr(value, name), named) for name in kept}
         return items if named else [*items.values()]
     if isinstance(value, (tuple, list)):
         return [to_plain(item, named) for item in value]
@@ -103,7 +115,11 @@ def _dataclass(kind: Any, value: Any, where: str, partial: bool) -> Any:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f": did you mean {near[0]}?" if near else "."
             raise MegacompileError(f"{where} has a field {_short(name)} that no {kind.__name__} has{hint}")
-    missing = [n for n, f in known.items() if n not in value and not (partial and _has_default(f))]
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in value and not (LATER in f.metadata or (partial and _has_default(f)))
+    ]
     if missing:
         raise MegacompileError(f"{where} lacks {', '.join(missing[:3])}.")
     hints = _hints(kind)

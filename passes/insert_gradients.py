@@ -175,7 +175,8 @@ class _Inserter:
         on_device = group in self.resident
         return Op("adam", "compute" if on_device else "host", group=group, reads=(home, *extra),
                   writes=(Resident(group) if on_device else Master(group),),
-                  nbytes=self.work.groups[group].update_bytes)  # fmt: skip
+                  nbytes=self.work.groups[group].update_bytes,
+                  flops=self.work.groups[group].update_flops)  # fmt: skip
 
     def _updates(self, groups: list[int]) -> Iterator[Op]:
         """The clipping coefficient, then updates in the order of first use."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megacompile.blocks.memory_meter import SORTED_FROM
+from megacompile.blocks.memory_meter import SORTED_FROM, tensors_of
 from megacompile.capture.sdpa import attention, attention_backward
 from megacompile.graph.captured import is_view
 from megacompile.graph.sequence_dimension import arguments
@@ -141,6 +142,23 @@ def launches(node: fx.Node) -> int:
     rows = call.spec.along == "rows"
     copies = [a for a in node.all_input_nodes if rows and not _has_rows(a.meta["val"])]
     return call.part.launches + len(copies)
+
+
+class WorkMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what operators of eager code do inside: the FLOPs of products, the bytes of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+        elif func._schema.is_mutable or not any(a.alias_info for a in func._schema.arguments):
+            self.moved += sum(t.nbytes for t in tensors_of((*args, out)))
+        return out
 
 
 def values(node: fx.Node) -> dict[str, Any]:

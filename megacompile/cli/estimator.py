@@ -20,7 +20,7 @@ from megacompile.bench.kernel_bench import operation_of
 from megacompile.bench.kernel_cases import OPERATIONS, inputs_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.capture.batch import read_batch
-from megacompile.cli.models import Model
+from megacompile.cli.models import Model, optimizer_of
 from megacompile.cli.repeat_layers import Repeated
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.hardware.catalog import Dtype, MachineProfile
@@ -43,8 +43,9 @@ from megacompile.schedule.op_table import COMPUTES, STREAMS, Stream
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import BlockWork, Call, KernelWork, Workload
+from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.host_budget import HostBytes, host_bytes, step_bytes
-from megacompile.state.moment_formats import StateFormat
+from megacompile.state.moment_formats import Form
 
 # ------------------------------------------------------------------------------------------------------------
 # FLOPs of a workload: those that a graph could not count, and functions of all blocks changed alike.
@@ -192,7 +193,7 @@ class Question:
     """The question: ``batch`` sequences of ``seq`` tokens, ``micro_batches`` times per step, on each of
     ``gpus`` cards in each of ``nodes`` machines, which share the state, or have it ``replicated`` in each.
     Host bytes and those of drives are a machine's. Several cards need links between them in ``profile``.
-    ``optimizer_state`` is how moments are kept."""
+    ``optimizer_state`` is how moments are kept, or what another optimizer keeps."""
 
     profile: MachineProfile
     batch: int
@@ -205,7 +206,7 @@ class Question:
     gpus: int = 1
     nodes: int = 1
     replicated: bool = False
-    optimizer_state: StateFormat = "fp32"
+    optimizer_state: Form = "fp32"
 
     def __post_init__(self) -> None:
         if self.ranks > 1 and self.profile.machine.fabric_bandwidth is None:
@@ -413,31 +414,33 @@ _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float
 
 class Study:
     """One model in one dtype; captures are kept, so that budgets vary at little cost, and so do machines with
-    equally many multiprocessors."""
+    equally many multiprocessors. ``form`` is the state of the ``optimizer``."""
 
-    def __init__(self, model: Model, dtype: Dtype, progress: Progress) -> None:
-        self.model, self.progress, self._dtype = model, progress, dtype
+    def __init__(self, model: Model, dtype: Dtype, progress: Progress, optimizer: str = "adamw") -> None:
+        self.model, self.progress, self._dtype, self._optimizer = model, progress, dtype, optimizer
+        own = optimizer != "adamw"
+        self.form: Form = Foreign(optimizer_of(optimizer, model.module)) if own else "fp32"
         self._known: Known = {}  # so that sweeps never get slower
         self._repeated: dict[Kind, Repeated] = {}
         self._least: dict[tuple[Any, ...], tuple[LeastBudgets, Compiled]] = {}  # by what it depends on
 
     def captured(self, batch: int, seq: int) -> Compiled:
         """The batch with no weight cut; its work has all FLOPs."""
-        return self._whole((batch, seq, False, None, 1, 1), "fp32")[0]
+        return self._whole((batch, seq, False, None, 1, 1), self.form)[0]
 
-    def _whole(self, kind: Kind, form: StateFormat) -> tuple[Compiled, float]:
+    def _whole(self, kind: Kind, form: Form) -> tuple[Compiled, float]:
         """The batch with no weight cut, and the share of model FLOPs that the graph misses."""
         return self._complete(kind, form, next(self._repeat(kind).tilings()))
 
     def _complete(
-        self, kind: Kind, form: StateFormat, candidate: TilingCandidate[Compiled]
+        self, kind: Kind, form: Form, candidate: TilingCandidate[Compiled]
     ) -> tuple[Compiled, float]:
         """A batch that is cut in some way, with all FLOPs and the state in its work, and the share of FLOPs
         that was missed."""
         compiled = candidate.build()
         work, missed = complete_flops(compiled.assembly.work, self.model.forward_flops(*kind[:2]))
         assembly = replace(compiled.assembly, work=work)
-        if form != "fp32":
+        if form not in ("fp32", self.form):
             assembly = with_state(assembly, form)
         return replace(compiled, assembly=assembly), missed
 
@@ -456,6 +459,8 @@ class Study:
                 processors=processors,
                 ranks=ranks,
                 replicas=replicas,
+                optimizer=self._optimizer,
+                form=self.form,
             )
         return self._repeated[kind]
 

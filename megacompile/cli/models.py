@@ -16,6 +16,7 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import parse_json
+from megacompile.state.foreign_optimizer import Several
 
 # ------------------------------------------------------------------------------------------------------------
 # Presets: geometries of published models, as fields of transformers configs.
@@ -263,6 +264,25 @@ def build(name: str, config: Any, lora: Lora | None = None) -> Model:
             f"{name}: no causal language model comes of its config ({kind}): {reason}"
         ) from error
     return Model(name, config, module if lora is None else _adapted(module, lora), lora)
+
+
+def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of that name over what a model trains; Muon has the matrices between its embedding and
+    its head, which AdamW has with the rest."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if name != "muon":
+        classes = {
+            "adafactor": torch.optim.Adafactor,
+            "adagrad": torch.optim.Adagrad,
+            "rmsprop": torch.optim.RMSprop,
+        }
+        return torch.optim.SGD(trained, momentum=0.9) if name == "sgd" else classes[name](trained)
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(p) for n, p in module.named_parameters() if n.endswith("lm_head.weight")}
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in tables | heads]
+    chosen = set(map(id, matrices))
+    rest = [p for p in trained if id(p) not in chosen]
+    return Several([torch.optim.Muon(matrices), *([torch.optim.AdamW(rest)] if rest else [])])
 
 
 def _adapted(module: nn.Module, lora: Lora) -> nn.Module:

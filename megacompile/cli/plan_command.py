@@ -64,7 +64,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "trained_parameters": answer.model.trained_parameters,
         "machine": q.profile.name,
         "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
-        "optimizer_state": q.optimizer_state,
+        "optimizer_state": str(q.optimizer_state),
         "gpus": q.gpus, "nodes": q.nodes, "replicated": q.replicated,
         "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
         "fits": answer.fits(extras.clip),
@@ -151,7 +151,9 @@ def run_plan(options: argparse.Namespace) -> int:
     question = _question(options)
     folder = folder_of(options.dump) if options.dump else None
     progress(f"building {options.model}")
-    study = Study(load_model(options.model, _lora(options)), options.dtype, progress)
+    study = Study(load_model(options.model, _lora(options)), options.dtype, progress, options.optimizer)
+    if study.form != "fp32":
+        question = replace(question, optimizer_state=study.form)
     clip = not options.no_clip
     try:
         if options.sweep:
@@ -222,6 +224,17 @@ def _check(options: argparse.Namespace) -> None:
                 raise MegacompileError(
                     f"--sweep makes many plans, --{name} is about one: give one of the two."
                 )
+    if options.optimizer != "adamw":
+        if options.optimizer_state != "fp32":
+            raise MegacompileError(
+                f"--optimizer-state is a format of Adam's moments, which {options.optimizer} does not keep: "
+                "leave it out, or plan with --optimizer adamw."
+            )
+        if options.gpus * options.nodes > 1 or options.sweep == "gpus":
+            raise MegacompileError(
+                f"--optimizer {options.optimizer} runs on one card: leave --gpus and --nodes out, or plan "
+                "with --optimizer adamw."
+            )
     if options.explain and options.json:
         raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
 

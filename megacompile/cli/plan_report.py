@@ -19,6 +19,7 @@ from megacompile.planner.nvme_placement import describe_traffic
 from megacompile.report.plots import canvas, save
 from megacompile.schedule.op_table import STREAMS
 from megacompile.schedule.plan import plan_table
+from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.moment_formats import CODINGS, state_bytes
 from megacompile.units import format_bytes, format_count, format_hours, format_seconds
 
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 # In: parsed options, an answer, and a :class:`~megacompile.cli.remedies.Fit`. Out: a :class:`Command`.
 
 
-_KEPT = ("model", "lora", "lora_targets", "max_grad_norm", "machine", "host_budget", "host_bandwidth",
-         "nvme_rates", "link", "gpus", "nodes", "fabric", "network", "tokens", "price")  # fmt: skip
+_KEPT = ("model", "lora", "lora_targets", "optimizer", "max_grad_norm", "machine", "host_budget",
+         "host_bandwidth", "nvme_rates", "link", "gpus", "nodes", "fabric", "network", "tokens",
+         "price")  # fmt: skip
 _FOLDER = "DIR"  # on a drive, which the user has to name
 
 
@@ -56,7 +58,7 @@ def command(options: argparse.Namespace, asked: Question, fit: Fit) -> Command:
     if q.hbm_budget != asked.hbm_budget:
         keywords["hbm_budget"] = keys["hbm_budget"] = size_text(q.hbm_budget)
     if q.optimizer_state != asked.optimizer_state:
-        keywords["optimizer_state"] = keys["optimizer_state"] = q.optimizer_state
+        keywords["optimizer_state"] = keys["optimizer_state"] = str(q.optimizer_state)
     if q.nvme_budget != asked.nvme_budget:
         keywords["offload_dir"] = keys["offload_dir"] = _FOLDER
     if not fit.clip and not options.no_clip:
@@ -71,7 +73,7 @@ def command(options: argparse.Namespace, asked: Question, fit: Fit) -> Command:
 
 def _words(options: argparse.Namespace, asked: Question, fit: Fit) -> list[str]:
     q = fit.question
-    numbers = {"gpus": 1, "nodes": 1}  # their defaults; others have none
+    numbers = {"gpus": 1, "nodes": 1, "optimizer": "adamw"}  # their defaults; others have none
     flags: dict[str, object] = {
         name: value
         for name in _KEPT
@@ -89,7 +91,7 @@ def _words(options: argparse.Namespace, asked: Question, fit: Fit) -> list[str]:
     if q.nvme_budget is not None:
         changed = q.nvme_budget != asked.nvme_budget
         flags["nvme_budget"] = size_text(q.nvme_budget) if changed else options.nvme_budget
-    if q.optimizer_state != "fp32":
+    if q.optimizer_state != "fp32" and not isinstance(q.optimizer_state, Foreign):
         flags["optimizer_state"] = q.optimizer_state
     words = ["megacompile", "plan"]
     for name, value in flags.items():
@@ -118,6 +120,8 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
     moments = "Adam state" if q.optimizer_state == "fp32" else f"{q.optimizer_state} moments"
+    if isinstance(q.optimizer_state, Foreign):
+        moments = f"state of {q.optimizer_state}"
     if q.ranks > 1:
         times = f"on each card {times}"
     return (
@@ -214,7 +218,10 @@ def render(answer: Answer, extras: Extras) -> str:
     if shown is not None:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
     parts.append(_machine(answer, extras))
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    if not isinstance(answer.question.optimizer_state, Foreign):
+        return text
+    return text.replace("host Adam", "host updates").replace("Adam moments", "its state   ")
 
 
 def largest_line(big: Largest, question: Question) -> str:

@@ -13,8 +13,9 @@ from megacompile.planner.min_feasible_budget import least_alike
 from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.schedule.workload import Call, Workload
+from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.host_budget import host_bytes
-from megacompile.state.moment_formats import StateFormat
+from megacompile.state.moment_formats import Form, StateFormat
 
 # ------------------------------------------------------------------------------------------------------------
 # The largest batch and the longest sequences that fit the device: about, or exactly.
@@ -170,11 +171,11 @@ def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, .
     """The least changes of clipping and of the moments' format with which both tiers have room: of formats
     with which they have it, the one that changes training least."""
     _, compiled = study.least(question)
-    forms = get_args(StateFormat)
+    forms = _formats(question)
     fits: list[Fit] = []
     last = len(forms)
     for clipping in (True, False) if clip else (False,):
-        for number in range(forms.index(question.optimizer_state), last):
+        for number in range(last):
             asked = replace(question, optimizer_state=forms[number])
             if not _has_room(least_host(compiled, asked, asked.mode(clipping)).total, asked):
                 continue
@@ -185,6 +186,12 @@ def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, .
                 last = number
                 break
     return tuple(sorted(fits, key=lambda fit: -fit.tokens_per_second))
+
+
+def _formats(question: Question) -> tuple[Form, ...]:
+    """The format of the state that was asked for, and those of Adam's moments that take less."""
+    asked, known = question.optimizer_state, get_args(StateFormat)
+    return (asked,) if isinstance(asked, Foreign) else known[known.index(asked) :]
 
 
 def _speed(fits: Sequence[Fit], question: Question, clip: bool) -> float | None:
@@ -256,8 +263,7 @@ def _for_host(answer: Answer, clip: bool, fits: Sequence[Fit]) -> Iterator[WayOu
         yield way("--no-clip", q, False, "gradients are not kept")
     if here is not None:
         yield from _to_drive(here)
-    forms = get_args(StateFormat)
-    for form in forms[forms.index(q.optimizer_state) + 1 :]:
+    for form in _formats(q)[1:]:
         note = "moments in blocks of codes; training differs a little"
         yield way(f"--optimizer-state {form}", replace(q, optimizer_state=form), clip, note)
     waiting = answer.least.hosts[clip].offloaded

@@ -24,10 +24,11 @@ from megacompile.blocks.partition import Block, Input, Partition, Value
 from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
-from megacompile.cli.models import Model, build
+from megacompile.cli.models import Model, build, optimizer_of
 from megacompile.graph.tile_rewriter import Cuts
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.tiling import TilingCandidate
+from megacompile.state.moment_formats import Form
 
 _FEWEST = 3  # layers: a first one, one whose neighbours are both layers, and a last one
 
@@ -45,8 +46,11 @@ class Repeated:
         processors: int | None = None,
         ranks: int = 1,
         replicas: int = 1,
+        optimizer: str = "adamw",
+        form: Form = "fp32",
     ) -> None:
         self._model, self._batch, self._ranks, self._replicas = model, batch, ranks, replicas
+        self._form = form
         frontend = functools.partial(
             _frontend,
             compute_dtype=compute_dtype,
@@ -55,6 +59,8 @@ class Repeated:
             processors=processors,
             ranks=ranks,
             replicas=replicas,
+            optimizer=optimizer,
+            form=form,
             differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
@@ -104,13 +110,14 @@ class Repeated:
         assembly = assemble(
             part, compiled.templates, parameters, constants, ranks=self._ranks, replicas=self._replicas
         )
-        assembly = with_state(assembly, "fp32")
+        assembly = with_state(assembly, self._form)
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 
-def _frontend(module: nn.Module, **options: Any) -> Frontend:
+def _frontend(module: nn.Module, optimizer: str, **options: Any) -> Frontend:
     """Return the frontend of a model whose frozen weights are taken to be a checkpoint's in bfloat16."""
-    frontend = Frontend(module, **options)
+    made = None if optimizer == "adamw" else optimizer_of(optimizer, module)
+    frontend = Frontend(module, optimizer=made, **options)
     frontend.take_exact(frontend.rounded)
     return frontend
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+HOST_FLOPS = 2e12  # assumed: what 16 cores of a GPU's host multiply beside its other work
 CPU_FUNCTION = 50e-6  # seconds of a block function on a CPU beside its work
 
 
@@ -62,6 +63,11 @@ class Machine:
     replicas: int = 1
     beside: int = 1
     network_bandwidth: float = 50e9
+
+    @property
+    def host_flops(self) -> float:
+        """Products of an update on the host; on a CPU it has half of the cores."""
+        return self.flops / 2 if self.shared_cores else HOST_FLOPS
 
     def shared_by(self, ranks: int, shards: int, replicas: int) -> Machine:
         """Return what each of a machine's ``ranks`` has of it: they share host memory and the drive. As many

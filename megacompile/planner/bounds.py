@@ -130,7 +130,9 @@ class Floor:
         return duration(Op("norm", "host", nbytes=norm_bytes(self.work, self.mode, group)), self.machine)
 
     def _adam(self, group: int) -> float:
-        return duration(Op("adam", "host", nbytes=self.work.groups[group].update_bytes), self.machine)
+        work = self.work.groups[group]
+        op = Op("adam", "host", nbytes=work.update_bytes, flops=work.update_flops)
+        return duration(op, self.machine)
 
     def _fetch(self, group: int) -> float:
         nbytes, ranks = self.work.groups[group].nbytes, self.work.ranks
@@ -359,7 +361,7 @@ def lower_bound(
     backward = m * _pass_seconds(work, machine, _BACKWARD * flops / m, backward=True)
     compute, memory = forward + backward, (size + pushed + moved + normed) / host
     down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
-    adam = moved / machine.host_bandwidth
+    adam = moved / machine.host_bandwidth + sum(g.update_flops for g in trained) / machine.host_flops
 
     gathers, sums = _gathers(work, machine), _sums(work, machine)
     drive = _drive(work, machine, plan)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megacompile.blocks.weight_groups import Assembly
+from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import finish, lower_memory
@@ -23,20 +23,28 @@ from megacompile.planner.linear_program import with_state_at
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
-from megacompile.schedule.workload import Workload
+from megacompile.schedule.workload import GroupWork, Workload
+from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.moment_formats import Form, group_arrays
 
 
 def with_state(assembly: Assembly, form: Form) -> Assembly:
-    """The assembly with what each group's state and gradient take."""
-    groups = tuple(
-        replace(
+    """The assembly with what each group's state and gradient take, and an update by an optimizer's own
+    class."""
+
+    def work_of(work: GroupWork, layout: GroupLayout) -> GroupWork:
+        moved = flops = 0
+        if isinstance(form, Foreign) and layout.trainable:
+            moved, flops = form.update_work(layout)
+        return replace(
             work,
             state_bytes=sum(a.nbytes for a in group_arrays(layout, form) if a.name != "weights"),
             gradient_bytes=4 * layout.share,
+            update_moved=moved,
+            update_flops=flops,
         )
-        for work, layout in zip(assembly.work.groups, assembly.groups, strict=True)
-    )
+
+    groups = tuple(map(work_of, assembly.work.groups, assembly.groups))
     return replace(assembly, work=replace(assembly.work, groups=groups))
 
 

@@ -418,7 +418,8 @@ class Mixer:
         updated = self.work.contributions if self.mode.kind == "train" else ()
         trained = [self.work.groups[g] for g in updated]
         pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
-        adam = duration(Op("adam", "host", nbytes=sum(g.update_bytes for g in trained)), self.machine)
+        moved, flops = sum(g.update_bytes for g in trained), sum(g.update_flops for g in trained)
+        adam = duration(Op("adam", "host", nbytes=moved, flops=flops), self.machine)
         normed = sum(norm_bytes(self.work, self.mode, g) for g in updated)
         norm = duration(Op("norm", "host", nbytes=normed), self.machine)
         ops = (Op("push_grad", "d2h", nbytes=n, ranks=self.work.ranks) for n in pushed)

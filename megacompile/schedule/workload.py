@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import LATER, from_plain, parse_json, to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class GroupWork:
     ``nbytes`` on the device; ``elements`` counts parameters; a group that is not ``trainable`` has no
     gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
     beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32. Where
-    ``ranks`` share it, both are those of one rank.
+    ``ranks`` share it, both are those of one rank. ``update_moved`` and ``update_flops`` are the bytes that
+    an update by an optimizer's own class reads and writes, and its products; 0: it is Adam's.
     """
 
     name: str
@@ -118,6 +119,8 @@ class GroupWork:
     state_bytes: int = 0
     gradient_bytes: int = 0
     ranks: int = 1
+    update_moved: int = field(default=0, metadata={LATER: True})
+    update_flops: int = field(default=0, metadata={LATER: True})
 
     @property
     def update_bytes(self) -> int:
@@ -125,6 +128,8 @@ class GroupWork:
 
         Where nothing is known of the state, masters and moments are taken to be FP32.
         """
+        if self.update_moved:
+            return self.update_moved
         state = self.state_bytes or (12 * self.elements - self.nbytes) // self.ranks
         return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
 
@@ -218,8 +223,9 @@ class Workload:
 
     @cached_property
     def digest(self) -> str:
-        """The hash that a plan file is checked by: equal for equal numbers, but for the format of moments."""
-        groups = tuple(replace(g, state_bytes=0) for g in self.groups)
+        """The hash that a plan file is checked by: equal for equal numbers, but for those of the optimizer's
+        state and updates."""
+        groups = tuple(replace(g, state_bytes=0, update_moved=0, update_flops=0) for g in self.groups)
         return hashlib.sha256(replace(self, groups=groups).to_json().encode()).hexdigest()[:32]
 
     def to_json(self) -> str:

@@ -19,12 +19,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from megacompile.blocks.costs import WorkMeter
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.errors import MegacompileError
@@ -139,6 +140,14 @@ class Entry:
         return math.prod(self.shape)
 
 
+class Work(NamedTuple):
+    """The work of an update: bytes that it takes beside the state, bytes that it moves, FLOPs of products."""
+
+    scratch: int
+    moved: int
+    flops: int
+
+
 Numbers = dict[str, Any]
 """What a parameter's state holds beside tensors."""
 
@@ -159,7 +168,7 @@ class Foreign:
             initial_state(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
         ]
         self._entries: dict[tuple[int, tuple[int, ...]], tuple[Entry, ...]] = {}
-        self._scratch: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._works: dict[tuple[int, tuple[int, ...]], Work] = {}
         self._buffers = [torch.empty(0), torch.empty(0)]
         for index, group in enumerate(optimizer.param_groups):
             _check_options(self._members[index], self._values[index])
@@ -336,36 +345,50 @@ class Foreign:
     def scratch_bytes(self, group: GroupLayout) -> int:
         """Return the most bytes that the step of one parameter of a trained group takes beside its state:
         master and gradient in FP32, and the temporaries of ``step``."""
-        return max((self._scratch_of(slot.parameter) for slot in group.slots), default=0)
+        return max((self._work_of(slot.parameter).scratch for slot in group.slots), default=0)
 
-    def _scratch_of(self, parameter: Parameter) -> int:
-        index, shape = parameter.param_group, parameter.shape
+    def update_work(self, group: GroupLayout) -> tuple[int, int]:
+        """Return the bytes that a step of all parameters of a trained group reads and writes, and the FLOPs
+        of its products."""
+        around = 4 + group.dtype.itemsize + (16 if group.dtype == torch.bfloat16 else 0)
+        works = [(slot.parameter.numel, self._work_of(slot.parameter)) for slot in group.slots]
+        return sum(around * n + work.moved for n, work in works), sum(work.flops for _, work in works)
+
+    def _work_of(self, parameter: Parameter) -> Work:
+        index, shape, chunks = parameter.param_group, parameter.shape, 1.0
         if self.elementwise[index]:
             shape = (min(CHUNK, parameter.numel),)
+            chunks = parameter.numel / max(1, shape[0])
         key = index, shape
-        if key not in self._scratch:
+        if key not in self._works:
             by = max(1.0, math.prod(shape) / _SAMPLE) ** (1 / max(1, len(shape)))
             sample = shape if self.elementwise[index] else tuple(math.ceil(n / by) for n in shape)
             ratio = max(1.0, math.prod(shape) / max(1, math.prod(sample)))
-            self._scratch[key] = 8 * math.prod(shape) + math.ceil(
-                ratio * self._temporary_bytes(index, sample)
+            temporary, moved, flops = self._tried_work(index, sample)
+            # a product of matrices grows with the length of their sides cubed
+            self._works[key] = Work(
+                8 * math.prod(shape) + math.ceil(ratio * temporary),
+                math.ceil(ratio * moved),
+                round(ratio**1.5 * flops),
             )
-        return self._scratch[key]
+        scratch, moved, flops = self._works[key]
+        return Work(scratch, round(chunks * moved), flops)
 
-    def _temporary_bytes(self, index: int, shape: tuple[int, ...]) -> int:
-        """Return the most bytes of tensors that a step makes, the first one's state included."""
+    def _tried_work(self, index: int, shape: tuple[int, ...]) -> Work:
+        """Return the most bytes of tensors that a step makes, the first one's state included, and what the
+        second does."""
         clone = self._trial(index, self._values[index], shape)
         (parameter,) = clone.param_groups[0]["params"]
         peaks = []
         for _ in range(2):
-            meter = StorageMeter()
+            meter, work = StorageMeter(), WorkMeter()
             for tensor in (parameter, parameter.grad, *clone.state[parameter].values()):
                 if isinstance(tensor, Tensor):
                     meter.ignore(tensor)
-            with meter:
+            with meter, work:
                 self._take(index, clone)
             peaks.append(meter.peak)
-        return max(peaks)
+        return Work(max(peaks), work.moved, work.flops)
 
     # ---- trials and clones ---------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.state import foreign_optimizer, host_budget
 from tests.support.models import Plain, batch_for, build
 
@@ -337,6 +339,22 @@ def test_what_would_not_run_or_has_run_is_refused() -> None:
     model.zero_grad()
     with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
         program.train_step(batch(0))
+
+
+class Own(torch.optim.Muon):
+    """A class of the user's own, of which the host makes the products."""
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (1024, 768)])
+def test_an_update_is_priced_by_what_its_step_does(shape: tuple[int, int]) -> None:
+    optimizer = Own([nn.Parameter(torch.empty(shape))])
+    parameter = Parameter("w", shape, (shape[1], 1), torch.bfloat16, 0)
+    numel, (m, n) = math.prod(shape), sorted(shape)
+    group = GroupLayout(0, "w", torch.bfloat16, True, (Slot(parameter, 0),), numel)
+    moved, products = foreign_optimizer.Foreign(optimizer).update_work(group)
+    assert products == pytest.approx(20 * m * m * n + 10 * m**3, rel=0.02)  # of the large one, of a sample
+    # halves, gradient; the momentum and Nesterov's step, to bfloat16 and its norm; decay, the step itself
+    assert moved == pytest.approx(numel * (22 + 12 + 12 + 6 + 2 + 4 + 8 + 10), rel=0.01)
 
 
 def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -51,7 +51,7 @@ def plan(
     config: str, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Run ``megacompile plan`` on the tiny model; the exit code and what was printed."""
-    monkeypatch.setattr(plan_command, "Study", lambda model, dtype, progress: study)
+    monkeypatch.setattr(plan_command, "Study", lambda model, dtype, progress, optimizer: study)
 
     def run(*arguments: str, machine: str = "rtx-4090") -> tuple[int, str, str]:
         code = main(["plan", "--model", config, "--machine", machine, *SHAPE, *arguments])
@@ -345,6 +345,26 @@ def test_adapters_are_trained_alone(config: str, capsys: pytest.CaptureFixture[s
     assert host["masters"] == 4 * trained + 2 * (planned["parameters"] - trained)
 
 
+def test_the_state_and_the_update_of_another_optimizer_are_priced(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {}
+    for optimizer in ("adamw", "muon", "sgd"):
+        arguments = ["--machine", "rtx-4090", *SHAPE, "--optimizer", optimizer, "--host-budget", "10MB"]
+        main(["plan", "--model", config, *arguments, "--json"])
+        answers[optimizer] = json.loads(capsys.readouterr().out)
+    model = load_model(config)
+    named = dict(model.module.named_parameters())
+    matrices = [p for n, p in named.items() if n.endswith("proj.weight")]
+    steps = 4 * 32 * (len(named) - len(matrices))  # AdamW's count of each, padded
+    host = {name: answer["host_bytes"]["clipped"] for name, answer in answers.items()}
+    assert host["sgd"]["masters"] == host["muon"]["masters"] == host["adamw"]["masters"]
+    assert host["sgd"]["moments"] == 4 * model.parameters
+    assert host["muon"]["moments"] == 8 * model.parameters - 4 * sum(p.numel() for p in matrices) + steps
+    main(["plan", "--model", config, *arguments[:-2]])
+    assert "host updates" in (out := capsys.readouterr().out) and "Adam" not in out
+
+
 def test_several_cards_share_the_state_and_bring_batches_of_their_own(
     plan: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -404,6 +424,9 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "above 0"),
         (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "above 0"),
         (["plan", "--model", "x", "--machine", "h200", "--lora-targets", "q_proj"], "needs --lora RANK"),
+        (["plan", "--model", "x", "--machine", "h200", "--optimizer", "muon", "--gpus", "2"], "one card"),
+        (["plan", "--model", "x", "--machine", "h200", "--optimizer", "sgd", "--optimizer-state", "int8"],
+         "format of Adam's moments"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "0.9"], "90%"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "142"], "141 GB"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),
