@@ -19,8 +19,8 @@ from megacompile.errors import MegacompileError
 
 _hints = functools.cache(get_type_hints)
 LATER = "later"
-"""In the metadata of a dataclass's last fields: left out where it has its default, so that texts, and digests
-of them, are as before there was such a field."""
+"""In the metadata of a dataclass's last fields: left out where it and those after it have their defaults, so
+that texts, and digests of them, are as before there was such a field."""
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from megacompile.passes.compute_order import compute_order, insert_recompute
 from megacompile.passes.insert_collectives import insert_collectives
 from megacompile.passes.insert_gradients import insert_gradients
 from megacompile.passes.insert_offload import insert_offload, insert_offloaded_io
+from megacompile.passes.insert_orthogonalization import insert_orthogonalization
 from megacompile.passes.insert_prefetch import insert_frees, insert_prefetch
 from megacompile.passes.insert_state_io import insert_state_io
 from megacompile.passes.keep_state import keep_state
@@ -48,10 +49,11 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_offload, "order recompute", "offload"),
     _pass(insert_prefetch, "order recompute resident", "prefetch"),
     _pass(insert_gradients, "order prefetch", "gradients"),
+    _pass(insert_orthogonalization, "gradients", "orthogonalization"),
     _pass(insert_collectives, "prefetch gradients", "collectives"),
-    _pass(insert_state_io, "prefetch gradients", "state_io"),
+    _pass(insert_state_io, "prefetch gradients orthogonalization", "state_io"),
     _pass(insert_offloaded_io, "offload state_io", "offloaded_io"),
-    _pass(insert_frees, "order recompute offload gradients", "frees"),
+    _pass(insert_frees, "order recompute offload gradients orthogonalization", "frees"),
     _pass(assign_slots, "prefetch gradients collectives", "slots"),
     _pass(synchronize, "prefetch offload gradients collectives state_io offloaded_io frees slots", "waits"),
 )

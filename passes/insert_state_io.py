@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megacompile.schedule.op_table import Disk, Staged, Token, Window
+from megacompile.schedule.op_table import Disk, Master, Staged, Window
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, weave
 from megacompile.schedule.workload import Workload
@@ -62,6 +62,7 @@ def _pass_state(
 ) -> None:
     """The first reads start before the backward; one that follows waits for the write before it."""
     adams = [i for i, op in enumerate(ops) if op.kind == "adam" and states[op.group].startswith("nvme")]
+    firsts = {op.group: i for i, op in enumerate(ops) if op.kind == "momentum"}
     begin = next((i for i, op in enumerate(ops) if op.kind == "backward"), 0)
     for number, index in enumerate(adams):
         op = ops[index]
@@ -76,6 +77,8 @@ def _pass_state(
             before[begin].append(read)
         else:
             after[adams[number - window]].append(read)
-        master: tuple[Token, ...] = () if 0 in parts else op.writes
-        ops[index] = op.with_(reads=(*op.reads, slot), writes=(*master, slot))
+        for passing in {firsts.get(op.group, index), index}:
+            update = ops[passing]
+            writes = tuple(t for t in update.writes if not (0 in parts and isinstance(t, Master)))
+            ops[passing] = update.with_(reads=(*update.reads, slot), writes=(*writes, slot))
         after[index].append(write)

@@ -3,8 +3,8 @@
 In: a functional graph that export made, whose outputs begin with the new values of buffers. Out: the same
 graph, which returns its results alone and writes each new value into its buffer, once, behind all that reads
 the buffer. Invariant: whoever computes a part of the graph again, without its writes, computes the same. So
-what the results read of such a buffer is a :func:`buffer_snapshot`, which is kept for that. What new values alone
-read is the buffer itself: nobody computes those again.
+what the results read of such a buffer is a :func:`buffer_snapshot`, which is kept for that. What new values
+alone read is the buffer itself: nobody computes those again.
 """
 
 from __future__ import annotations

@@ -562,7 +562,8 @@ def compute_parts(step: Step, machine: Machine, model_flops: float) -> dict[str,
     """Busy seconds of the compute stream: model FLOPs, those beyond (recompute), what attention and
     recurrences take longer than products, memory traffic, what launches of kernels add to these, and what of
     gradients and updates is done there."""
-    updates = [op for op in step.on("compute") if op.kind in ("accumulate", "norm", "adam")]
+    kinds = ("accumulate", "norm", "adam", "orthogonalize")
+    updates = [op for op in step.on("compute") if op.kind in kinds]
     ops = [op for op in step.ops if op.kind in COMPUTES]
     flops = sum(op.flops for op in ops)
     attention = sum(attention_delay(op, machine) for op in ops)

@@ -364,6 +364,7 @@ def _bound(shown: Prediction) -> str:
             if b.gathers
             else ""
         )
+        + (f"\n  updates of matrices, made orthogonal {format_seconds(b.orthogonal)}" if b.orthogonal else "")
         + (f"\n  what is read and written of the drive {format_seconds(b.drive)}" if b.drive else "")
     )
 

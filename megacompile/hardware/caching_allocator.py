@@ -284,6 +284,10 @@ class _Walk:
             self._offloaded[op.block, op.micro] = [nbytes for _, nbytes in here]
         elif op.kind == "reload":
             self._reload(op)
+        elif op.kind == "load_update":
+            self.held[op.writes[0]] = [self._new(2 * m * n) for m, n in self._sides(op)]
+        elif op.kind == "orthogonalize":
+            self._orthogonalize(op)
         elif op.kind in ("norm", "adam") and op.stream == "compute":
             numbers = [self._new(_NUMBER) for _ in self._assembly.groups[op.group].slots]
             numbers.append(self._new(op.peak_bytes))
@@ -319,6 +323,29 @@ class _Walk:
         for token in op.writes:
             taken = len(tensors) if isinstance(token, Saved) else 1
             self.held[token], tensors = tensors[:taken], tensors[taken:]
+
+    def _sides(self, op: Op) -> tuple[tuple[int, int], ...]:
+        matrices = self._assembly.work.groups[op.group].matrices
+        assert matrices is not None
+        return matrices.sides
+
+    def _orthogonalize(self, op: Op) -> None:
+        """As :func:`~megacompile.state.muon.orthogonalize`, the last matrix first."""
+        updates, factors = self.held.pop(op.donates[0]), []
+        matrices = self._assembly.work.groups[op.group].matrices
+        for m, n in reversed(self._sides(op)):
+            matrix = updates.pop()
+            for _ in range(2):
+                self._drop(self._new(_NUMBER))
+            for _ in range(matrices.iterations if matrices else 0):
+                gram, polynomial = self._new(2 * m * m), self._new(2 * m * m)
+                self._drop(gram)
+                product = self._new(2 * m * n)
+                self._drop(matrix)
+                self._drop(polynomial)
+                matrix = product
+            factors.insert(0, matrix)
+        self.held[op.writes[0]] = factors
 
     # ---- functions
     def _call(self, op: Op) -> None:

@@ -275,6 +275,7 @@ def _upload_seconds(op: Op, machine: Machine) -> float:
 _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "nothing": lambda op, machine: 0.0,
     "call": call_seconds,
+    "products": call_seconds,
     "upload": _upload_seconds,
     "download": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.d2h_bandwidth,
     "device": lambda op, machine: op.nbytes / machine.memory_bandwidth,

@@ -315,7 +315,7 @@ class Bound:
 
     ``memory`` is what copies, norms and updates move through host memory, 0 where they do not share it;
     ``gathers`` and ``sums`` are what several ranks exchange of weights and of gradients, ``drive`` what goes
-    over the drive, reads beside writes.
+    over the drive, reads beside writes, ``orthogonal`` what the device does for updates of matrices.
     """
 
     compute: float
@@ -328,6 +328,7 @@ class Bound:
     gathers: float = 0.0
     sums: float = 0.0
     drive: float = 0.0
+    orthogonal: float = 0.0
 
 
 def lower_bound(
@@ -339,7 +340,7 @@ def lower_bound(
     plan: Plan | None = None,
 ) -> Bound:
     """Model FLOPs at the rates of products and of attention, or its launches; every trained weight down and
-    gradient up once, Adam's host bytes.
+    gradient up once, Adam's host bytes; updates of matrices down, made orthogonal, and up.
 
     Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
     accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
@@ -359,8 +360,13 @@ def lower_bound(
     host = machine.host_bandwidth if machine.shared_memory else float("inf")
     forward = m * _pass_seconds(work, machine, (1 - _BACKWARD) * flops / m, backward=False)
     backward = m * _pass_seconds(work, machine, _BACKWARD * flops / m, backward=True)
-    compute, memory = forward + backward, (size + pushed + moved + normed) / host
-    down, up = size / machine.h2d_bandwidth, pushed / machine.d2h_bandwidth
+    matrices = [g.matrices for g in trained if g.matrices is not None]
+    orthogonal = sum(call_seconds(m.call, machine) for m in matrices)
+    size += sum(m.nbytes for m in matrices)
+    back = 0 if mode.keeps_gradients else sum(m.nbytes for m in matrices)  # else beside what follows
+    compute = forward + backward
+    memory = (size + pushed + back + moved + normed) / host
+    down, up = size / machine.h2d_bandwidth, (pushed + back) / machine.d2h_bandwidth
     adam = moved / machine.host_bandwidth + sum(g.update_flops for g in trained) / machine.host_flops
 
     gathers, sums = _gathers(work, machine), _sums(work, machine)
@@ -369,18 +375,18 @@ def lower_bound(
     def bound(seconds: float, binding: str) -> Bound:
         if drive > seconds:
             seconds, binding = drive, "the drive"
-        return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums, drive)
+        return Bound(compute, down, up, adam, memory, seconds, binding, gathers, sums, drive, orthogonal)
 
     if machine.shared_cores:
         return _sharing_cores(bound(0.0, ""), machine)
     if not mode.keeps_gradients:
-        every = {"compute": compute, "weights down": down, "gradients up": up, "host Adam": adam,
+        every = {"compute": compute + orthogonal, "weights down": down, "gradients up": up, "host Adam": adam,
                  "host memory": memory, "exchange between cards": gathers + sums}  # fmt: skip
         binding = max(every, key=lambda t: every[t])
         return bound(every[binding], binding)
     first = {"backward": backward, "gradients up": up, "host memory": (pushed + normed) / host,
              "sums between cards": sums}  # fmt: skip
-    then = {"forward": forward, "host Adam": adam, "weights down": down,
+    then = {"forward": forward + orthogonal, "host Adam": adam, "weights down": down,
             "host memory": (size + moved) / host, "gathers between cards": gathers}  # fmt: skip
     a, b = max(first, key=lambda t: first[t]), max(then, key=lambda t: then[t])
     return bound(first[a] + then[b], f"{a}, then {b}")
@@ -418,7 +424,7 @@ def _sharing_cores(bound: Bound, machine: Machine) -> Bound:
     """Return the seconds where compute takes all cores, a copy one and an update half of them: their shares
     add up."""
     copy, update = 1 / machine.cores, max(1, machine.cores // 2) / machine.cores
-    seconds = bound.compute + copy * (bound.down + bound.up) + update * bound.adam
+    seconds = bound.compute + bound.orthogonal + copy * (bound.down + bound.up) + update * bound.adam
     seconds = max(seconds, bound.down, bound.up, bound.adam)
     if bound.drive > seconds:
         return bound

@@ -33,15 +33,16 @@ def with_state(assembly: Assembly, form: Form) -> Assembly:
     class."""
 
     def work_of(work: GroupWork, layout: GroupLayout) -> GroupWork:
-        moved = flops = 0
+        moved, flops, matrices = 0, 0, None
         if isinstance(form, Foreign) and layout.trainable:
-            moved, flops = form.update_work(layout)
+            (moved, flops), matrices = form.update_work(layout), form.matrix_updates(layout)
         return replace(
             work,
             state_bytes=sum(a.nbytes for a in group_arrays(layout, form) if a.name != "weights"),
             gradient_bytes=4 * layout.share,
             update_moved=moved,
             update_flops=flops,
+            matrices=matrices,
         )
 
     groups = tuple(map(work_of, assembly.work.groups, assembly.groups))
@@ -49,8 +50,9 @@ def with_state(assembly: Assembly, form: Form) -> Assembly:
 
 
 def trained_groups(work: Workload) -> tuple[int, ...]:
-    """Groups whose masters and moments may be on the device: not those whose rows the host gathers."""
-    return not_gathered(work, sorted(work.contributions))
+    """Groups whose masters and moments may be on the device: not those whose rows the host gathers, nor those
+    that another optimizer than Adam updates."""
+    return not_gathered(work, [g for g in sorted(work.contributions) if not work.groups[g].update_moved])
 
 
 def not_gathered(work: Workload, groups: Iterable[int]) -> tuple[int, ...]:

@@ -349,6 +349,7 @@ class Mixer:
         """(row, limit) of what keeps the two phases and the whole, the last variables, from being shorter."""
         first, second, whole = (np.eye(3)[i] for i in range(3))
         adam, norm, pushes = self._fixed
+        matrices, nothing = self._matrices, (0.0, 0.0, 0.0)
         found: list[tuple[list[float], float]] = []
 
         def no_longer(work: np.ndarray, fixed: float, phase: np.ndarray) -> None:
@@ -365,15 +366,18 @@ class Mixer:
             computed = takes.compute_forward + takes.compute_backward
             copied = sum(takes.forward[1:] + takes.backward[1:]) + takes.push
             work = computed + copy * copied + update * (takes.adam + takes.norm)
-            no_longer(work, update * (adam + norm) + copy * pushes, whole)
+            taken = matrices[0] + copy * sum(matrices[1:])
+            no_longer(work, update * (adam + norm) + copy * pushes + taken, whole)
             return found
         link = self._link_share
-        for stream in takes.forward:
-            no_longer(stream, 0.0, first)
-        for stream in takes.backward[:2]:
-            no_longer(stream, 0.0, second)
+        ahead_of, behind = (matrices, nothing) if self.mode.keeps_gradients else (nothing, matrices)
+        for stream, fixed in zip(takes.forward, ahead_of, strict=True):
+            no_longer(stream, fixed, first)
+        for stream, fixed in zip(takes.backward[:2], behind, strict=False):
+            no_longer(stream, fixed, second)
         # the host's norms slow the gradients that leave meanwhile
-        no_longer(takes.d2h_backward + takes.push + link * takes.norm, pushes + link * norm, second)
+        leaving = pushes + link * norm + behind[2]
+        no_longer(takes.d2h_backward + takes.push + link * takes.norm, leaving, second)
         no_longer(0 * takes.device, 0.0, whole - first - second)
         ahead, back = link * sum(takes.forward[1:]), link * sum(takes.backward[1:])
         if self.mode.keeps_gradients:
@@ -425,6 +429,16 @@ class Mixer:
         ops = (Op("push_grad", "d2h", nbytes=n, ranks=self.work.ranks) for n in pushed)
         pushes = sum(duration(op, self.machine) for op in ops)
         return adam, norm, pushes * self.mode.micro_batches
+
+    @cached_property
+    def _matrices(self) -> tuple[float, float, float]:
+        """Seconds of each stream for the updates of matrices that the device makes orthogonal."""
+        updated = self.work.contributions if self.mode.kind == "train" else ()
+        known = [m for g in updated if (m := self.work.groups[g].matrices) is not None]
+        compute = sum(call_seconds(m.call, self.machine) for m in known)
+        loads = sum(duration(Op("load_update", "h2d", nbytes=m.nbytes), self.machine) for m in known)
+        pushes = sum(duration(Op("push_update", "d2h", nbytes=m.nbytes), self.machine) for m in known)
+        return compute, loads, pushes
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
 from megacompile.planner.bounds import lowest_bytes
 from megacompile.planner.linear_program import policies_of, shapes, uniform
-from megacompile.schedule.op_table import Saved, Token, Value, ValueGrad, WeightGrad
+from megacompile.schedule.op_table import Direction, Saved, Token, Update, Value, ValueGrad, WeightGrad
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, memory_curve, peak_bytes
 from megacompile.schedule.workload import Workload
@@ -162,7 +162,8 @@ def highest_point(step: Step, work: Workload) -> tuple[str, dict[str, int]]:
         "buffers and constants": work.constant_bytes,
     }
     kinds = {Value: "activations between blocks", Saved: "tensors kept for the backward",
-             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way"}  # fmt: skip
+             ValueGrad: "activation gradients", WeightGrad: "weight gradients on their way",
+             Update: "updates of matrices", Direction: "updates of matrices"}  # fmt: skip
     parts |= dict.fromkeys(kinds.values(), 0)
     for token in _alive_before(step, index):
         parts[kinds[type(token)]] += step.token_bytes[token]

@@ -591,6 +591,12 @@ def follow(
 
 def check_fits(plan: Plan, work: Workload) -> None:
     """Raise :class:`MegacompileError` where a plan is not one for this workload."""
+    groups = zip(plan.groups, work.groups, strict=False)
+    if any(group.state == "device" and other.update_moved for group, other in groups):
+        raise MegacompileError(
+            "The plan keeps state on the device where Adam alone has it, and another optimizer updates it: "
+            "plan again with that optimizer."
+        )
     if plan.workload and plan.workload != work.digest:
         raise MegacompileError(
             "The plan was made for another model, batch or version (its digest is "

@@ -21,6 +21,7 @@ from megacompile.runtime.gradient_sums import Fabric
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.step_results import StepInputs, StepResults
 from megacompile.schedule.op_table import (
+    Direction,
     HostGrad,
     Offloaded,
     PassingGrad,
@@ -28,16 +29,18 @@ from megacompile.schedule.op_table import (
     Shard,
     Stream,
     Token,
+    Update,
     Value,
     ValueGrad,
     WeightGrad,
     typed,
 )
 from megacompile.schedule.step import Event
+from megacompile.state import muon
 from megacompile.state.adam import AdamHyper
-from megacompile.state.foreign_optimizer import GroupSettings
+from megacompile.state.foreign_optimizer import Foreign, GroupSettings, part_of
 from megacompile.state.host_budget import Offload
-from megacompile.state.master_layout import add_gradients, own_part, slot_view, sum_of_squares
+from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
 from megacompile.state.table_rows import add_rows, gather_rows
 
@@ -146,6 +149,7 @@ class StepRun:
         self._squares: dict[str, float | torch.Tensor] = {}  # of what is this rank's of each gradient
         self._scale = 1.0
         self._loss_checked = False
+        self._left_out: set[int] = set()  # groups whose momentum was left as it is, as their update is to be
         self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
         self._summed: dict[tuple[int, int, int], list[int]] = {}  # what gradients shards are of
 
@@ -500,6 +504,67 @@ class StepRun:
         assert self._held.state.offload is not None
         return self._held.state.offload
 
+    def momentum(
+        self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()
+    ) -> None:
+        self._check_loss()
+        place = typed(grad)
+        home = self._held.buffers.gradient(self._bound, group, place)
+        slots, state = frozenset(self._held.landed[group]), self._held.state
+        progress = self._held.progress.steps[self._device.step]
+        deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
+
+        def take() -> None:
+            if self._leaves_out(group, home, slots, deferred):
+                self._left_out.add(group)
+                return
+            progress.begun += 1
+            settings = cast("list[GroupSettings]", self._hypers(deferred))
+            threads = self._device.adam_threads
+            state.add_momentum(group, home, settings, slots, threads=threads, slot=slot)
+
+        self._device.submit("host", ("momentum", group), after, take)
+
+    def load_update(self, *, group: int, grad: Token, after: Sequence[Event] = ()) -> None:
+        sources = self._updates_in(group, grad)
+        device = self._device
+        with device.counted():
+            targets = [torch.empty_like(s, device=device.torch_device) for s in sources]
+        device.submit("h2d", ("load_update", group), after, lambda: device.copy(targets, sources))
+        self._blocks.values[Update(group)] = targets
+
+    def orthogonalize(self, *, group: int, after: Sequence[Event] = (), free: Any = ()) -> None:
+        layout, hypers = self._bound.assembly.groups[group], self._inputs.hypers
+        with self._computing(("orthogonalize", group), after, free):
+            updates = self._blocks.values.pop(Update(group))
+            factors = self._blocks.values[Direction(group)] = []
+            for index in reversed(self._matrices(group)):
+                slot = layout.slots[index]
+                settings = cast("GroupSettings", hypers[slot.parameter.param_group]).values
+                with self._device.counted():
+                    factors.insert(0, muon.orthogonalize([strided(updates.pop(), 0, slot)], settings))
+
+    def push_update(self, *, group: int, to: Token, after: Sequence[Event] = ()) -> None:
+        device, targets = self._device, self._updates_in(group, to)
+        factors = self._blocks.values[Direction(group)]
+        device.submit("d2h", ("push_update", group), after, lambda: device.copy(targets, factors))
+
+    def free_update(self, *, group: int, after: Sequence[Event] = (), free: Any = ()) -> None:
+        self._free(("free_update", group), free, after)
+
+    def _matrices(self, group: int) -> list[int]:
+        """The slots of a group whose gradients came and whose updates are made orthogonal."""
+        form = self._held.state.form
+        assert isinstance(form, Foreign)
+        landed = self._held.landed[group]
+        return [i for i in form.matrices(self._bound.assembly.groups[group]) if i in landed]
+
+    def _updates_in(self, group: int, home: Token) -> list[torch.Tensor]:
+        """Where the updates of these lie in the buffer of the group's gradient, each flat."""
+        layout = self._bound.assembly.groups[group]
+        grad = self._held.buffers.gradient(self._bound, group, typed(home))
+        return [muon.updates_in(grad[part_of(layout, i)]) for i in self._matrices(group)]
+
     def adam(self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()) -> None:
         self._check_loss()
         place = typed(grad)
@@ -513,11 +578,14 @@ class StepRun:
         unwritten, state = self._held.progress.unwritten, self._held.state
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
 
+        begun = self._bound.assembly.work.groups[group].matrices is not None  # by its momentum
+
         def update() -> None:
-            if self._leaves_out(group, home, slots, deferred):
+            left_out = group in self._left_out if begun else self._leaves_out(group, home, slots, deferred)
+            if left_out:
                 progress.planned -= 1
                 return
-            progress.begun += 1
+            progress.begun += not begun
             hypers, threads = self._hypers(deferred), self._device.adam_threads
             state.update(group, home, hypers, slots, threads=threads, slot=slot)
             if slot is None:

@@ -234,12 +234,12 @@ def _statements(step: Step) -> list[Statement]:
     reduces = 0
     for op in step.ops:
         if any(isinstance(t, Ring) for t in op.writes):
-            pushes[op.group] = len(pushes)
+            pushes.setdefault(op.group, len(pushes))
         reduces += op.kind == "reduce"
         number, buffer = 0, op.buffer
         if buffer is not None:
             owner = (buffer.tag, *((op.group, 0) if op.group >= 0 else (op.block, op.micro)))
-            if buffer in op.writes and op.kind != "adam":
+            if buffer in op.writes and op.kind not in ("momentum", "adam"):
                 fills[owner] = counts[buffer.tag]
                 counts[buffer.tag] += 1
             number = fills.get(owner, 0)

@@ -119,6 +119,14 @@ class ResidentGrad(OfGroup, tag="dgrad", lasting=True):
     """A gradient, or this rank's shard of its sum, that waits on the device for its update."""
 
 
+class Update(OfGroup, tag="update", on_device=True):
+    """What the matrices of a group are to be changed by, before it is orthogonal, in bf16."""
+
+
+class Direction(OfGroup, tag="direction", on_device=True):
+    """The same, orthogonal."""
+
+
 class PassingGrad(Token, tag="dring"):
     """The buffer on the device of gradients whose update follows at once."""
 
@@ -185,13 +193,15 @@ class Spill(Buffer, tag="spill"):
 Kind = Literal[
     "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
     "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
-    "push_rows", "accumulate", "norm", "clip_scale", "adam", "read_weights", "read_state", "write",
-    "all_gather", "reduce", "all_reduce", "push_shard", "add_shard", "agree",
+    "push_rows", "accumulate", "norm", "clip_scale", "momentum", "load_update", "orthogonalize",
+    "push_update", "free_update", "adam", "read_weights", "read_state", "write", "all_gather", "reduce",
+    "all_reduce", "push_shard", "add_shard", "agree",
 ]  # fmt: skip
 
 Cost = Literal[
-    "nothing", "call", "upload", "download", "device", "state", "nvme_read", "nvme_write", "fabric", "network"
-]
+    "nothing", "call", "products", "upload", "download", "device", "state", "nvme_read", "nvme_write",
+    "fabric", "network",
+]  # fmt: skip
 """By which rates of a machine an operation takes its time: :mod:`megacompile.hardware.simulate` has them."""
 
 Tokens = type[Token] | UnionType | tuple[()]
@@ -269,6 +279,17 @@ SPECS: dict[Kind, Spec] = {
                  "host", "group", "group", "state", HostGrad | ResidentGrad, Norm),
     "clip_scale": Spec("the clipping coefficient from all norms",
                        "host", "", "", "nothing", Norm, Scale),
+    "momentum": Spec("the momentum of a group's matrices, and their updates in the place of their gradients",
+                     "host", "group", "group grad=read", "state",
+                     _GRAD | Scale | Window, Master | Window | HostGrad | Ring),
+    "load_update": Spec("those updates from the host to the device",
+                        "h2d", "group", "group grad=read", "upload", HostGrad | Ring, Update),
+    "orthogonalize": Spec("their orthogonal factors in their place, by Newton–Schulz iterations",
+                          "compute", "group", "group", "products", Update, Direction),
+    "push_update": Spec("and back to the host",
+                        "d2h", "group", "group to=write", "download", Direction, HostGrad | Ring),
+    "free_update": Spec("the end of updates on the device that are back",
+                        "compute", "group", "group", "nothing", (), ()),
     "adam": Spec("the update of a group's masters and moments",
                  "host", "group", "group grad=read", "state",
                  _GRAD | Scale | Window | Agreed, Master | Resident | Window),

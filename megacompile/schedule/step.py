@@ -163,7 +163,8 @@ def kept_gradients(step: Step) -> dict[int, bool]:
     in FP32.
     """
     updated = {op.group for op in step.ops if op.kind == "adam"}
-    pushes = [(t.group, op.kind) for op in step.on("d2h") for t in op.writes if isinstance(t, HostGrad)]
+    landing = (op for op in step.on("d2h") if op.kind != "push_update")
+    pushes = [(t.group, op.kind) for op in landing for t in op.writes if isinstance(t, HostGrad)]
     count, summed = Counter(g for g, _ in pushes), {g for g, kind in pushes if kind == "push_shard"}
     return {g: count[g] == 1 and g in updated and g not in summed for g in sorted(count)}
 

@@ -172,6 +172,28 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
                 held[op.reads[0]] = []
 
 
+def check_matrices(step: Step, work: Workload) -> None:
+    """Each update of a group's matrices comes from one orthogonalization of what one momentum made."""
+    stages = ("momentum", "load_update", "orthogonalize", "push_update", "adam")
+    passed: dict[int, int] = {}  # by group, how many of them
+    homes: dict[int, Token] = {}  # the buffer that its updates are in
+    for op in step.ops:
+        if op.kind not in stages or (work.groups[op.group].matrices is None and op.kind == "adam"):
+            continue
+        stage = passed.get(op.group, 0)
+        if work.groups[op.group].matrices is None or op.kind != stages[stage]:
+            raise ScheduleError(
+                f"{name(op)} comes where {stages[stage]} is due of a group's matrices, if it has any."
+            )
+        home = (op.writes if op.kind == "push_update" else op.reads)[0]
+        if op.kind != "orthogonalize" and homes.setdefault(op.group, home) != home:
+            raise ScheduleError(f"{name(op)} is of {home}, and the updates are in {homes[op.group]}.")
+        passed[op.group] = (stage + 1) % len(stages)
+    for group, stage in passed.items():
+        if stage:
+            raise ScheduleError(f"The matrices of group {group} are left behind: {stages[stage]} is missing.")
+
+
 def check_results(step: Step, work: Workload, mode: Mode | None) -> None:
     """A forward alone gives each of its results once to the host, from the value itself; so does one whose
     loss is computed outside, which gives the gradient of each once.
@@ -341,6 +363,7 @@ def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes
     check_results(step, work, mode)
     check_buffers(step, work)
     check_weights(step)
+    check_matrices(step, work)
     check_window(step)
     check_spills(step)
     check_collectives(step, work)

@@ -102,6 +102,40 @@ class ValueWork:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixUpdates:
+    """The updates of a group's matrices that the device makes orthogonal: their sides, the shorter one first,
+    and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
+    ``update_bytes`` that the host moves before it."""
+
+    sides: tuple[tuple[int, int], ...]
+    iterations: int
+    momentum_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in bf16: to the device, and back."""
+        return sum(2 * m * n for m, n in self.sides)
+
+    @property
+    def call(self) -> Call:
+        """What the device does, matrix after matrix, each in the place of its update.
+
+        Per iteration three products, and the terms that two of them are added to are copied. Highest is the
+        last product: beside the matrix itself another one and a square; or two squares.
+        """
+        squares, flops, moved = 0, 0, 0
+        for m, n in self.sides:
+            flops += self.iterations * (4 * m * m * n + 2 * m**3)
+            moved += 6 * m * n + self.iterations * 4 * (m * n + m * m)
+            squares = max(squares, 2 * m * n + 2 * m * m)
+        launches = len(self.sides) * (_NORMALISE + 5 * self.iterations)
+        return Call((), (), squares, 0, flops, moved, launches=launches)
+
+
+_NORMALISE = 5  # launches: a norm over all elements in two, its square root, its lower limit, the division
+
+
+@dataclass(frozen=True, slots=True)
 class GroupWork:
     """A weight group: parameters that travel together.
 
@@ -109,7 +143,8 @@ class GroupWork:
     gradient and no optimizer state. ``state_bytes`` is what its masters and moments take on the host
     beyond the weights that are streamed, ``gradient_bytes`` what its whole gradient takes in FP32. Where
     ``ranks`` share it, both are those of one rank. ``update_moved`` and ``update_flops`` are the bytes that
-    an update by an optimizer's own class reads and writes, and its products; 0: it is Adam's.
+    an update by an optimizer's own class reads and writes, and its products on the host; 0: it is Adam's.
+    ``matrices``: those whose updates the device makes orthogonal.
     """
 
     name: str
@@ -121,6 +156,7 @@ class GroupWork:
     ranks: int = 1
     update_moved: int = field(default=0, metadata={LATER: True})
     update_flops: int = field(default=0, metadata={LATER: True})
+    matrices: MatrixUpdates | None = field(default=None, metadata={LATER: True})
 
     @property
     def update_bytes(self) -> int:
@@ -225,7 +261,8 @@ class Workload:
     def digest(self) -> str:
         """The hash that a plan file is checked by: equal for equal numbers, but for those of the optimizer's
         state and updates."""
-        groups = tuple(replace(g, state_bytes=0, update_moved=0, update_flops=0) for g in self.groups)
+        adam = {"state_bytes": 0, "update_moved": 0, "update_flops": 0, "matrices": None}
+        groups = tuple(replace(g, **adam) for g in self.groups)  # type: ignore[arg-type]
         return hashlib.sha256(replace(self, groups=groups).to_json().encode()).hexdigest()[:32]
 
     def to_json(self) -> str:

@@ -29,7 +29,8 @@ from megacompile.blocks.costs import WorkMeter
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.errors import MegacompileError
-from megacompile.state import adam
+from megacompile.schedule.workload import MatrixUpdates
+from megacompile.state import adam, muon
 from megacompile.state.master_layout import strided
 
 CHUNK = 1 << 19  # elements that a clone steps over where it may: 2 MB of each array
@@ -163,6 +164,7 @@ class Foreign:
         self._members = [m for m in members_of(optimizer) for _ in m.param_groups]
         self._attributes = {id(m): _attributes(m) for m in members_of(optimizer)}
         self.elementwise = tuple(name_of(type(m)) in ELEMENTWISE for m in self._members)
+        self._orthogonal = tuple(muon.is_muon(m) for m in self._members)
         self._values = [self._trains(i, _settings(g)) for i, g in enumerate(optimizer.param_groups)]
         self._initial = [
             initial_state(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
@@ -177,7 +179,7 @@ class Foreign:
             )
             for shape in shapes:
                 self._entries_of(index, shape)
-            if not self.elementwise[index]:
+            if not (self.elementwise[index] or self._orthogonal[index]):
                 self._check_alone(index, [*dict.fromkeys(map(_small, shapes))])
         self._writes = [bool(self._written(index, values)) for index, values in enumerate(self._values)]
 
@@ -190,6 +192,23 @@ class Foreign:
     def writes_settings(self) -> bool:
         """Return whether ``step`` changes settings of its param groups."""
         return any(self._writes)
+
+    def matrices(self, group: GroupLayout) -> tuple[int, ...]:
+        """Return the slots of a trained group whose updates the device makes orthogonal."""
+        owners = (slot.parameter.param_group for slot in group.slots)
+        return tuple(i for i, owner in enumerate(owners) if group.trainable and self._orthogonal[owner])
+
+    def matrix_updates(self, group: GroupLayout) -> MatrixUpdates | None:
+        """Return what the device and the link have to do for those; None where there are none."""
+        parameters = [group.slots[i].parameter for i in self.matrices(group)]
+        if not parameters:
+            return None
+        short, long = zip(*(sorted(p.shape) for p in parameters), strict=True)
+        iterations = max(self._values[p.param_group]["ns_steps"] for p in parameters)
+        moved = muon.MOMENTUM_BYTES + group.dtype.itemsize
+        return MatrixUpdates(
+            tuple(zip(short, long, strict=True)), iterations, moved * sum(p.numel for p in parameters)
+        )
 
     def cuts(self, parameter: Parameter) -> bool:
         """Return whether a parameter may be cut: each of its elements is stepped alone."""
@@ -348,11 +367,19 @@ class Foreign:
         return max((self._work_of(slot.parameter).scratch for slot in group.slots), default=0)
 
     def update_work(self, group: GroupLayout) -> tuple[int, int]:
-        """Return the bytes that a step of all parameters of a trained group reads and writes, and the FLOPs
-        of its products."""
-        around = 4 + group.dtype.itemsize + (16 if group.dtype == torch.bfloat16 else 0)
-        works = [(slot.parameter.numel, self._work_of(slot.parameter)) for slot in group.slots]
-        return sum(around * n + work.moved for n, work in works), sum(work.flops for _, work in works)
+        """Return the bytes that the host reads and writes for a step of all parameters of a trained group,
+        and the FLOPs of its products there."""
+        halves, matrices = group.dtype == torch.bfloat16, self.matrices(group)
+        moved = flops = 0
+        for index, slot in enumerate(group.slots):
+            numel = slot.parameter.numel
+            if index in matrices:
+                moved += (muon.MOMENTUM_BYTES + group.dtype.itemsize + muon.step_bytes(halves)) * numel
+                continue
+            work = self._work_of(slot.parameter)
+            moved += (4 + group.dtype.itemsize + (16 if halves else 0)) * numel + work.moved
+            flops += work.flops
+        return moved, flops
 
     def _work_of(self, parameter: Parameter) -> Work:
         index, shape, chunks = parameter.param_group, parameter.shape, 1.0
@@ -360,6 +387,8 @@ class Foreign:
             shape = (min(CHUNK, parameter.numel),)
             chunks = parameter.numel / max(1, shape[0])
         key = index, shape
+        if self._orthogonal[index]:
+            return Work(muon.scratch_bytes(shape), 0, 0)
         if key not in self._works:
             by = max(1.0, math.prod(shape) / _SAMPLE) ** (1 / max(1, len(shape)))
             sample = shape if self.elementwise[index] else tuple(math.ceil(n / by) for n in shape)
@@ -447,6 +476,33 @@ class Foreign:
 
     # ---- steps ---------------------------------------------------------------------------------------
 
+    def add_momentum(
+        self,
+        group: GroupLayout,
+        arrays: Mapping[str, Tensor],
+        grad: Tensor,
+        settings: Sequence[GroupSettings],
+        steps: Sequence[int],
+        slots: Collection[int],
+        threads: int | None,
+    ) -> None:
+        """Let the momenta of a group's matrices in ``slots`` take their gradients, in whose place their
+        updates then lie."""
+        matrices = self.matrices(group)
+        with _threads(threads):
+            for index, views in enumerate(self.views(group, arrays)):
+                if index not in slots or index not in matrices:
+                    continue
+                momentum, own = (
+                    views[f"{PREFIX}momentum_buffer"],
+                    settings[group.slots[index].parameter.param_group],
+                )
+                if steps[index] == 0:
+                    momentum.zero_()
+                buffer = self._buffer(0, min(muon.CHUNK, momentum.numel()))
+                gradient = grad[part_of(group, index)]
+                muon.add_momentum(gradient, momentum, own.values, own.grad_scale, buffer)
+
     def update(
         self,
         group: GroupLayout,
@@ -460,13 +516,18 @@ class Foreign:
         method: str = "step",
     ) -> None:
         """Take a step of a group's parameters in ``slots``, of each of which so many ``steps`` were taken;
-        without a gradient call another ``method``, which changes parameters by their state."""
+        without a gradient call another ``method``, which changes parameters by their state. Of matrices whose
+        updates the device makes orthogonal, these are in the place of the gradient."""
         for index, (slot, views) in enumerate(zip(group.slots, self.views(group, arrays), strict=True)):
             if index not in slots:
                 continue
             owner, numel, first = slot.parameter.param_group, slot.parameter.numel, steps[index] == 0
             part = slice(slot.offset, slot.offset + numel)
             masters = [arrays[name][part] for name in ("weights", "low") if name in arrays]
+            if self._orthogonal[owner]:
+                assert grad is not None, "Muon has no other method"
+                self._go_along(slot, masters, muon.updates_in(grad[part]), settings[owner], threads)
+                continue
             alone, after = self.elementwise[owner], {}
             with _threads(threads if alone else None):
                 for start in range(0, max(1, numel), CHUNK if alone else max(1, numel)):
@@ -477,6 +538,21 @@ class Foreign:
                     after = self._call(method, slot, halves, gradient, settings[owner], state)
                     self._keep(slot, piece, views, after, last=piece.stop == numel)
             numbers[index] = {name: v for name, v in after.items() if not isinstance(v, Tensor)}
+
+    def _go_along(
+        self,
+        slot: Slot,
+        masters: Sequence[Tensor],
+        factor: Tensor,
+        settings: GroupSettings,
+        threads: int | None,
+    ) -> None:
+        """Take the step of a matrix along its orthogonal update."""
+        parameter = slot.parameter
+        rows, columns = parameter.shape
+        buffer = self._buffer(0, muon.scratch_bytes(parameter.shape) // 8)
+        with _threads(threads):
+            muon.step(masters, factor, (rows, columns), parameter.stride, settings.values, buffer)
 
     def _state(
         self, slot: Slot, piece: slice, views: Mapping[str, Tensor], numbers: Numbers
@@ -559,6 +635,12 @@ class Foreign:
                 )
             if new.data_ptr() != place.data_ptr() and (entry.like or last):
                 place.copy_(new)
+
+
+def part_of(group: GroupLayout, index: int) -> slice:
+    """Return the elements of a group's bucket that are a parameter's."""
+    slot = group.slots[index]
+    return slice(slot.offset, slot.offset + slot.parameter.numel)
 
 
 def name_of(kind: type) -> str:

@@ -588,9 +588,7 @@ class HostState:
         ``slot`` is the buffer of the window that holds what of the group is on storage. ``grad`` is the
         group's bucket; nobody has written between its parameters, which a block of codes may reach.
         """
-        arrays = self.arrays[group]
-        if slot is not None and self.offload is not None:
-            arrays = arrays | self.offload.arrays(group, slot)
+        arrays = self._arrays_of(group, slot)
         if isinstance(self.form, Foreign):
             if self._lies_at_home(group):
                 self._snapshot.before_change(group)
@@ -611,6 +609,30 @@ class HostState:
             else:
                 first, second = moments
                 adam.adamw_step(master, first, second, part, hyper, threads)
+
+    def add_momentum(
+        self,
+        group: int,
+        grad: Tensor,
+        settings: Sequence[GroupSettings],
+        slots: Collection[int],
+        *,
+        threads: int | None,
+        slot: int | None = None,
+    ) -> None:
+        """Take the first part of an update of a group's matrices, whose second one the device has; see
+        :meth:`update`, which takes the third."""
+        assert isinstance(self.form, Foreign)
+        if self._lies_at_home(group):
+            self._snapshot.before_change(group)
+        arrays, steps = self._arrays_of(group, slot), self.steps[group]
+        self.form.add_momentum(self.groups[group], arrays, grad, settings, steps, slots, threads)
+
+    def _arrays_of(self, group: int, slot: int | None) -> Mapping[str, Tensor]:
+        """A group's arrays, with those that are in a buffer of the window."""
+        if slot is None or self.offload is None:
+            return self.arrays[group]
+        return self.arrays[group] | self.offload.arrays(group, slot)
 
     def call(self, method: str, settings: Sequence[GroupSettings]) -> None:
         """Call a method of the optimizer's class, such as eval() and train() of some, over every parameter

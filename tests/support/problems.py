@@ -7,13 +7,23 @@ that.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from megacompile.hardware.machine import Machine
 from megacompile.passes import lower
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.step import Op, Step
-from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
+from megacompile.schedule.workload import (
+    BlockWork,
+    Call,
+    CheckpointPolicy,
+    GroupWork,
+    MatrixUpdates,
+    ValueWork,
+    Workload,
+)
 
 LOSS_BYTES = 4
 
@@ -115,6 +125,13 @@ def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
     )
 
 
+def _with_matrices(draw: st.DrawFn, group: GroupWork) -> GroupWork:
+    """The group with some matrices that Muon updates."""
+    sides = st.tuples(st.integers(1, 20), st.integers(20, 40))
+    matrices = MatrixUpdates(tuple(draw(st.lists(sides, min_size=1, max_size=3))), 5, draw(sizes))
+    return replace(group, update_moved=matrices.momentum_bytes + draw(sizes), matrices=matrices)
+
+
 def _block(
     draw: st.DrawFn, index: int, *, last: bool, values: list[ValueWork], groups: list[GroupWork]
 ) -> BlockWork:
@@ -206,16 +223,20 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
         saved_on=st.sampled_from(["device", "host", "nvme"]),
         reload=st.integers(0, 1),
     )
-    group = st.builds(
-        GroupPlan,
-        residency=st.sampled_from(["stream", "micro", "step"]),
-        prefetch_depth=st.integers(0, 4),
-        state=st.sampled_from(["host", "host", "nvme", "nvme-all", "device"]),
-        update=st.sampled_from(["immediate", "deferred"]),
-    )
+
+    def group(work: GroupWork) -> st.SearchStrategy[GroupPlan]:
+        states = ["host", "host", "nvme", "nvme-all", *([] if work.matrices else ["device"])]
+        return st.builds(
+            GroupPlan,
+            residency=st.sampled_from(["stream", "micro", "step"]),
+            prefetch_depth=st.integers(0, 4),
+            state=st.sampled_from(states),
+            update=st.sampled_from(["immediate", "deferred"]),
+        )
+
     return Plan(
         blocks=tuple(draw(block) for _ in work.blocks),
-        groups=tuple(draw(group) for _ in work.groups),
+        groups=tuple(draw(group(g)) for g in work.groups),
         order=draw(st.sampled_from(["depth", "breadth"])),
         grad_lag=draw(st.integers(0, 3)),
         ring=draw(st.integers(1, 3)),
@@ -225,10 +246,18 @@ def plans(draw: st.DrawFn, work: Workload) -> Plan:
 
 @st.composite
 def scheduled(
-    draw: st.DrawFn, max_blocks: int = 5, modes: st.SearchStrategy[Mode] = modes
+    draw: st.DrawFn,
+    max_blocks: int = 5,
+    modes: st.SearchStrategy[Mode] = modes,
+    *,
+    matrices: bool = False,
 ) -> tuple[Workload, Plan, Mode, Step]:
-    """A random workload, a plan and a mode, with the step that they lower to."""
+    """A random workload, a plan and a mode, with the step that they lower to; of some groups Muon updates
+    ``matrices``."""
     work = draw(workloads(max_blocks))
+    if matrices:
+        groups = (_with_matrices(draw, g) if g.trainable and draw(st.booleans()) else g for g in work.groups)
+        work = replace(work, groups=tuple(groups))
     plan, mode = draw(plans(work)), draw(modes)
     return work, plan, mode, lower(work, plan, mode)
 

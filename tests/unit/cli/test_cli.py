@@ -425,8 +425,10 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "above 0"),
         (["plan", "--model", "x", "--machine", "h200", "--lora-targets", "q_proj"], "needs --lora RANK"),
         (["plan", "--model", "x", "--machine", "h200", "--optimizer", "muon", "--gpus", "2"], "one card"),
-        (["plan", "--model", "x", "--machine", "h200", "--optimizer", "sgd", "--optimizer-state", "int8"],
-         "format of Adam's moments"),
+        (
+            ["plan", "--model", "x", "--machine", "h200", "--optimizer", "sgd", "--optimizer-state", "int8"],
+            "format of Adam's moments",
+        ),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "0.9"], "90%"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "142"], "141 GB"),
         (["plan", "--model", "x", "--machine", "h200", "--hbm-budget", "much"], "24GiB"),

@@ -12,10 +12,11 @@ from megacompile.schedule.emit import statement
 from megacompile.schedule.op_table import Disk, Saved, Spill, Value, ValueGrad, WeightGrad, Weights
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.step import Event, Op, Step, kept_gradients, memory_curve, peak_bytes
-from megacompile.schedule.workload import GroupWork, Workload
+from megacompile.schedule.verify import verify
+from megacompile.schedule.workload import GroupWork, MatrixUpdates, Workload
 from tests.support.problems import chain, find, uniform
 
-TRAIN = Mode("train")
+TRAIN, DEFERRED = Mode("train"), Mode("train", deferred=True)
 CHAIN = chain(3)
 
 
@@ -375,6 +376,62 @@ def test_a_slot_is_filled_again_while_the_gradient_leaves() -> None:
         "free",
         "backward",
     ]
+
+
+# ---- insert_orthogonalization -------------------------------------------------------------------
+
+
+def with_matrices(work: Workload, groups: tuple[int, ...]) -> Workload:
+    matrices = MatrixUpdates(((10, 20), (5, 10)), 5, 900)
+    changed = {g: replace(work.groups[g], update_moved=2000, matrices=matrices) for g in groups}
+    return replace(work, groups=tuple(changed.get(g, group) for g, group in enumerate(work.groups)))
+
+
+def test_insert_orthogonalization_overlaps_the_stages_of_updates() -> None:
+    """One update is made orthogonal while the next one's comes, and the last one's leaves."""
+    work = with_matrices(CHAIN, (0, 1))
+    plan = uniform(CHAIN, "all")
+    step = run("compute_order insert_gradients insert_orthogonalization", work, plan, DEFERRED)
+    stages = [op for op in step.ops if op.group >= 0 and op.kind not in ("push_grad", "free", "norm")]
+    assert [(op.kind, op.group) for op in stages] == [
+        ("momentum", 0),
+        ("load_update", 0),
+        ("momentum", 1),
+        ("load_update", 1),
+        ("orthogonalize", 0),
+        ("push_update", 0),
+        ("orthogonalize", 1),
+        ("push_update", 1),
+        ("free_update", 0),
+        ("free_update", 1),
+        ("adam", 0),
+        ("adam", 1),
+        ("adam", 2),
+    ]
+    nbytes = {op.kind: op.nbytes for op in stages if op.group == 0}
+    assert nbytes == {"momentum": 900, "adam": 1100, "free_update": 0} | dict.fromkeys(
+        ("load_update", "orthogonalize", "push_update"), 500
+    )
+    (first, _) = (op for op in stages if op.kind == "orthogonalize")
+    assert first.peak_bytes == 2 * 10 * 20 + 2 * 10 * 10  # beside the update itself, which goes
+    assert first.flops == sum(20 * m * m * n + 10 * m**3 for m, n in ((10, 20), (5, 10)))
+    assert kept_gradients(step) == {0: True, 1: True, 2: True}
+
+
+@pytest.mark.parametrize(("ring", "between"), [(1, 0), (2, 1), (4, 3), (9, 3)])
+def test_updates_wait_no_longer_than_the_ring_has_buffers(ring: int, between: int) -> None:
+    work = with_matrices(chain(8), tuple(range(8)))
+    step = lower(work, uniform(work, "all", ring=ring), TRAIN)
+    verify(step, work, mode=TRAIN)
+    kinds = [(op.kind, op.group) for op in step.ops if op.kind in ("momentum", "adam")]
+    first = kinds[: kinds.index(("adam", 7))]
+    assert sum(kind == "momentum" for kind, _ in first) == 1 + between
+
+
+def test_a_step_without_matrices_stays_as_it_is() -> None:
+    names = "compute_order insert_gradients"
+    plain = run(names, CHAIN, uniform(CHAIN))
+    assert run(f"{names} insert_orthogonalization", CHAIN, uniform(CHAIN)) == plain
 
 
 def buffer_of(op: Op) -> int:

@@ -22,7 +22,7 @@ from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.verify import verify
-from megacompile.schedule.workload import Workload
+from megacompile.schedule.workload import MatrixUpdates, Workload
 from megacompile.state.arena import padded
 from megacompile.state.host_budget import step_bytes
 from tests.support.problems import MODES, chain, machines, modes, uniform, workloads
@@ -236,6 +236,9 @@ def test_deferred_updates_help_where_the_host_is_the_roof() -> None:
 def test_a_workload_file_is_exact_and_its_digest_tells_workloads_apart(work: Workload) -> None:
     again = Workload.from_json(work.to_json())
     assert again == work and again.digest == work.digest
+    matrices = MatrixUpdates(((2, 3),), 5, 7)
+    changed = replace(work, groups=(replace(work.groups[0], matrices=matrices), *work.groups[1:]))
+    assert Workload.from_json(changed.to_json()) == changed and changed.digest == work.digest
     other = replace(work, constant_bytes=work.constant_bytes + 1)
     assert other.digest != work.digest
 

@@ -54,7 +54,13 @@ def meant(op: Op) -> Called:
         arguments = {"block": op.block, "micro": op.micro, "saved": list(op.frees)}
     elif kind in ("read_offloaded", "write_offloaded"):
         arguments = {"block": op.block, "micro": op.micro}
-    elif kind in ("evict", "norm", "read_weights", "read_state", "write"):
+    elif kind in ("momentum", "load_update"):
+        arguments = {"group": op.group, "grad": op.reads[0]}
+    elif kind == "push_update":
+        arguments = {"group": op.group, "to": op.writes[0]}
+    elif kind == "free_update":
+        arguments = {"group": op.group, "free": list(op.frees)}
+    elif kind in ("evict", "norm", "orthogonalize", "read_weights", "read_state", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
         arguments = {"block": op.block, "micro": op.micro, "checkpoint": op.policy}
@@ -78,7 +84,7 @@ def meant(op: Op) -> Called:
 
 
 @settings(max_examples=150)
-@given(scheduled())
+@given(scheduled() | scheduled(matrices=True))
 def test_source_runs_the_step(problem: tuple[Workload, Plan, Mode, Step]) -> None:
     work, _, _, step = problem
     source = emit_step(step, work, title="A step.")

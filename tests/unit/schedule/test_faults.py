@@ -13,7 +13,15 @@ from megacompile.schedule.op_table import HostGrad, Master, Result, Ring, Spill,
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import Event, Op, Step, peak_bytes
 from megacompile.schedule.verify import verify
-from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
+from megacompile.schedule.workload import (
+    BlockWork,
+    Call,
+    CheckpointPolicy,
+    GroupWork,
+    MatrixUpdates,
+    ValueWork,
+    Workload,
+)
 from tests.support.problems import chain, find, uniform, with_op
 
 WORK = chain(5)
@@ -593,3 +601,51 @@ def test_a_gradient_by_what_is_no_result() -> None:
 def test_a_step_that_gives_the_loss_no_result() -> None:
     inside = lower(WORK, uniform(WORK), Mode("train", 2))
     refuse(inside, OUTSIDE_WORK, "value 5", "0 times, where 1 is due")
+
+
+# ---- updates of matrices ------------------------------------------------------------------------
+
+MATRICES_WORK = replace(
+    WORK,
+    groups=tuple(
+        replace(g, update_moved=2000, matrices=MatrixUpdates(((10, 20),), 5, 900)) for g in WORK.groups
+    ),
+)
+MATRICES = lower(MATRICES_WORK, uniform(WORK, ring=4), Mode("train"))
+
+
+def test_an_update_of_matrices_has_all_its_stages_in_order() -> None:
+    verify(MATRICES, MATRICES_WORK, mode=Mode("train"))
+    for kind in ("momentum", "adam"):
+        bad = waiting_again(with_op(MATRICES, find(MATRICES, kind, group=2)))
+        refuse(
+            bad,
+            MATRICES_WORK,
+            "group 2" if kind == "momentum" else "adam",
+            "missing" if kind == "adam" else "due",
+        )
+    bare = lower(WORK, uniform(WORK), Mode("train"))
+    refuse(bare, MATRICES_WORK, "adam of group 4", "momentum is due")
+    refuse(MATRICES, WORK, "momentum of group 4", "if it has any")
+
+
+def test_the_stages_of_an_update_wait_for_each_other() -> None:
+    for kind, event in (
+        ("load_update", ("momentum", 2)),
+        ("orthogonalize", ("load_update", 2)),
+        ("push_update", ("orthogonalize", 2)),
+        ("free_update", ("push_update", 2)),
+    ):
+        step = without_wait(MATRICES, find(MATRICES, kind, group=2), event)
+        refuse(step, MATRICES_WORK, "group 2")
+
+
+def test_updates_of_matrices_stay_in_the_buffer_of_their_gradient() -> None:
+    index = find(MATRICES, "push_update", group=2)
+    op = MATRICES.ops[index]
+    other = Ring((op.writes[0][1] + 1) % 4)
+    refuse(
+        waiting_again(with_op(MATRICES, index, op.with_(writes=(other,)))),
+        MATRICES_WORK,
+        "the updates are in",
+    )

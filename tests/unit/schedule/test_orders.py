@@ -28,7 +28,7 @@ def accepted(step: Step, work: Workload) -> bool:
 
 
 @settings(max_examples=150)
-@given(scheduled())
+@given(scheduled() | scheduled(matrices=True))
 def test_what_lowering_makes_is_proven(problem: Problem) -> None:
     work, _, _, step = problem
     proof = verify(step, work, budget_bytes=peak_bytes(step))
@@ -36,7 +36,7 @@ def test_what_lowering_makes_is_proven(problem: Problem) -> None:
 
 
 @settings(max_examples=40)
-@given(scheduled(4))
+@given(scheduled(4) | scheduled(3, matrices=True))
 def test_reachability_finds_every_conflict_of_a_good_step_ordered(problem: Problem) -> None:
     step = problem[3]
     assert unordered(step) == []
@@ -44,7 +44,7 @@ def test_reachability_finds_every_conflict_of_a_good_step_ordered(problem: Probl
 
 
 @settings(max_examples=60)
-@given(scheduled(4), st.integers(0, 2**32))
+@given(scheduled(4) | scheduled(3, matrices=True), st.integers(0, 2**32))
 def test_random_orders_see_the_same_values_and_stay_below_the_peak(problem: Problem, seed: int) -> None:
     """The bound of ``memory_curve`` holds in every order, and running in order reaches it."""
     step = problem[3]
@@ -52,7 +52,7 @@ def test_random_orders_see_the_same_values_and_stay_below_the_peak(problem: Prob
 
 
 @settings(max_examples=40)
-@given(scheduled(4, training), st.data())
+@given(scheduled(4, training) | scheduled(3, training, matrices=True), st.data())
 def test_no_wait_is_redundant(problem: Problem, data: st.DataObject) -> None:
     """verify rejects the removal of any single wait, and reachability agrees."""
     work, _, _, step = problem
@@ -109,7 +109,7 @@ def test_what_verify_accepts_of_steps_put_out_of_order_is_safe(problem: Problem,
 
 
 @settings(max_examples=100)
-@given(scheduled())
+@given(scheduled() | scheduled(matrices=True))
 def test_names_of_events_are_unique_but_for_the_stays_of_a_group(problem: Problem) -> None:
     """So that a wait for the latest record of a name is a wait for the operation that was meant."""
     stays = ("prefetch", "evict", "read_weights")  # weights on NVMe may be read for each stay

@@ -1,0 +1,123 @@
+"""Muon in three parts, of which the device has the second: momentum, Newton–Schulz iterations, the step.
+
+In:  a matrix's flat arrays: its gradient, its momentum, its masters; the settings of ``torch.optim.Muon``.
+Out: its update in bfloat16, the orthogonal factor of that, and the masters one step later.
+
+``torch.optim.Muon`` rounds an update to bfloat16 before the iterations, which give bfloat16: so what goes to
+the device and comes back loses nothing. Factors are as the iterations leave them: of a matrix with more rows
+than columns, transposed.
+
+Invariant: masters and momentum become bitwise what ``torch.optim.Muon`` makes of them on a device that
+multiplies as this one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _adjust_lr
+
+from megacompile.state import adam
+
+CHUNK = 1 << 19  # elements that the host goes over at a time: 2 MB of each array, which stay in the cache
+_ROWS = 64  # of a matrix that a chunk is a multiple of: then torch's vectors end where they do in the whole
+MOMENTUM_BYTES = 34  # that operators move per element, beside the gradient
+_STEP_BYTES = 26  # and those of the step, over masters in FP32
+_HALVES_BYTES = 16  # more, to join and split halves
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is torch's Muon itself."""
+    return type(optimizer) is torch.optim.Muon
+
+
+def step_bytes(halves: bool) -> int:
+    """Bytes that operators of :func:`step` move per element."""
+    return _STEP_BYTES + (_HALVES_BYTES if halves else 0)
+
+
+def scratch_bytes(shape: Sequence[int]) -> int:
+    """Bytes that :func:`step` takes beside its arrays: a chunk's masters, and its factor, in FP32."""
+    rows, columns = sorted(shape)[::-1]
+    return 8 * max(min(_chunk(rows) * columns, rows * columns), min(_chunk(columns) * rows, rows * columns))
+
+
+def _chunk(columns: int) -> int:
+    """Rows of a chunk."""
+    return max(_ROWS, CHUNK // max(1, columns) // _ROWS * _ROWS)
+
+
+def updates_in(grad: Tensor) -> Tensor:
+    """Where in a flat gradient's memory the update in bfloat16 lies, flat."""
+    return grad.view(torch.bfloat16)[: grad.numel()]
+
+
+@torch.no_grad()
+def add_momentum(
+    grad: Tensor, momentum: Tensor, settings: Mapping[str, Any], scale: float, buffer: Tensor
+) -> None:
+    """Let a flat momentum take a flat gradient times ``scale``, and leave the update in the gradient's place;
+    ``buffer`` holds a chunk in FP32."""
+    out, beta = updates_in(grad), settings["momentum"]
+    for start in range(0, grad.numel(), CHUNK):
+        piece = slice(start, start + CHUNK)
+        gradient = buffer[: grad[piece].numel()].copy_(grad[piece])
+        if scale != 1:
+            gradient.mul_(scale)
+        momentum[piece].lerp_(gradient, 1 - beta)
+        update = gradient.lerp_(momentum[piece], beta) if settings["nesterov"] else momentum[piece]
+        out[piece].copy_(update)  # of what was read already
+
+
+@torch.no_grad()
+def orthogonalize(update: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """Take a matrix out of the list, which alone holds it; its orthogonal factor, flat and transposed where
+    it has more rows than columns.
+
+    The operators are those of torch's ``_zeropower_via_newtonschulz``, in their order; what they made is let
+    go as soon as nothing reads it.
+    """
+    a, b, c = settings["ns_coefficients"]
+    x = update.pop()
+    if x.size(0) > x.size(1):
+        x = x.T
+    x.div_(x.norm().clamp(min=settings["eps"]))
+    for _ in range(settings["ns_steps"]):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        x = torch.addmm(x, polynomial, x, beta=a)
+        del polynomial
+    return x.contiguous().view(-1)
+
+
+@torch.no_grad()
+def step(
+    masters: Sequence[Tensor],
+    factor: Tensor,
+    shape: tuple[int, int],
+    stride: Sequence[int],
+    settings: Mapping[str, Any],
+    buffer: Tensor,
+) -> None:
+    """Let flat masters, in FP32 or as two halves, decay and go along a flat factor; ``buffer`` holds a chunk
+    in FP32."""
+    lr = float(settings["lr"])
+    decay = 1 - lr * settings["weight_decay"]
+    rate = -_adjust_lr(lr, settings["adjust_lr_fn"], torch.Size(shape))
+    rows, columns = shape
+    matrix = factor.view(columns, rows).T if rows > columns else factor.view(rows, columns)
+    if stride[0] < stride[1]:  # columns lie one after another
+        matrix, rows, columns = matrix.T, columns, rows
+    for first in range(0, rows, _chunk(columns)):
+        part = matrix[first : first + _chunk(columns)]
+        pieces = [flat[first * columns :][: part.numel()] for flat in masters]
+        value = pieces[0]
+        if len(pieces) > 1:
+            value = adam.join(*pieces, buffer[: part.numel()])
+        value.view(part.shape).mul_(decay).add_(part, alpha=rate)
+        if len(pieces) > 1:
+            adam.split(value, *pieces)

@@ -1,0 +1,116 @@
+"""Muon: the host keeps momentum and masters, the device makes updates orthogonal, bitwise as torch does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile.state import muon
+from megacompile.state.foreign_optimizer import Several
+from tests.e2e.test_any_optimizer import Pair
+
+
+class Shapes(nn.Module):
+    """Matrices that are wide, tall and square, one laid out by columns, each beside vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24)) for _ in range(5)
+        )
+        self.mixing = nn.Parameter(torch.randn(40, 24).T)
+        self.last = nn.Linear(40, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.last(x @ self.mixing).square().mean()
+        return out
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    matrices = [p for p in named.values() if p.dim() == 2]
+    plain, moonshot = matrices[::2], matrices[1::2]
+    return [
+        {"params": plain, "nesterov": False},
+        {"params": moonshot, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.9, "weight_decay": 0.3},
+        {"params": [p for p in named.values() if p.dim() == 1], "lr": 1e-2},
+    ]
+
+
+def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return Several([torch.optim.Muon(groups[:2], lr=0.02), torch.optim.AdamW(groups[2:])])
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "as gradients come": {"max_grad_norm": None},
+    "full recompute": {"max_grad_norm": None, "planner": "full-recompute"},
+    "updates after the backward": {"max_grad_norm": None, "planner": "double-buffer"},
+    "NVMe": {"max_grad_norm": None, "host_budget": "200KB"},
+    "NVMe, clipped": {"host_budget": "250KB"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_bitwise_as_torch_does_and_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one micro-batch and of two, a schedule of the learning rate, a checkpoint in the middle."""
+    monkeypatch.setattr(muon, "CHUNK", 64 * 24)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"groups": groups_of, "example_batch": batch(0), **CASES[name]}
+    if "host_budget" in options:
+        options["offload_dir"] = tmp_path
+    pair = Pair(make, Shapes(), **options)
+    kinds = [op.kind for op in pair.program._session.scheduled().planned.step.ops]
+    assert kinds.count("momentum") == kinds.count("orthogonalize") == kinds.count("free_update") > 5
+    if "host_budget" in options:
+        assert "nvme" in {group.state.split("-")[0] for group in pair.program.plan.groups}
+    for index in range(3):
+        pair.step(batch(index))
+    pair.step(batch(3), *([batch(13)] if name != "NVMe" else []))  # sums need more of the host
+    pair.check()
+    pair.program.save(tmp_path / "saved")
+    pair.step(batch(4))
+    expected = pair.program.state_dict()
+    pair.program.load(tmp_path / "saved")
+    for group, rate in zip(pair.program.optimizer.param_groups, pair.plain.param_groups, strict=True):
+        group["lr"] = rate["lr"] / 0.8
+    pair.program.train_step(batch(4))
+    assert all(torch.equal(expected[n], v) for n, v in pair.program.state_dict().items())
+    pair.check()
+    pair.program.close()
+
+
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (64, 64), (1, 40), (40, 1)])
+def test_the_iterations_are_torchs_and_take_what_is_planned(shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    from megacompile.blocks.memory_meter import StorageMeter
+    from megacompile.schedule.workload import MatrixUpdates
+
+    settings = torch.optim.Muon([nn.Parameter(torch.empty(shape))]).defaults
+    update = torch.randn(shape).bfloat16()
+    chosen = settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
+    expected = _zeropower_via_newtonschulz(update.float(), *chosen)
+    meter, given = StorageMeter(), [update]
+    meter.ignore(update)
+    before = update.nbytes
+    del update
+    with meter:
+        factor = muon.orthogonalize(given, settings)
+    rows, columns = shape
+    assert torch.equal(factor.view(columns, rows).T if rows > columns else factor.view(shape), expected)
+    m, n = sorted(shape)
+    # the meter never counts the update, which the last product takes the place of
+    assert meter.peak <= MatrixUpdates(((m, n),), 5, 0).call.peak_bytes + before
