@@ -51,14 +51,11 @@ def allocate_host_state(
     Raises :class:`~megacompile.errors.BudgetError` where that is more than ``host_budget_bytes``, or more
     than the host gives.
     """
-    layouts, window = assembly.groups, storage_window(plan)
+    need = check_state(step, plan, assembly, form, directories, host_budget_bytes, world)
+    window, transient = storage_window(plan), step_bytes(step, assembly.work)
     placement = Placement(host_states(plan), window, folders_of(world, directories) if window else ())
-    need, transient = host_bytes(assembly, form, plan, step).total, step_bytes(step, assembly.work)
-    if need > host_budget_bytes:
-        numbers = (host_budget_bytes, need, transient)
-        raise _too_large(layouts, form, bool(directories), *numbers, world.local)
     try:
-        return HostState(layouts, form, placement, transient, world), placement
+        return HostState(assembly.groups, form, placement, transient, world), placement
     except (RuntimeError, MemoryError) as error:
         raise BudgetError(
             f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
@@ -66,17 +63,34 @@ def allocate_host_state(
         ) from error
 
 
-def check_beside(state: HostState, step: Step, work: Workload, host_budget_bytes: int) -> None:
+def check_state(
+    step: Step,
+    plan: Plan,
+    assembly: Assembly,
+    form: Form,
+    directories: Sequence[str],
+    host_budget_bytes: int,
+    world: World,
+) -> int:
+    """Return the host bytes of the state and a first program; refused where they are more than the budget."""
+    need, transient = host_bytes(assembly, form, plan, step).total, step_bytes(step, assembly.work)
+    if need > host_budget_bytes:
+        numbers = (host_budget_bytes, need, transient)
+        raise _too_large(assembly.groups, form, bool(directories), *numbers, world.local)
+    return need
+
+
+def check_beside(stored_bytes: int, step: Step, work: Workload, host_budget_bytes: int) -> None:
     """Refuse a further program whose gradients and offloaded activations do not fit beside the state as it
     lies."""
-    held, transient = state.total_bytes, step_bytes(step, work)
-    if held + transient > host_budget_bytes:
+    transient = step_bytes(step, work)
+    if stored_bytes + transient > host_budget_bytes:
         raise BudgetError(
             f"host_budget={format_bytes(host_budget_bytes)} is too small for this batch: beside "
-            f"{format_bytes(held)} of masters and moments its program keeps {format_bytes(transient)} of "
-            "gradients and offloaded activations on the host. Compile with the batch, or list of them, that "
-            "needs the most "
-            "as example_batch, so that room is left for it; or raise host_budget, or give smaller batches."
+            f"{format_bytes(stored_bytes)} of masters and moments its program keeps "
+            f"{format_bytes(transient)} of gradients and offloaded activations on the host. Compile with the "
+            "batch, or list of them, that needs the most as example_batch, so that room is left for it; or "
+            "raise host_budget, or give smaller batches."
         )
 
 
@@ -147,7 +161,7 @@ class Bindings:
     def admit(self, scheduled: Scheduled, state: HostState, settings: Settings) -> None:
         """Refuse a further program that the host has no room for, or the GPU no kernels."""
         work = scheduled.compiled.assembly.work
-        check_beside(state, scheduled.planned.step, work, settings.host_budget_bytes)
+        check_beside(state.total_bytes, scheduled.planned.step, work, settings.host_budget_bytes)
         self.make_ready(scheduled, settings.device)
 
     def make_ready(self, scheduled: Scheduled, device: torch.device) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import Proof, verify
 from megacompile.state.foreign_optimizer import Foreign
-from megacompile.state.host_budget import Placement
+from megacompile.state.host_budget import Placement, host_states, storage_window
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of
 from megacompile.units import format_bytes
@@ -206,6 +207,12 @@ class Frontend:
                 front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
                 self._compiled[key] = self._build(front, tiled, part, chunk)
             return self._compiled[key]
+
+    def lay_out(self, groups: tuple[GroupLayout, ...]) -> None:
+        """Lay out weight groups as a program has them, or as each one likes again."""
+        if self.layouts and not groups:
+            self._compiled.clear()  # for those
+        self.layouts = groups
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""
@@ -385,6 +392,7 @@ class Compiler:
         self._resident: tuple[int, ...] | None = None
         self._dumped = 0
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
+        self._ahead: dict[tuple[Any, ...], Scheduled] = {}  # planned, and not asked for yet
 
     @property
     def budget_bytes(self) -> int:
@@ -435,17 +443,44 @@ class Compiler:
     def forget(self) -> None:
         """Forget all programs and captures; how weights are cut and where state is stays decided."""
         self._scheduled.clear()
+        self._ahead.clear()
         self.frontend.forget()
+
+    def take_room(self, room: Room) -> None:
+        """Plan within other room from now on."""
+        self.room = room
+        self._ahead.clear()
+
+    def go_back(self, room: Room, programs: int) -> None:
+        """Forget all but the first programs, to plan within this room again."""
+        self.take_room(room)
+        self._scheduled = dict(islice(self._scheduled.items(), programs))
 
     def plan_within(self, room: Room, scheduled: Scheduled) -> None:
         """Forget a program, to plan it again within other room."""
-        self.room = room
+        self.take_room(room)
         self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
 
-    def begin_again(self, room: Room) -> None:
-        """Forget all programs and what the first one decided, before any has run."""
-        self.room, self.cuts, self._resident, self._dumped = room, None, None, 0
+    def begin_again(self, room: Room, cuts: Cuts | None = None) -> None:
+        """Forget all programs and what the first one decided, before any has run; ``cuts`` decides how far
+        weights are cut."""
+        self.room, self.cuts, self._resident, self._dumped = room, cuts, None, 0
+        self.placement = None
         self._scheduled.clear()
+        self._ahead.clear()
+        self.frontend.lay_out(())
+
+    def lay_out(self, scheduled: Scheduled) -> None:
+        """Plan all further programs for the state as this one has it, which is not allocated yet."""
+        plan = scheduled.planned.plan
+        self.placement = Placement(host_states(plan), storage_window(plan))
+        self.frontend.lay_out(scheduled.compiled.assembly.groups)
+
+    def put_aside(self, programs: Collection[tuple[Batch, Mode]]) -> None:
+        """Keep these programs until they are asked for: until then no batch is padded to be one of theirs."""
+        for batch, mode in programs:
+            if (scheduled := self._scheduled.pop((batch.key, mode), None)) is not None:
+                self._ahead[batch.key, mode] = scheduled
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -459,9 +494,9 @@ class Compiler:
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """Plan, prove and print one program; made once per key and mode."""
         key = (batch.key, mode)
-        found = self._scheduled.get(key)
+        found = self._scheduled.get(key) or self._ahead.pop(key, None)
         if found is not None:
-            return found
+            return self._scheduled.setdefault(key, found)
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
@@ -562,24 +597,26 @@ class Compiler:
         try:
             return first_that_fits(chunks, budget, plan)
         except BudgetError as error:
-            ways = " ".join(self._ways_out(batch, evaluate))
-            raise BudgetError(f"{error} {ways}".rstrip(), least_bytes=error.least_bytes) from error
+            ways = [*self.ways_out(batch, evaluate=evaluate), *self._finer(batch, evaluate)]
+            raise BudgetError(" ".join([str(error), *ways]), least_bytes=error.least_bytes) from error
 
-    def _ways_out(self, batch: Batch, evaluate: bool) -> Iterator[str]:
+    def ways_out(self, batch: Batch, *, evaluate: bool) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""
         if why := self.frontend.why_whole(batch, self.cuts or {}, evaluate=evaluate):
             yield why
-        if self.cuts is None:
-            return
-        if batch.outputs is not None:
+        if self.cuts is not None and batch.outputs is not None:
             compiled = self.compile(batch, evaluate=evaluate)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
             names = [name or "the output" for name in compiled.captured.structure.names]
             largest = sorted(zip(sizes, names, strict=True), reverse=True)[:3]
             results = ", ".join(f"{name} of {format_bytes(nbytes)}" for nbytes, name in largest)
             yield f"What is predicted is computed there ({results}): give predict outputs= that return less."
-        finest = list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1]
-        if self._planner is None and finest != self.cuts:
+
+    def _finer(self, batch: Batch, evaluate: bool) -> Iterator[str]:
+        """Yield that another first batch might have had weights cut further, if so."""
+        if self.cuts is None or self._planner is not None:
+            return
+        if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != self.cuts:
             yield _FIRST_DECIDES
 
     def _terms(self, mode: Mode, budget: int) -> Terms:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megacompile.api.pipeline import Compiled, Scheduled
+from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
 from megacompile.api.rollout import Rollout
 from megacompile.api.session import LossOfOutputs, Session
@@ -275,10 +276,6 @@ def _language_model(model: Any) -> Any:
 #
 # In: a batch. Out: tensors on the host. All run by programs of the forward alone, over the same state and
 # under the same budget as training.
-
-
-class _PlannedError(Exception):
-    """A forward was planned, and is not to run."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -693,18 +690,25 @@ class Program:
             )
         return runtime.state
 
-    _only_plans = False
+    def plan_all(self, calls: Mapping[str, Callable[[], object]]) -> list[tuple[str, Schedule]]:
+        """Plan the programs of all calls, by what they are for, and run none; the first prepares training.
 
-    @contextlib.contextmanager
-    def planning_alone(self) -> Iterator[None]:
-        """Plan the first forward within the context, where the block ends; the budget may be refused."""
-        self._only_plans = True
-        try:
-            yield
-        except _PlannedError:
-            pass
-        finally:
-            self._only_plans = False
+        A call of :meth:`prepare` plans and takes nothing over; of one that runs a forward, the first forward
+        is planned, where the call ends. Where any program does not fit, the error names one budget, the least
+        that suffices for all of them. Returns each program with what it is for. Several ranks call it
+        together.
+        """
+        self._ready()
+        compiler = self._session.compiler
+        return [
+            (name, compiler.schedule_of(scheduled, compiler.machine))
+            for name, scheduled in self._session.plan_all(calls)
+        ]
+
+    @property
+    def plans_only(self) -> bool:
+        """Return whether a :meth:`plan_all` is under way."""
+        return self._session.planning is not None
 
     @alone
     def evaluate(self, batch: Any) -> Tensor:
@@ -775,10 +779,9 @@ class Program:
         same prompts, and the same seed where they sample.
         """
         refuse_no_generator(self._session.model, input_ids)
-        if self.world.size == 1:
+        # planned is what generates where a rollout has no room
+        if self.world.size == 1 and not self.plans_only:
             with contextlib.suppress(BudgetError), self.rollout() as model:
-                if self._only_plans:
-                    raise _PlannedError
                 return model.generate(input_ids, **options)
         return generate(self._session.model, self.predict, input_ids, **options)
 
@@ -807,6 +810,8 @@ class Program:
             mode = session.training(micro) if len(kinds) == 1 else Mode("accumulate")  # one after the other
             for of in reversed(kinds.values()):
                 session.schedule(of, mode)
+            if len(kinds) > 1 and self.plans_only:
+                session.schedule(micro[-1], Mode("update"))
 
     def _forward(self, name: str, batch: Any, outputs: OutputsFn | None) -> Any:
         self._ready()
@@ -821,14 +826,14 @@ class Program:
 
         with session.world.together():
             micro, weights, _ = agreed_batches(session, batch, "evaluate", weigh, outputs)
-            if session.runtime is None:
-                self._allocate(batch, outputs)
-            if self._only_plans:
+            if self.plans_only:
                 session.schedule(micro[0], Mode("evaluate"))
             else:
+                if session.runtime is None:
+                    self._allocate(batch, outputs)
                 results = session.run(micro, Mode("evaluate"), weights)
-        if self._only_plans:
-            raise _PlannedError
+        if self.plans_only:
+            raise PlannedError
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
         found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]
@@ -886,6 +891,11 @@ class Program:
         Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
         """
         return self._schedule_on(self._session.compiler.measured_machine)
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that times are predicted for; a CPU as it is now, measured."""
+        return self._session.compiler.measured_machine
 
     @property
     def largest_schedule(self) -> Schedule:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megacompile.api.batch_reader import Intake, OfRanks
 from megacompile.api.bound_programs import Allocated, Bindings, allocate
 from megacompile.api.pipeline import Compiled, Compiler, Scheduled
+from megacompile.api.program_set import PlannedError, ProgramSet
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
 from megacompile.api.settings import Room, Settings
 from megacompile.capture.batch import Batch
@@ -232,6 +233,7 @@ class Session:
         self.seed, self.calls = settings.seed, 0
         self.inconsistent = ""
         self.resumes: Path | None = None  # the checkpoint that will be loaded first
+        self.planning: ProgramSet | None = None  # while programs are planned, and nothing runs
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
         self.intake = Intake(model, compiler, settings.max_seq_len)
@@ -270,6 +272,8 @@ class Session:
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """The program for a kind of batch; the first one takes over the model's storage."""
+        if self.planning is not None:
+            return self._planned(self.planning, batch, mode)
         if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
             self._tell_of_another(batch)
         if self.runtime is None:
@@ -277,13 +281,55 @@ class Session:
             self._take_over(scheduled)
         else:
             if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
-                self.compiler.room = room
+                self.compiler.take_room(room)
             scheduled = agreed_program(self.compiler, batch, mode, self.settings)
             state = self.runtime.state
             self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         self.predicted_peak = max(self.predicted_peak, scheduled.planned.peak_bytes)
+        return scheduled
+
+    def plan_all(self, calls: Mapping[str, Callable[[], object]]) -> list[tuple[str, Scheduled]]:
+        """Plan the programs of all calls, and run none; see :meth:`Program.plan_all`."""
+        current, self.planning = self.current, ProgramSet(self.compiler, self.settings, self.runtime)
+        try:
+            for name, call in calls.items():
+                self.planning.begin(name)
+                with suppress(PlannedError):
+                    call()
+            with self.world.together():
+                self.planning.settle()
+            found = list(self.planning.scheduled())
+            self.planning.put_aside()
+            return found
+        except BaseException:
+            self.planning.forget()
+            raise
+        finally:
+            self.planning, self.current = None, current
+
+    def _planned(self, planning: ProgramSet, batch: Batch, mode: Mode) -> Scheduled:
+        """The program for a kind of batch as a part of those that are planned together."""
+        first = self.runtime is None and not planning.members
+        if first and mode.kind == "evaluate":
+            raise ProgramError("The first program of plan_all has to train: call program.prepare in it.")
+        if first and (longest := self.intake.longest(batch)) is not None:
+            planning.add(longest, mode)
+        planning.add(batch, mode)
+        while True:
+            try:
+                if first:
+                    scheduled = self._first_program(batch, mode)
+                else:
+                    scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+                break
+            except BudgetError as error:
+                planning.refuse(error)
+        if first:
+            planning.lay_out(scheduled)
+        if mode.kind != "evaluate" or self.current is None:
+            self.current = scheduled
         return scheduled
 
     def _tell_of_another(self, batch: Batch) -> None:
@@ -314,6 +360,8 @@ class Session:
             if longest is not None:  # first: how far weights are cut must suffice for it
                 self.world.agree(lambda: self.compiler.schedule(longest, mode))
             scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            if self.planning is not None and not self.planning.fits:  # this room is another budget's
+                return scheduled
             self.world.agree(partial(self._bindings.make_ready, scheduled, self.settings.device))
             room = self._shorter_room()
             if room is None:

@@ -49,9 +49,15 @@ class Room:
             loose_bytes=self.loose_bytes + more,
         )
 
+    def within(self, device_bytes: int) -> Room:
+        """Return the room that another budget of the device would give."""
+        beside = self._reserved_beside_spare
+        reserved = beside + self.spare_bytes(device_bytes)
+        return replace(self, budget_bytes=device_bytes - reserved, reserved_bytes=reserved)
+
     def short_of(self, planned: Room) -> bool:
         """Return whether the driver has taken more since ``planned`` was measured than was left to it."""
-        spare = self.spare_bytes(self.budget_bytes + self.reserved_bytes)
+        spare = self.spare_bytes(self.device_bytes)
         return planned.budget_bytes - self.budget_bytes > spare
 
     @contextlib.contextmanager
@@ -69,9 +75,18 @@ class Room:
                 least_bytes=least,
             ) from error
 
+    @property
+    def device_bytes(self) -> int:
+        """The device's budget."""
+        return self.budget_bytes + self.reserved_bytes
+
+    @property
+    def _reserved_beside_spare(self) -> int:
+        return self.reserved_bytes - self.spare_bytes(self.device_bytes)
+
     def _device_budget(self, plan_bytes: int) -> int:
         """The device's budget that leaves a plan so many bytes, of which the spare ones are a part."""
-        beside = self.reserved_bytes - self.spare_bytes(self.budget_bytes + self.reserved_bytes)
+        beside = self._reserved_beside_spare
         budget = plan_bytes + beside
         while (more := plan_bytes + beside + self.spare_bytes(budget)) > budget:
             budget = more

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megacompile.api.program import Program
 from megacompile.capture.padding import pad_batch
-from megacompile.errors import BudgetError, MegacompileError
+from megacompile.errors import MegacompileError
 from megacompile.graph.captured import all_outputs
 from megacompile.state.model_values import is_owned
 
@@ -54,30 +55,30 @@ def longest_rows(data: Any, count: int) -> Any:
 
     Not the longest rows: a collator that pads nothing takes rows of one length alone.
     """
-    count, names = min(count, len(data)), getattr(data, "column_names", None) or ()
-    if hasattr(data, "select") and "input_ids" not in names:
-        return data.select(range(count))
-    if hasattr(data, "select"):
-        parts = data.select_columns(["input_ids"]).with_format("arrow").iter(_READ)
-        columns = [part["input_ids"].combine_chunks().value_lengths().to_pylist() for part in parts]
-        lengths = [length for column in columns for length in column]
-        return data.select([lengths.index(max(lengths))] * count)
-    if isinstance(data, list) and all(isinstance(row, Mapping) and "input_ids" in row for row in data):
-        return [max(data, key=lambda row: len(row["input_ids"]))] * count
-    return [data[i] for i in range(count)]
+    lengths, count = row_lengths(data), min(count, len(data))
+    numbers = [lengths.index(max(lengths))] * count if lengths else range(count)
+    return data.select(numbers) if hasattr(data, "select") else [data[i] for i in numbers]
 
 
 def longest_row(data: Any) -> int | None:
-    """The most tokens of a row of data that TRL prepared; None of a stream, and of other data."""
+    """The most tokens of a row, where lengths are at hand; None of a stream, and of other data."""
+    return max(row_lengths(data), default=None)
+
+
+def row_lengths(data: Any) -> list[int]:
+    """The tokens of each row: of a list of rows, or of a table of datasets, with tokens; else none."""
+    if isinstance(data, list) and all(isinstance(row, Mapping) and "input_ids" in row for row in data):
+        return [len(row["input_ids"]) for row in data]
     columns = set(getattr(data, "column_names", None) or ()) if hasattr(data, "select_columns") else set()
     kinds = [names for names in _ROWS if columns.issuperset(names)]
     if not kinds or not isinstance(data, Sized):
-        return None
-    longest, wanted = 0, sorted({name for names in kinds for name in names})
+        return []
+    lengths, wanted = [], sorted({name for names in kinds for name in names})
     for table in data.select_columns(wanted).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
         count = {name: table[name].combine_chunks().value_lengths().to_numpy(False) for name in wanted}
-        longest = max(longest, *(int(sum(count[name] for name in names).max()) for names in kinds))
-    return longest
+        of_kinds = [sum(count[name] for name in names) for names in kinds]
+        lengths += np.maximum.reduce(of_kinds).tolist()
+    return lengths
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,8 @@ _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixi
 
 @runtime_checkable
 class Forwards(Protocol):
-    """A callback that runs forwards at evaluations; ``forward`` runs the one of most memory."""
+    """A callback that runs forwards at evaluations; ``forward`` runs the one of most memory. The class's name
+    says what for."""
 
     def forward(self) -> object: ...
 
@@ -284,31 +286,19 @@ class Evaluation(_Upstream):
         loss = loss if loss is None else loss * self._shares(batch)
         return loss, predictions, (labels[0] if len(labels) == 1 else labels or None)
 
-    def _plan_evaluation(self) -> None:
-        """Refuse, before the first step, a budget in which an evaluation of this training does not fit: full
-        batches as long as the longest row of each data set, and what callbacks compute then."""
+    def _evaluations(self) -> dict[str, Callable[[], object]]:
+        """Return, by name, what runs the forwards of most memory of an evaluation of this training: of full
+        batches as long as the longest row of each data set, and of callbacks."""
         if self.args.eval_strategy == "no" or self.eval_dataset is None:
-            return
-        data = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        forwards: list[Callable[[], object]] = [
-            functools.partial(self._predict_longest, rows) for rows in data.values()
-        ]
-        callbacks = self.callback_handler.callbacks
-        forwards += [callback.forward for callback in callbacks if isinstance(callback, Forwards)]
-        errors: list[BudgetError] = []
-        for forward in forwards:
-            try:
-                with self._programmed().planning_alone(), torch.random.fork_rng(devices=[]):
-                    forward()
-            except BudgetError as error:
-                errors.append(error)
-            finally:
-                self.model.train()  # as the step does that comes next
-        if errors:
-            worst = max(errors, key=lambda error: error.least_bytes or 0)
-            raise BudgetError(
-                f"Training fits, and its evaluation does not. {worst}", least_bytes=worst.least_bytes
-            ) from worst
+            return {}
+        several = isinstance(self.eval_dataset, dict)
+        data = self.eval_dataset if several else {"": self.eval_dataset}
+        calls: dict[str, Callable[[], object]] = {
+            f"evaluation{name and f' of {name}'}": functools.partial(self._predict_longest, rows)
+            for name, rows in data.items()
+        }
+        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, Forwards)]
+        return calls | {type(callback).__name__.lower(): callback.forward for callback in callbacks}
 
     def _predict_longest(self, data: Any) -> None:
         """Predict a batch as long as the longest row, where the number of rows is known."""
@@ -317,8 +307,11 @@ class Evaluation(_Upstream):
             loss_only = self.args.prediction_loss_only or self.compute_metrics is None
             # to its end, as accelerate takes a loader that was left for the one that is trained on; not
             # get_eval_dataloader, which may keep what it returns
-            for batch in list(self.get_test_dataloader(rows)):
-                Evaluation.prediction_step(self, self.model, batch, loss_only)  # and no code of a subclass
+            try:
+                for batch in list(self.get_test_dataloader(rows)):
+                    Evaluation.prediction_step(self, self.model, batch, loss_only)  # no code of a subclass
+            finally:
+                self.model.train()  # as the step does that comes next
 
     def _shares(self, batch: dict[str, Any]) -> int:
         """Return what a rank's loss is multiplied with, as upstream takes the mean over ranks: how many of

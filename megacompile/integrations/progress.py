@@ -276,7 +276,7 @@ class Samples(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, prompts: Sequence[str], length: int, path: Path) -> None:
-        self._trainer, self._prompts, self._length, self._path = trainer, list(prompts), length, path
+        self._trainer, self._prompts, self.tokens, self._path = trainer, list(prompts), length, path
         self._lines: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -301,7 +301,7 @@ class Samples(TrainerCallback):
     def forward(self) -> None:
         """Ask for the last token that answers may get."""
         asked = self._asked()
-        missing = (self._length - 1, 0)
+        missing = (self.tokens - 1, 0)
         ids = nn.functional.pad(
             asked["input_ids"], missing, value=self._trainer.processing_class.pad_token_id
         )
@@ -310,7 +310,7 @@ class Samples(TrainerCallback):
 
     def _answers(self) -> list[str]:
         tokenizer, asked = self._trainer.processing_class, self._asked()
-        options = {"max_new_tokens": self._length, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        options = {"max_new_tokens": self.tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
         tokens = self._trainer.program.generate(**asked, **options)
         answers: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], True)
         return answers

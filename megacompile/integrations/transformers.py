@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from megacompile.integrations.evaluation import (
     OutsideModel,
     cancel,
     given_loss,
+    longest_row,
+    longest_rows,
     smoothed_loss,
 )
 from megacompile.integrations.progress import Bar, Progress
@@ -35,6 +39,7 @@ from megacompile.integrations.training_arguments import (
     compile_options,
     settle,
 )
+from megacompile.report.schedule import Schedule
 from megacompile.runtime.step_results import StepOutput
 from megacompile.state.foreign_optimizer import Several
 from megacompile.state.masters import Weights
@@ -255,6 +260,13 @@ class _TooManyRowsError(Exception):
         self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
 
 
+class _PlannedTraining(Exception):
+    """All programs of a training are planned, and it is not to begin."""
+
+    def __init__(self, programs: list[tuple[str, Schedule]]) -> None:
+        self.programs = programs
+
+
 class Mixin(Saving, Updates, Evaluation):
     """The mixin that makes a trainer of transformers train through a program; comes before upstream's class.
 
@@ -283,6 +295,9 @@ class Mixin(Saving, Updates, Evaluation):
         self.program: Program | None = None
         self._lending = Lending()
         self._no_updates()
+        self._planned = False  # all programs of this training
+        self.planned_updates = 0
+        self._stops_planned = False  # before the first update
         self._progress = Progress(self)
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, (list, tuple)):
@@ -355,6 +370,7 @@ class Mixin(Saving, Updates, Evaluation):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._drop_update()
         self._no_updates()
+        self._planned = False
         self._programmed()
         return prepared
 
@@ -398,19 +414,88 @@ class Mixin(Saving, Updates, Evaluation):
     def _laid_out(self, micro: list[dict[str, Any]]) -> Program:
         """The program, with its state laid out for these micro-batches, and a checkpoint loaded into it."""
         program = self._programmed()
+        if program.plans_only:
+            return program
+        if micro and self.is_in_train and not self._planned:
+            self._plan_training(program, micro)
         if not is_owned(self.model):
-            try:
-                program.prepare(micro, outputs=self._outputs_of_forward(), checkpoint=self._checkpoint)
-            except BudgetError as error:
-                if self.args.auto_find_batch_size and self._train_batch_size > 1:
-                    raise _TooManyRowsError(error.least_bytes, program.budget_bytes) from error
-                raise
-            if self.is_in_train:
-                self._plan_evaluation()
+            program.prepare(micro, **self._preparation())
         if self._checkpoint is not None:
             program.load(self._checkpoint)
             self._checkpoint = None
         return program
+
+    def _preparation(self) -> dict[str, Any]:
+        return {"outputs": self._outputs_of_forward(), "checkpoint": self._checkpoint}
+
+    def _plan_training(self, program: Program, micro: list[dict[str, Any]]) -> None:
+        """Plan all programs that are known of this training, which begins with these micro-batches, and
+        refuse, before the first step, a budget in which one of them does not fit."""
+        self.planned_updates = self._epochs()[1]
+        first = {"training": functools.partial(program.prepare, micro, **self._preparation())}
+        with _same_draws():
+            later = {
+                name: functools.partial(self._prepare_update, program, samples)
+                for name, samples in self._later_updates()
+            }
+            if self.args.auto_find_batch_size and self._train_batch_size > 1:
+                try:
+                    program.plan_all(first)
+                    program.plan_all(first | later)
+                except BudgetError as error:
+                    raise _TooManyRowsError(error.least_bytes, program.budget_bytes) from error
+            programs = program.plan_all(first | later | self._evaluations())
+        if self._stops_planned:
+            raise _PlannedTraining(programs)
+        self._planned = True
+
+    def plan(self) -> list[tuple[str, Schedule]]:
+        """Return the programs of a training, each with what it is for, as :meth:`train` plans them before its
+        first step; that is not made, and nothing is allocated. Raises what ``train`` would until then."""
+        self._stops_planned = True
+        try:
+            self.train()
+        except _PlannedTraining as planned:
+            return planned.programs
+        finally:
+            self._stops_planned = False
+        return []
+
+    def _later_updates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yield, with a name, the micro-batches of updates that may be unlike the first one, as far as they
+        are known: with the longest row, and the last one of an epoch."""
+        loader, updates = self._epochs()
+        data, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        rows, steps = getattr(sampler, "batch_size", None), self.args.gradient_accumulation_steps
+        if not rows or not hasattr(data, "__getitem__") or not isinstance(data, Sized) or not len(data):
+            return
+        drawn = getattr(sampler, "sampler", None)
+        count = len(drawn) if isinstance(drawn, Sized) else len(data)
+        alone, drops = self.args.world_size == 1, getattr(sampler, "drop_last", False)
+        short = count % rows if alone and not drops else 0  # of several ranks batches are filled up
+        full = loader.collate_fn(list(longest_rows(data, rows)))
+        if longest_row(data) is not None:
+            yield "training on the longest rows", [full] * steps
+        last = len(loader) % steps or steps
+        if (short or last < steps) and updates >= -(-len(loader) // steps):
+            end = [loader.collate_fn(list(longest_rows(data, short)))] if short else [full]
+            yield "the last update of an epoch", [full] * (last - 1) + end
+
+    def _epochs(self) -> tuple[Any, int]:
+        """Return the data loader of this training, and the number of its updates."""
+        return self.callback_handler.train_dataloader, self.state.max_steps
+
+    def _prepare_update(self, program: Program, samples: list[dict[str, Any]]) -> None:
+        """Prepare for an update on what upstream's loop would give these to."""
+        samples, count = self.get_batch_samples(iter(samples), len(samples), self.args.device)
+        waiting: list[MicroBatch] = []
+        try:
+            for sample in samples:  # losses of others may change what they are given
+                waiting.append(self._micro_batch(self._prepare_inputs(dict(sample)), count))
+            batches = self._alike([micro.batch for micro in waiting])
+            program.prepare(batches, **self._preparation())
+        finally:
+            cancel(waiting)
 
     def _outputs_of_forward(self) -> Any:
         """Return what the program gives a loss that is computed outside; None: it computes the loss."""
@@ -459,6 +544,18 @@ class Mixin(Saving, Updates, Evaluation):
             self.program = self.optimizer = None
         model: nn.Module = self.model
         return model
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """What is drawn on the host inside is drawn again after it."""
+    numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - of collators
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            np.random.set_state(arrays)  # noqa: NPY002
 
 
 def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:

@@ -414,11 +414,14 @@ def _without_fused_head(model: Any) -> None:
 class ReferenceMixin(TokenMixin):
     """A trainer of TRL whose loss compares the policy with a reference; before TRL's class.
 
-    The reference's log-probabilities are computed before training, under the same budget. It is the policy as
-    it is given, or ``ref_model``, whose program has ended when the policy's begins.
+    The reference's log-probabilities are computed when training begins, or the first evaluation, under the
+    same budget. It is the policy as it is given, or ``ref_model``, whose program has ended when the policy's
+    begins.
     """
 
     _defaults: Callable[[], Any]
+    _compares = False  # the reference's log-probabilities are there, or under way
+    _begins = False  # they are under way
     ref_model: Any
 
     def __init__(
@@ -441,6 +444,10 @@ class ReferenceMixin(TokenMixin):
                 "a Dataset that has rows."
             )
         given = self.ref_model
+        if not self._compares and given is None:
+            self._refuse_other_reference()
+        if not self._compares:
+            return dataset
         if given is None:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         self.ref_model = reference = ReferenceModel(self, given)
@@ -449,6 +456,49 @@ class ReferenceMixin(TokenMixin):
         finally:
             self.ref_model = given
             reference.release()
+
+    def _epochs(self) -> tuple[Any, int]:
+        if not self._begins:
+            return super()._epochs()
+        loader = super().get_train_dataloader()
+        return loader, self.set_initial_training_values(self.args, loader)[-1]
+
+    def get_train_dataloader(self) -> Any:
+        self._compute_references()
+        return super().get_train_dataloader()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._compute_references()
+        return super().evaluate(*args, **kwargs)
+
+    def _compute_references(self) -> None:
+        """Add the reference's log-probabilities to all data, once: as TRL does when a trainer is made, where
+        nothing could be planned yet."""
+        if self._compares:
+            return
+        args, held_out = self.args, self.eval_dataset
+        rows = [
+            args.precompute_ref_batch_size or of_step
+            for of_step in (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+        ]
+        self._compares = self._begins = True
+        try:
+            train = self._precompute_ref_logps(self.train_dataset, "train", rows[0])
+            if isinstance(held_out, dict):
+                held_out = {
+                    name: self._precompute_ref_logps(data, name, rows[1]) for name, data in held_out.items()
+                }
+            elif held_out is not None:
+                held_out = self._precompute_ref_logps(held_out, "eval", rows[1])
+        except BaseException:
+            self._compares = False
+            state = self.accelerator.gradient_state
+            while state.active_dataloader is not None:  # that was left
+                state._remove_dataloader(state.active_dataloader)
+            raise
+        finally:
+            self._begins = False
+        self.train_dataset, self.eval_dataset = train, held_out
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """TRL's, of the reference that was given, or of the policy: nothing has trained it yet, and adapters
@@ -618,6 +668,10 @@ class PolicyMixin(TokenMixin):
 
     def _predict_longest(self, data: Any) -> None:
         """Nothing: how long completions get is not known."""
+
+    def _later_updates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Nothing, as for predictions."""
+        yield from ()
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream; of the policy as it is now, and of a reference, by a program."""
