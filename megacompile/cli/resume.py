@@ -79,6 +79,11 @@ class Resume(TrainerCallback):
         state = _state(checkpoint)
         return state["global_step"] >= state["max_steps"] and not self._differences(checkpoint)
 
+    @staticmethod
+    def steps(checkpoint: str | None) -> int:
+        """Return the updates up to a checkpoint."""
+        return 0 if checkpoint is None else int(_state(checkpoint)["global_step"])
+
     def _differences(self, checkpoint: str) -> list[str]:
         before = _state(checkpoint)["stateful_callbacks"].get(_NAME)
         if before is None:

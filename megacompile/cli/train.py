@@ -6,16 +6,22 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from megacompile.cli.main import folder_of, main
+from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
+from megacompile.units import format_bytes, format_hours, format_seconds
+
+if TYPE_CHECKING:
+    from megacompile.report.schedule import Schedule
 
 # ------------------------------------------------------------------------------------------------------------
 # Rows of chats as people have them, ShareGPT's and Alpaca's, as the messages that chat templates take.
@@ -109,6 +115,8 @@ _FILES = {
 }
 _LONGEST = 1 << 24  # tokens of a row
 _SHOWN = 40  # characters before and behind a mistake
+_HOUR = 3600
+_TOKENS = 32  # of the first row that a dry run shows
 _TOKENIZERS = ("*token*", "*vocab*", "*.model")  # of any kind; without, transformers makes one up
 
 
@@ -147,26 +155,23 @@ def run_train(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
-    ours, script, arguments, model_config, mixture = keys
+    ours, arguments = keys[0], keys[2]
     _check_reports(arguments.report_to)
-    if ours.dry_run:
-        _data(ours, script, mixture, arguments)
-        _tokenizer(model_config, arguments)
-        return _dry_run(ours, arguments, model_config) if first else 0
-    resume, folder = Resume(keys), folder_of(arguments.output_dir, "output_dir")
+    resume, folder = Resume(keys), Path(arguments.output_dir).expanduser()
     checkpoint = resume.checkpoint()
     where = f"the model is in {folder / 'model'}, what happened in {folder / 'report.md'}"
     if resume.is_finished(checkpoint):
         if first:
             print(f"megacompile: already finished: {where}; another output_dir starts anew")
         return 0
+    if ours.dry_run:
+        _dry_run(options.config, keys, resume.steps(checkpoint))
+        return 0
+    folder_of(arguments.output_dir, "output_dir")
     if first:
         _keep_keys(Path(options.config), options.overrides, folder / "config.yaml")
         (folder / "report.md").unlink(missing_ok=True)  # which says that a training has ended
-    try:
-        trainer = _trainer(*keys)
-    except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
-        raise MegacompileError(f"{options.config}: {error}") from error
+    trainer = _built(options.config, keys)
     trainer.add_callback(logbook := Logbook(folder / "log.csv"))
     trainer.add_callback(resume)
     if checkpoint is not None and first:
@@ -193,6 +198,16 @@ def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
         return
     beside = f"# Trained with these flags: {shlex.join(flags)}\n" if flags else ""
     kept.write_text(beside + given.read_text())
+
+
+def _built(path: str, keys: Any) -> Any:
+    """The trainer of the keys, or what is wrong with them."""
+    try:
+        return _trainer(*keys)
+    except MegacompileError:
+        raise
+    except (ValueError, OSError) as error:  # what TRL and transformers say of keys, data and models
+        raise MegacompileError(f"{path}: {error}") from error
 
 
 def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, mixture: Any) -> Any:
@@ -425,23 +440,81 @@ def _check_template(tokenizer: Any, name: str, path: str | None, assistant_only:
         ) from error
 
 
-def _dry_run(ours: TrainConfig, arguments: Any, model_config: Any) -> int:
-    """Print what ``megacompile plan`` says of the same model, batch and budgets; data and tokenizer were
-    read."""
-    import torch
+def _dry_run(path: str, keys: Any, steps: int) -> None:
+    """Say what the training would run, and how long it takes, by its trainer, which stops before the first
+    step; ``steps`` were made before. Raises what the training would."""
+    with tempfile.TemporaryDirectory() as folder:
+        vars(keys[2]).update(output_dir=folder, report_to=[])
+        trainer = _built(path, keys)
+        programs = trainer.plan()
+        if find_ranks().rank == 0:
+            print("\n".join(_described_data(trainer)))
+            print("\n".join(_described_programs(trainer, programs, steps)))
 
-    config = Path(str(model_config.model_name_or_path)) / "config.json"
-    asked = ["plan", "--model", str(config if config.is_file() else model_config.model_name_or_path)]
-    if torch.cuda.is_available() and ours.device != "cpu":
-        machine = Path(arguments.output_dir) / "machine.json"
-        main(["profile", "--out", str(machine)])
-    else:
-        machine = Path("this-cpu")
-    asked += ["--machine", str(machine), "--seq", str(arguments.max_length or 1024)]
-    asked += ["--batch", str(arguments.per_device_train_batch_size)]
-    asked += ["--micro-batches", str(arguments.gradient_accumulation_steps)]
-    asked += ["--dtype", "bf16" if arguments.bf16 else "fp32"]
-    asked += [] if arguments.max_grad_norm else ["--no-clip"]
-    for flag, value in (("--hbm-budget", ours.hbm_budget), ("--host-budget", ours.host_budget)):
-        asked += [flag, value] if value is not None else []
-    return main(asked)
+
+def _described_data(trainer: Any) -> Iterator[str]:
+    """Yield the rows by number and length, and how the first one begins."""
+    from megacompile.integrations.evaluation import row_lengths
+
+    most, held_out = trainer.args.max_length, trainer.eval_dataset
+    for name, data in (("to train on", trainer.train_dataset), ("for evaluation", held_out)):
+        if not isinstance(data, Sized):
+            continue
+        lengths = row_lengths(data)
+        said = f"data      {len(data):,} rows {name}"
+        if lengths:
+            said += f", of {min(lengths):,} to {max(lengths):,} tokens"
+            full = sum(length >= most for length in lengths) if most is not None else 0
+            said += f", {full:,} of them as long as max_length, which cuts what is longer" if full else ""
+        yield said
+    row = next(iter(trainer.train_dataset))
+    ids = next((row[name] for name in ("input_ids", "prompt_ids") if name in row), None)
+    if ids is not None:
+        yield f"          the first row begins {trainer.processing_class.decode(ids[:_TOKENS])!r}"
+
+
+def _described_programs(trainer: Any, programs: Sequence[tuple[str, Schedule]], steps: int) -> Iterator[str]:
+    """Yield the verdict, each program, and the time in all."""
+    program = trainer.program
+    timed = [(name, dataclasses.replace(schedule, machine=program.machine)) for name, schedule in programs]
+    peak = max(schedule.peak_bytes for _, schedule in timed)
+    yield f"FITS      {format_bytes(peak)} of the device at most, of {format_bytes(program.budget_bytes)}"
+    slowest: dict[str, float] = {}
+    for name, schedule in timed:
+        seconds, kind = schedule.predicted_seconds, schedule.mode.kind
+        runs = trainer.args.gradient_accumulation_steps if kind == "accumulate" else 1
+        kind = name.split()[0] if kind == "evaluate" else "train" if kind == "accumulate" else kind
+        slowest[kind] = max(runs * seconds, slowest.get(kind, 0.0))
+        yield f"program   {name}: {format_bytes(schedule.peak_bytes)}, {format_seconds(seconds)}"
+    times = list(_times(trainer, trainer.planned_updates - steps, slowest))
+    total = sum(count * seconds for count, _, seconds in times)
+    in_all = format_seconds(total) if total < _HOUR else format_hours(total / _HOUR)
+    parts = ", ".join(f"{count:,} {what} of {format_seconds(seconds)}" for count, what, seconds in times)
+    yield f"time      {parts}: {in_all} in all, as"
+    yield (
+        f"          predicted for {program.machine.name}, with all rows as long as the longest, without "
+        "compilation and checkpoints"
+    )
+
+
+def _times(trainer: Any, updates: int, slowest: Mapping[str, float]) -> Iterator[tuple[int, str, float]]:
+    """Yield how often what is done, and how many seconds it takes."""
+    from megacompile.integrations.progress import Samples
+
+    args, state, evaluation = trainer.args, trainer.state, slowest.get("evaluation", 0.0)
+    yield updates, "updates", slowest["train"]
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    counts = [len(data) for data in sets.values() if isinstance(data, Sized)]
+    rows = args.eval_batch_size * args.world_size
+    if hasattr(trainer, "precompute_ref_logps"):
+        count = len(trainer.train_dataset) + sum(counts)
+        yield -(-count // rows), "batches of the reference", evaluation
+    if args.eval_strategy == "no":
+        return
+    state.compute_steps(args, trainer.planned_updates)
+    by_steps = args.eval_strategy == "steps"
+    times = updates // state.eval_steps if by_steps else math.ceil(args.num_train_epochs)
+    yield times * sum(-(-count // rows) for count in counts), "batches of evaluation", evaluation
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, Samples):
+            yield times * callback.tokens, "tokens of samples", slowest["samples"]

@@ -277,10 +277,72 @@ def test_an_error_stands_on_a_line_of_its_own(folder: Path, capfd: pytest.Captur
     assert re.search(r"\nmegacompile: hbm_budget=10 kB is too small: .*\n$", capfd.readouterr().err)
 
 
-def test_a_dry_run_says_whether_it_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "config.yaml", "--dry_run", "true", *SMALL]) == 0
-    assert "FITS" in capsys.readouterr().out
-    assert not (folder / "out").exists()
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """The exit code of a dry run, and what it said; nothing is left of it."""
+    code = main(["train", "config.yaml", "--dry_run", "true", *SMALL, *flags])
+    said = capsys.readouterr()
+    assert not Path("out").exists()
+    return code, said.out + said.err
+
+
+def test_a_dry_run_says_what_the_training_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the rows that are left: a short batch at the end of an epoch, evaluation and samples are planned."""
+    code, said = planned(capsys, f"{GRADIENTS}4", "--max_length=32", "--max_steps=10")
+    assert code == 0 and "FITS" in said
+    assert "data      39 rows to train on, of 30 to 32 tokens, 26 of them as long as max_length" in said
+    assert "the first row begins 'u s e r :" in said
+    names = [
+        line.split(": ")[0].removeprefix("program   ") for line in said.splitlines() if "program   " in line
+    ]
+    assert names == ["training", "the last update of an epoch", "evaluation", "samples"]
+    assert "10 updates of" in said and "6 batches of evaluation" in said and "128 tokens of samples" in said
+
+
+@pytest.mark.parametrize("flag", ["--use_peft=true", "--optimizer_state=int8"], ids=["LoRA", "int8"])
+def test_a_dry_run_is_of_the_adapters_and_moments_that_are_trained(
+    flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the least budget that the training names, and fits where that trains."""
+    code, said = planned(capsys, "--hbm_budget=10kB", flag)
+    assert code == 2 and "FITS" not in said
+    assert main(["train", "config.yaml", *SMALL, "--hbm_budget=10kB", flag]) == 2
+    refusal = "hbm_budget=10 kB is too small"
+    assert said[said.index(refusal) :] == (told := capsys.readouterr().err)[told.index(refusal) :]
+    assert [p.name for p in (folder / "out").iterdir()] == ["config.yaml"]
+    shutil.rmtree(folder / "out")
+    (least,) = re.findall(r"needs (\d+) bytes", said)
+    code, said = planned(capsys, f"--hbm_budget={least}B", flag)
+    assert code == 0 and "FITS" in said
+
+
+def test_the_least_budget_trains_evaluates_and_samples_to_the_end(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where evaluation needs more than training does; 1 % less is refused before the first step."""
+    large = ["--per_device_eval_batch_size=16", "--test_split_size=0.5", "--sample_tokens=8"]
+    code, said = planned(capsys, "--hbm_budget=100kB", *large)
+    assert code == 2 and "evaluation needs" in said
+    (least,) = re.findall(r"needs (\d+) bytes", said)
+    assert said.count(least) == 1
+    less = f"--hbm_budget={int(least) * 99 // 100}B"
+    assert main(["train", "config.yaml", *SMALL, *large, less]) == 2
+    assert f"evaluation needs {least} bytes" in capsys.readouterr().err
+    assert not (folder / "out" / "log.csv").exists()
+    assert main(["train", "config.yaml", *SMALL, *large, f"--hbm_budget={least}B"]) == 0
+    report = (folder / "out" / "report.md").read_text()
+    assert "loss of held-out data" in report and "Answers after step 4" in report
+
+
+def test_a_dry_run_of_preferences_computes_no_reference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": asked, "chosen": said, "rejected": "no."} for asked, said in PAIRS * 4]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "config.yaml").unlink()
+    assert main(["new", "config.yaml", "--method", "dpo"]) == 0
+    monkeypatch.setattr("megacompile.api.session.Session.run", None)
+    code, said = planned(capsys, "--data=pairs.jsonl")
+    assert code == 0 and "FITS" in said and "batches of the reference" in said
 
 
 @pytest.mark.parametrize(
