@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -149,20 +149,19 @@ def _read_no_statistics(graph: fx.Graph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def without_statistics(graph: fx.Graph, inputs: Sequence[Ref]) -> list[Ref]:
+def without_statistics(graph: fx.Graph, inputs: list[Ref]) -> list[Ref]:
     """Let norms whose new running statistics nothing reads make none; returns the arguments that are left."""
+    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    unread: set[fx.Node] = set()
     for node in [n for n in graph.nodes if n.target is BATCH_NORM]:
         if all(user.args[1] < 3 for user in node.users):
+            unread |= {node.args[3], node.args[4]}
             node.target, node.args = aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
             node.meta["val"] = node.meta["val"][:3]
-    pairs = zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True)
-    left = []
-    for node, ref in list(pairs):
-        if node.users:
-            left.append(ref)
-        else:
-            graph.erase_node(node)
-    return left
+    gone = {n for n in arguments if n in unread and not n.users}
+    for node in gone:
+        graph.erase_node(node)
+    return [ref for node, ref in zip(arguments, inputs, strict=True) if node not in gone]
 
 
 def _own_memory(grad: Tensor | None, leaf: Tensor, kind: str) -> Tensor | None:

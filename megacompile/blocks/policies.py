@@ -407,8 +407,6 @@ class _Cutter:
         results, given, writes = self._parts[name]
         written = self.joint.written if writes else ()
         graph, inputs = extract(self.joint.graph, [*results, *itertools.chain(*written)], given)
-        if not self.template.writes:
-            return graph, inputs
         output = graph.output_node()
         nodes: Any = output.args[0]
         output.args = (nodes[: len(results)],)

@@ -181,17 +181,25 @@ def assemble(
         outside=outside,
         loops=max((t.loops for t in templates if t.loops), default=(0, 0), key=lambda loops: loops[1]),
         replicas=replicas,
-        changes=_changes(part),
+        changes=_changes(part, templates),
     )
     return Assembly(groups, places, work)
 
 
-def _changes(part: Partition) -> tuple[tuple[int, ...], ...]:
+def _changes(part: Partition, templates: tuple[DifferentiatedTemplate, ...]) -> tuple[tuple[int, ...], ...]:
     """For buffers that forwards change, the blocks that use them; those of the same blocks are one."""
     users: dict[str, list[int]] = {name: [] for name in part.changed}
-    for block in part.blocks:
+    for block in part.blocks if users else ():
         for name in {i.name for i in block.inputs if i.kind == "buffer"} & users.keys():
             users[name].append(block.index)
+        for policy in templates[block.template].policies.values():
+            for function in (policy.recompute, policy.backward):
+                read = {
+                    block.inputs[i].name for kind, i in (function.inputs if function else ()) if kind == "in"
+                }
+                assert not read & users.keys(), f"{block.name} would read {read} when it has changed"
+    for name, blocks in users.items():
+        assert name in part.written(part.blocks[blocks[-1]]), f"{name} is read when it has changed"
     return tuple(sorted(set(map(tuple, users.values()))))
 
 

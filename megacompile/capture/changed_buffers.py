@@ -65,7 +65,7 @@ def batch_norm(theirs: Any, norm: nn.modules.batchnorm._BatchNorm, x: Tensor) ->
     averages = norm.momentum is None and norm.training and norm.track_running_stats
     if not averages or count is None or mean is None or var is None:
         return theirs(norm, x)  # type: ignore[no-any-return]
-    norm._check_input_dim(x)
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     count.add_(1)
     y = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
     for buffer, new in zip((mean, var), average_statistics(x.detach(), mean, var, count), strict=True):
@@ -82,7 +82,7 @@ def sync_batch_norm(theirs: Any, norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
             "The forward calls SyncBatchNorm, whose ranks exchange statistics within a forward, which is not "
             "supported: train on one rank, put it into eval mode, or replace it by GroupNorm."
         )
-    return nn.modules.batchnorm._BatchNorm.forward(norm, x)  # type: ignore[arg-type]
+    return nn.modules.batchnorm._BatchNorm.forward(norm, x)
 
 
 def write_changes(graph: fx.Graph, signature: ExportGraphSignature, model: nn.Module) -> None:

@@ -65,6 +65,8 @@ class MixedDtypes(TorchFunctionMode):
         if func in _PRODUCTS:
             args, kwargs = _lowered(args, kwargs)
         elif func in _NORMS:
+            if func in (F.batch_norm, torch.batch_norm):
+                _refuse_low_statistics(args, kwargs)
             args, kwargs = _raised(args, kwargs)
         return func(*args, **kwargs)
 
@@ -82,6 +84,18 @@ def _lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     lowered: tuple[Any, Any] = pytree.tree_map_only(Tensor, cast, (args, kwargs))
     return lowered
+
+
+def _refuse_low_statistics(args: Any, kwargs: Any) -> None:
+    """Refuse a norm that would change a raised copy of its running statistics, and not these."""
+    first, *others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    trains = kwargs.get("training", args[5] if len(args) > 5 else False)
+    low = [x for x in others if x.dtype in _LOW and not isinstance(x, nn.Parameter)]
+    if trains and low and first.dtype == torch.float32:
+        raise CaptureError(
+            f"A batch norm has running statistics of {low[0].dtype} beside an input of torch.float32: call "
+            "float() on that module."
+        )
 
 
 def _raised(args: Any, kwargs: Any) -> tuple[Any, Any]:

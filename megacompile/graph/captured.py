@@ -68,7 +68,7 @@ BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 
 def written_buffers(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a graph that it writes, each once."""
-    return [n.args[0] for n in graph.nodes if n.target is WRITE]  # type: ignore[misc]
+    return [n.args[0] for n in graph.nodes if n.target is WRITE]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,8 @@ class Rows:
 @dataclass(frozen=True)
 class Captured:
     """The forward as a graph: every input is a placeholder; the results are the scalar loss alone, or the
-    tensors that ``structure`` surrounds in what the forward, or a function of the user's, returned.
+    tensors that ``structure`` surrounds in what the forward, or a function of the user's, returned. All that
+    writes are new values of buffers (:data:`WRITE`).
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
     index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;

@@ -232,13 +232,11 @@ def check_buffers(step: Step, work: Workload) -> None:
         return
     for number, blocks in enumerate(work.changes):
         due = [(m, b) for m in range(step.micro_batches) for b in blocks]
-        for op, (micro, block) in itertools.zip_longest(uses[number], due, fillvalue=None):
-            if op is None or (op.micro, op.block) != (micro, block):
+        for op, place in itertools.zip_longest(uses[number], due):
+            if op is None or place is None or (op.micro, op.block) != place:
+                what = f"the forward of block {place[1]} of micro-batch {place[0]}" if place else "nothing"
                 found = name(op) if op is not None else "nothing"
-                raise ScheduleError(
-                    f"{Buffers(number)} is changed by {found}, where the forward of block {block} of "
-                    f"micro-batch {micro} is due."
-                )
+                raise ScheduleError(f"{Buffers(number)} is changed by {found}, where {what} is due.")
 
 
 def check_weights(step: Step) -> None:

@@ -436,11 +436,23 @@ class Instances(nn.Module):
         return self.linear(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Rounded(nn.Module):
+    """A norm in bfloat16 of a batch in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(5).bfloat16(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (Windows, "buffer part, which shares its memory with whole: register"),
         (Instances, "norm is an instance"),
+        (Rounded, r"statistics of torch\.bfloat16 beside an input of torch\.float32"),
     ],
 )
 def test_what_is_refused_by_name(model: Callable[[], nn.Module], words: str) -> None:
