@@ -331,7 +331,8 @@ class _Walk:
 
     def _orthogonalize(self, op: Op) -> None:
         """As :func:`~megacompile.state.muon.orthogonalize`, the last matrix first."""
-        updates, factors = self.held.pop(op.donates[0]), []
+        updates = self.held.pop(op.donates[0])
+        factors: list[Held] = []
         matrices = self._assembly.work.groups[op.group].matrices
         for m, n in reversed(self._sides(op)):
             matrix = updates.pop()

@@ -374,7 +374,7 @@ class Foreign:
         for index, slot in enumerate(group.slots):
             numel = slot.parameter.numel
             if index in matrices:
-                moved += (muon.MOMENTUM_BYTES + group.dtype.itemsize + muon.step_bytes(halves)) * numel
+                moved += (muon.MOMENTUM_BYTES + group.dtype.itemsize + muon.STEP_BYTES) * numel
                 continue
             work = self._work_of(slot.parameter)
             moved += (4 + group.dtype.itemsize + (16 if halves else 0)) * numel + work.moved
@@ -501,7 +501,7 @@ class Foreign:
                     momentum.zero_()
                 buffer = self._buffer(0, min(muon.CHUNK, momentum.numel()))
                 gradient = grad[part_of(group, index)]
-                muon.add_momentum(gradient, momentum, own.values, own.grad_scale, buffer)
+                muon.add_momentum(gradient, momentum, own.values, own.grad_scale, buffer, threads)
 
     def update(
         self,
@@ -552,7 +552,8 @@ class Foreign:
         rows, columns = parameter.shape
         buffer = self._buffer(0, muon.scratch_bytes(parameter.shape) // 8)
         with _threads(threads):
-            muon.step(masters, factor, (rows, columns), parameter.stride, settings.values, buffer)
+            shape = rows, columns
+            muon.step(masters, factor, shape, parameter.stride, settings.values, buffer, threads)
 
     def _state(
         self, slot: Slot, piece: slice, views: Mapping[str, Tensor], numbers: Numbers

@@ -13,6 +13,7 @@ multiplies as this one does.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,19 +25,13 @@ from megacompile.state import adam
 
 CHUNK = 1 << 19  # elements that the host goes over at a time: 2 MB of each array, which stay in the cache
 _ROWS = 64  # of a matrix that a chunk is a multiple of: then torch's vectors end where they do in the whole
-MOMENTUM_BYTES = 34  # that operators move per element, beside the gradient
-_STEP_BYTES = 26  # and those of the step, over masters in FP32
-_HALVES_BYTES = 16  # more, to join and split halves
+MOMENTUM_BYTES = 10  # that the first pass moves per element, beside the gradient: momentum, and the update
+STEP_BYTES = 10  # and the last one: the factor, and masters
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is torch's Muon itself."""
     return type(optimizer) is torch.optim.Muon
-
-
-def step_bytes(halves: bool) -> int:
-    """Bytes that operators of :func:`step` move per element."""
-    return _STEP_BYTES + (_HALVES_BYTES if halves else 0)
 
 
 def scratch_bytes(shape: Sequence[int]) -> int:
@@ -57,13 +52,28 @@ def updates_in(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_momentum(
-    grad: Tensor, momentum: Tensor, settings: Mapping[str, Any], scale: float, buffer: Tensor
+    grad: Tensor,
+    momentum: Tensor,
+    settings: Mapping[str, Any],
+    scale: float,
+    buffer: Tensor,
+    threads: int | None = None,
 ) -> None:
     """Let a flat momentum take a flat gradient times ``scale``, and leave the update in the gradient's place;
     ``buffer`` holds a chunk in FP32."""
     out, beta = updates_in(grad), settings["momentum"]
     for start in range(0, grad.numel(), CHUNK):
         piece = slice(start, start + CHUNK)
+        if adam.backend("muon") == "c":
+            narrow = grad.dtype == torch.bfloat16  # then it is read where it is written
+            made = out[piece] if narrow else updates_in(buffer[: grad[piece].numel()])
+            scalars = (ctypes.c_double * 2)(scale, beta)
+            arguments = grad[piece], momentum[piece], made, scalars, narrow, bool(settings["nesterov"])
+            count = threads or torch.get_num_threads()
+            adam.call_kernel("mc_muon_momentum", made.numel(), *arguments, count, kernel="muon")
+            if not narrow:
+                out[piece].copy_(made)
+            continue
         gradient = buffer[: grad[piece].numel()].copy_(grad[piece])
         if scale != 1:
             gradient.mul_(scale)
@@ -102,6 +112,7 @@ def step(
     stride: Sequence[int],
     settings: Mapping[str, Any],
     buffer: Tensor,
+    threads: int | None = None,
 ) -> None:
     """Let flat masters, in FP32 or as two halves, decay and go along a flat factor; ``buffer`` holds a chunk
     in FP32."""
@@ -112,12 +123,18 @@ def step(
     matrix = factor.view(columns, rows).T if rows > columns else factor.view(rows, columns)
     if stride[0] < stride[1]:  # columns lie one after another
         matrix, rows, columns = matrix.T, columns, rows
+    if adam.backend("muon") == "c":
+        low, scalars = masters[1] if len(masters) > 1 else None, (ctypes.c_double * 2)(decay, rate)
+        arguments = masters[0], low, factor, scalars, not matrix.is_contiguous()
+        count = threads or torch.get_num_threads()
+        adam.call_kernel("mc_muon_step", rows, columns, *arguments, count, kernel="muon")
+        return
     for first in range(0, rows, _chunk(columns)):
         part = matrix[first : first + _chunk(columns)]
         pieces = [flat[first * columns :][: part.numel()] for flat in masters]
         value = pieces[0]
         if len(pieces) > 1:
-            value = adam.join(*pieces, buffer[: part.numel()])
+            value = adam.join(pieces[0], pieces[1], buffer[: part.numel()])
         value.view(part.shape).mul_(decay).add_(part, alpha=rate)
         if len(pieces) > 1:
-            adam.split(value, *pieces)
+            adam.split(value, pieces[0], pieces[1])

@@ -90,27 +90,3 @@ def test_trains_bitwise_as_torch_does_and_resumes(
     assert all(torch.equal(expected[n], v) for n, v in pair.program.state_dict().items())
     pair.check()
     pair.program.close()
-
-
-@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (64, 64), (1, 40), (40, 1)])
-def test_the_iterations_are_torchs_and_take_what_is_planned(shape: tuple[int, int]) -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz
-
-    from megacompile.blocks.memory_meter import StorageMeter
-    from megacompile.schedule.workload import MatrixUpdates
-
-    settings = torch.optim.Muon([nn.Parameter(torch.empty(shape))]).defaults
-    update = torch.randn(shape).bfloat16()
-    chosen = settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
-    expected = _zeropower_via_newtonschulz(update.float(), *chosen)
-    meter, given = StorageMeter(), [update]
-    meter.ignore(update)
-    before = update.nbytes
-    del update
-    with meter:
-        factor = muon.orthogonalize(given, settings)
-    rows, columns = shape
-    assert torch.equal(factor.view(columns, rows).T if rows > columns else factor.view(shape), expected)
-    m, n = sorted(shape)
-    # the meter never counts the update, which the last product takes the place of
-    assert meter.peak <= MatrixUpdates(((m, n),), 5, 0).call.peak_bytes + before
