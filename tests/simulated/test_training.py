@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import megacompile
 from megacompile.api.pipeline import Compiler
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program
@@ -49,6 +50,29 @@ def test_losses_and_state_are_those_of_the_cpu_backend(
     assert losses == expected
     assert all(torch.equal(ours[n], v) for n, v in state.items())
     assert runtime.count("copies") > before
+
+
+def test_updates_of_matrices_pass_through_the_device(streamed: None) -> None:
+    """Muon's, which it makes orthogonal."""
+
+    def trained(device: str, budget: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = build("llama", layers=2)
+        matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "layers" in n]
+        chosen = set(map(id, matrices))
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest)]
+        options: dict[str, Any] = {"optimizer": optimizers, "max_grad_norm": 0.5, "device": device}
+        made = megacompile.compile(model, budget, **options)
+        for index in range(3):
+            made.train_step(batch_for("llama", index))
+        assert "orthogonalize" in str(made.schedule)
+        state = made.state_dict()
+        made.close()
+        return state
+
+    expected, ours = trained("cpu", "1GB"), trained("cuda", "1GB")
+    assert all(torch.equal(ours[n], v) for n, v in expected.items())
 
 
 class MakesNumbers(nn.Module):
