@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megacompile
 from megacompile.state import muon
 from megacompile.state.foreign_optimizer import Several
 from tests.e2e.test_any_optimizer import Pair
@@ -90,3 +92,39 @@ def test_trains_bitwise_as_torch_does_and_resumes(
     assert all(torch.equal(expected[n], v) for n, v in pair.program.state_dict().items())
     pair.check()
     pair.program.close()
+
+
+def test_a_mixture_of_experts_trains_bitwise_as_plain_transformers() -> None:
+    """Routers and attention by Muon; banks of experts have three dimensions, so that AdamW has them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **heads, **experts))
+    eager = copy.deepcopy(model)
+
+    def split(model: nn.Module) -> Several:
+        named = dict(model.named_parameters())
+        inner = [n for n, p in named.items() if p.dim() == 2 and ".layers." in n]
+        rest = [p for n, p in named.items() if n not in inner]
+        return Several([torch.optim.Muon([named[n] for n in inner], lr=0.02), torch.optim.AdamW(rest)])
+
+    plain = split(eager)
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": torch.float32}
+    program = megacompile.compile(model, "1GB", optimizer=split(model), **options)
+    for seed in range(2):
+        ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+        program.train_step({"input_ids": ids, "labels": ids})
+        eager(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+    values = program.state_dict()
+    program.close()
+    assert all(torch.equal(values[n], p) for n, p in eager.named_parameters())

@@ -18,6 +18,8 @@ SLOW = (
     r"test_policy_trainers\.py::test_the_example_learns",
     r"test_rollout\.py::test_tokens_are_transformers\w+\[(0.8-dtype0|100.0-dtype1)",
     r"test_train_command\.py::test_a_dry_run_is_of_the_adapters\w+\[int8",
+    r"test_muon\.py::test_trains_bitwise_as_torch_does_and_resumes\[(full|updates|NVMe, clipped)",
+    r"test_muon\.py::test_a_mixture_of_experts",
     # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train,
     # cut into pieces, in test_tile.py.
     r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",
