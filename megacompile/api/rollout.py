@@ -8,6 +8,7 @@ that weights leave.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,14 +114,11 @@ class Rollout:
     def _place_weights(self) -> None:
         """Bring all weights; where there is no room for them, have those of blocks come one by one."""
         everything = _Weights(self._names, self)
-        if everything.nbytes > self._budget:
-            self._stream()
-            return
-        try:
-            with self.device.whole():
+        if everything.nbytes <= self._budget:
+            with contextlib.suppress(*_FULL), self.device.whole():
                 everything.load()
-        except _FULL:
-            self._stream()
+                return
+        self._stream()
 
     def _stream(self) -> None:
         """Keep what is outside of blocks, and bring the weights of each block for its forward."""
@@ -183,13 +181,20 @@ class Rollout:
             }
             try:
                 results.append(self.run(function, (), own))
-            except _FULL as error:
-                self._random_state(draws)
-                at_once = self._fewer(at_once, rows, error)
-            else:
                 start += at_once
                 continue
-            gc.collect()  # what failed is in a cycle with its traceback
+            except _FULL as error:
+                self._random_state(draws)
+                if at_once == 1 and self._streams:
+                    raise BudgetError(
+                        f"hbm_budget leaves {format_bytes(self._budget)}, without room for the cache of one "
+                        "row beside the weights of one block: give shorter prompts, ask for fewer tokens, or "
+                        "raise it."
+                    ) from error
+            gc.collect()  # what failed may be in a cycle with its traceback
+            if at_once == 1:
+                self._stream()
+            at_once = at_once // 2 or rows
         if len(results) == 1:
             return results[0]
         if not all(isinstance(result, Tensor) for result in results):
@@ -200,18 +205,6 @@ class Rollout:
         longest = max(result.shape[1] for result in results)
         padded = functools.partial(nn.functional.pad, value=self._padding(options))
         return torch.cat([padded(result, (0, longest - result.shape[1])) for result in results])
-
-    def _fewer(self, at_once: int, rows: int, error: Exception) -> int:
-        """The rows to try after so many were too many; of one row, all with streamed weights."""
-        if at_once > 1:
-            return at_once // 2
-        if self._streams:
-            raise BudgetError(
-                f"hbm_budget={format_bytes(self._budget)} has no room for the cache of one row beside the "
-                "weights of one block: give shorter prompts, ask for fewer tokens, or raise it."
-            ) from error
-        self._stream()
-        return rows
 
     def _padding(self, options: Mapping[str, Any]) -> int:
         """The token that ``generate`` puts after the end of a row."""

@@ -104,12 +104,14 @@ def test_the_budget_is_held_to_the_byte() -> None:
     for budget in (peak, peak - 1):
         program = megacompile.compile(build("llama"), f"{budget}B", compute_dtype=torch.float32)
         with program.rollout() as model:
-            fewer, calls = model._rollout._fewer, list[int]()
-            model._rollout._fewer = lambda *a, calls=calls, fewer=fewer: calls.append(1) or fewer(*a)
+            run, calls = model._rollout.run, list[str]()
+            model._rollout.run = lambda f, *rest, calls=calls, run=run: (
+                calls.append(f.__name__) or run(f, *rest)
+            )
             assert torch.equal(model.generate(ids, **NEW), expected)
             assert model._rollout.device.peak_bytes <= budget
-        parts.append(len(calls))
-    assert parts == [0, 1]
+        parts.append(calls.count("generate"))
+    assert parts == [1, 3]
 
 
 def test_rows_in_parts_end_where_they_do_together() -> None:
@@ -125,6 +127,18 @@ def test_rows_in_parts_end_where_they_do_together() -> None:
         with pytest.raises(megacompile.BudgetError, match=r"give \d rows at a time"):
             rolled.generate(ids, return_dict_in_generate=True, **NEW)
         assert rolled.generate(ids[:1], return_dict_in_generate=True, **NEW).sequences.shape[0] == 1
+
+
+@pytest.mark.parametrize("beside", [0, 10_000])
+def test_weights_that_leave_no_room_for_one_row_are_streamed(beside: int) -> None:
+    """At once, or when generating has met the budget."""
+    model: Any = build("llama")
+    expected = sampled(model.eval().generate, input_ids=prompts())
+    program = megacompile.compile(model, f"{bytes_of(model) + beside}B", compute_dtype=torch.float32)
+    with program.rollout() as rolled:
+        assert rolled._rollout._streams == (beside == 0)
+        assert torch.equal(sampled(rolled.generate, input_ids=prompts()), expected)
+        assert rolled._rollout._streams
 
 
 def test_tied_weights_dropout_and_modes() -> None:
