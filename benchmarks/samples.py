@@ -1,11 +1,11 @@
-"""What a cache of keys and values would save ``program.generate``, which computes the whole row for a token.
+"""What a token of ``program.generate`` takes: by a program, which computes the whole row, and in a rollout.
 
     python -m benchmarks.samples [--tokens 24]
 
 Out: two Markdown tables. Predicted: the seconds of a token for an 8B model whose weights are streamed, by the
 length of the row, with the loss of every position, which generating does not need; one token alone is what a
-cache leaves to compute. Measured on this CPU: a small model's tokens per second of processor time,
-streamed, beside plain transformers' ``generate`` with its cache and without.
+cache leaves to compute. Measured on this CPU: a small model's tokens per second of processor time, in a
+rollout whose weights come by block, beside plain transformers' ``generate`` with its cache and without.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def measured(tokens: int) -> str:
     program = megacompile.compile(
         trained, f"{weights}B", optimizer=adam, device="cpu", compute_dtype=torch.float32
     )
-    program.prepare({"input_ids": ids, "labels": ids})
     ways: dict[str, Callable[..., Any]] = {
         "`program.generate`, streamed": program.generate,
         "plain, without a cache": lambda **given: model.generate(**given, use_cache=False),
