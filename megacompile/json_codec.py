@@ -59,9 +59,10 @@ def to_plain(value: Any, named: bool = True) -> Any:
 
     Dataclasses become objects where ``named``, otherwise lists.
     """
-    names = _names(type(value))
+    kind: type = type(value)
+    names = _names(kind)
     if names is not None:
-        later, kept = _later(type(value)), list(names)
+        later, kept = _later(kind), list(names)
         while kept and kept[-1] in later and getattr(value, kept[-1]) == later[kept[-1]]:
             kept.pop()
         items = {name: to_plain(getattr(value, name), named) for name in kept}

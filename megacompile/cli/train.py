@@ -483,8 +483,8 @@ def _described_programs(trainer: Any, programs: Sequence[tuple[str, Schedule]], 
     for name, schedule in timed:
         seconds, kind = schedule.predicted_seconds, schedule.mode.kind
         runs = trainer.args.gradient_accumulation_steps if kind == "accumulate" else 1
-        kind = name.split()[0] if kind == "evaluate" else "train" if kind == "accumulate" else kind
-        slowest[kind] = max(runs * seconds, slowest.get(kind, 0.0))
+        what = name.split()[0] if kind == "evaluate" else "train" if kind == "accumulate" else kind
+        slowest[what] = max(runs * seconds, slowest.get(what, 0.0))
         yield f"program   {name}: {format_bytes(schedule.peak_bytes)}, {format_seconds(seconds)}"
     times = list(_times(trainer, trainer.planned_updates - steps, slowest))
     total = sum(count * seconds for count, _, seconds in times)
