@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.runtime.step_results import NonFiniteError
 from megacompile.state import muon
 from megacompile.state.foreign_optimizer import Several
 from tests.e2e.test_any_optimizer import Pair
@@ -90,6 +91,25 @@ def test_trains_bitwise_as_torch_does_and_resumes(
         group["lr"] = rate["lr"] / 0.8
     pair.program.train_step(batch(4))
     assert all(torch.equal(expected[n], v) for n, v in pair.program.state_dict().items())
+    pair.check()
+    pair.program.close()
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_step_that_is_left_out_changes_nothing(clipped: bool) -> None:
+    """Momentum too, which an update changes first."""
+    torch.manual_seed(0)
+    limit = {"max_grad_norm": 0.5 if clipped else None}
+    pair = Pair(make, Shapes(), groups=groups_of, **limit, **({"on_nonfinite": "skip"} if clipped else {}))
+    pair.step(batch(0))
+    bad = {"x": torch.full((8, 24), float("nan"))}
+    if clipped:
+        pair.program.train_step(bad)
+    else:
+        with pytest.raises(NonFiniteError, match="not all gradients are finite"):
+            pair.program.train_step(bad)
+    for seed in range(1, 3):
+        pair.step(batch(seed))
     pair.check()
     pair.program.close()
 
