@@ -322,7 +322,7 @@ class StorageMeter(TorchDispatchMode):
             self.requests += [(first + number, nbytes) for number, nbytes in requests]
             self._count += numbers
             for item, (number, nbytes) in zip(tensors_of(out), standing, strict=True):
-                self._watch(item, nbytes, first + number)
+                self._watch(item.untyped_storage(), nbytes, first + number)
             return out
         self.peak = before
         with self:
@@ -339,7 +339,8 @@ class StorageMeter(TorchDispatchMode):
 
     def track(self, tensor: Tensor, at_least: int = 0) -> None:
         """Count a tensor's storage from now on, unless it is counted already."""
-        self._watch(tensor, max(tensor.untyped_storage().nbytes(), at_least))
+        storage = tensor.untyped_storage()
+        self._watch(storage, max(storage.nbytes(), at_least))
         if self.limit is not None and self._live > self.limit:
             raise BudgetExceededError(
                 f"A block asked for {self._live} bytes of temporaries and saved activations where the plan "
@@ -353,20 +354,21 @@ class StorageMeter(TorchDispatchMode):
 
     def ignore(self, tensor: Tensor) -> None:
         """Never count this tensor's storage: it is accounted for elsewhere."""
-        self._watch(tensor, 0)
+        self._watch(tensor.untyped_storage(), 0)
 
-    def _watch(self, tensor: Tensor, nbytes: int, number: int | None = None) -> None:
+    def _watch(self, storage: torch.UntypedStorage, nbytes: int, number: int | None = None) -> None:
         """Count a storage that is not known yet; one with a number was asked for already."""
-        live = self.live  # forgets dead storages first: their addresses may be in use again
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
+        live = self.live if self._dead else self._live  # dead ones first: their addresses may be in use again
+        key = storage._cdata
+        if key in self._known:
             return
         watch = _Watch(storage, self._dead.append)
-        watch.key, watch.number = storage._cdata, self._count if number is None else number
+        watch.key, watch.number = key, self._count if number is None else number
         self._count += number is None
-        self._known[watch.key] = (nbytes, watch)
-        self._live = live + nbytes
-        self.peak = max(self.peak, self._live)
+        self._known[key] = (nbytes, watch)
+        self._live = live = live + nbytes
+        if live > self.peak:
+            self.peak = live
         if nbytes and number is None:
             self._ask(watch.number, nbytes)
 

@@ -202,19 +202,17 @@ def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatc
     work = chain(6)
     calls = 0
 
-    def interrupted(step: Step, machine: Machine) -> Timeline:
+    def interrupted(step: Step, machine: Machine, seconds: list[float]) -> Timeline:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        return simulate(step, machine)
+        return simulate(step, machine, seconds)
 
     monkeypatch.setattr(plan_evaluator, "simulate", interrupted)
     found = search(work, TRAIN, MACHINE, PLENTY)
     assert calls == 2 and found.peak_bytes <= PLENTY
-    monkeypatch.setattr(
-        plan_evaluator, "simulate", lambda step, machine: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(plan_evaluator, "simulate", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         search(work, TRAIN, MACHINE, PLENTY)
 
