@@ -11,6 +11,10 @@ class CaptureError(MegacompileError):
     """The model's forward cannot be captured, or would not train right if it were."""
 
 
+class UntraceableError(CaptureError):
+    """The forward cannot be traced, as it may if what it reads of its batch were known."""
+
+
 class BudgetError(MegacompileError):
     """A memory budget is malformed, above what exists, or below the least feasible one.
 

@@ -97,7 +97,11 @@ class Padder:
 
     def lengths(self, micro: list[Batch]) -> list[int]:
         """Return the lengths of micro-batches that may be padded; none, where some may not."""
-        paddable = all(may_be_padded(batch, self._model, self._function_of(batch)) for batch in micro)
+        reads = self._compiler.frontend.reads_values
+        paddable = all(
+            not reads(batch) and may_be_padded(batch, self._model, self._function_of(batch))
+            for batch in micro
+        )
         return [length_of(batch) for batch in micro] if paddable else []
 
     def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
@@ -208,6 +212,8 @@ class Padder:
             return False
         others, is_loss = frontend.graphs, longer.outputs is None
         graph = frontend.captured(longer, evaluate=longer.evaluates)
+        if graph.prologue is not None:  # which may look at padding
+            return False
         if not (is_loss or gives_positions(graph, longer, once=False)):
             return False
         telling = telling_length(length, others or [graph])

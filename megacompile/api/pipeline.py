@@ -30,8 +30,8 @@ from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
-from megacompile.errors import BudgetError, CaptureError, MegacompileError
-from megacompile.graph.captured import Captured, OutputsFn, written_buffers
+from megacompile.errors import BudgetError, CaptureError, MegacompileError, UntraceableError
+from megacompile.graph.captured import Captured, OutputsFn, Prologue, written_buffers
 from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
 from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
 from megacompile.hardware.caching_allocator import step_requests
@@ -131,6 +131,7 @@ class Frontend:
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
+        self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
         self._parts: dict[tuple[Any, ...], tuple[Tiled, Partition]] = {}
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
@@ -223,31 +224,75 @@ class Frontend:
     def forget(self) -> None:
         """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
         self._fronts.clear()
+        self._hosted.clear()
         self._parts.clear()
         self._compiled.clear()
+
+    def reads_values(self, batch: Batch) -> bool:
+        """Return whether a forward on a batch with entries of these names has read values of it."""
+        return any(key[0] == batch.key[0] for key in self._hosted)
+
+    def with_host_values(self, batch: Batch, *, evaluate: bool) -> Batch:
+        """The batch with what the host computes of it for its program, and with what the forward goes by in
+        its key; the batch itself, where the forward reads no values."""
+        with _TRACING:
+            if batch.key in self._fronts:
+                return batch
+            known = self._hosted.get(batch.key, [])
+            for prologue, number in known:
+                if (values := prologue(batch.leaves)) is not None:
+                    return _extended(batch, number, values)
+            captured = self._captured(batch, evaluate)
+            extended = batch
+            if captured.prologue is not None:
+                if (values := captured.prologue(batch.leaves)) is None:
+                    raise CaptureError(
+                        "What the forward reads of this batch differs when it is read again: a function of "
+                        "the model depends on something else than its arguments."
+                    )
+                graphs = {n: self._fronts[*batch.key, n].captured for _, n in known}
+                number = next((n for n, of in graphs.items() if captured.computes_as(of)), len(graphs))
+                extended = _extended(batch, number, values)
+                self._hosted.setdefault(batch.key, []).append((captured.prologue, number))
+            if extended.key not in self._fronts:
+                self._fronts[extended.key] = Front(captured, *fuse(captured, self._kernels))
+            return extended
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
         with _TRACING:
-            if batch.key not in self._fronts:
-                captured = self._capture(
-                    self.model,
-                    batch.args,
-                    batch.kwargs,
-                    forms=self._forms,
-                    trained=self._trained,
-                    loss_fn=self.loss_fn,
-                    evaluate=evaluate,
-                    outputs=batch.outputs,
-                    padded_right=batch.padded_right and batch.outputs not in self._seeing,
-                )
-                if batch.padded_right and not captured.blind:
-                    self._seeing.append(batch.outputs)
-                self._fronts[batch.key] = Front(captured, *fuse(captured, self._kernels))
-            front = self._fronts[batch.key]
+            front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
             if self.ranks * self.replicas > 1:
                 _refuse_changes(front.captured)
             return front
+
+    def _captured(self, batch: Batch, evaluate: bool) -> Captured:
+        """Capture one kind of batch; what its forward reads of its values is computed on the host."""
+
+        def capture(*, padded_right: bool, **host: bool) -> Captured:
+            return self._capture(
+                self.model,
+                batch.args,
+                batch.kwargs,
+                forms=self._forms,
+                trained=self._trained,
+                loss_fn=self.loss_fn,
+                evaluate=evaluate,
+                outputs=batch.outputs,
+                padded_right=padded_right,
+                **host,
+            )
+
+        if self.reads_values(batch):
+            return capture(padded_right=False, reads_values=True)
+        padded_right = batch.padded_right and batch.outputs not in self._seeing
+        try:
+            captured = capture(padded_right=padded_right)
+        except UntraceableError:
+            return capture(padded_right=False, reads_values=True)
+        if batch.padded_right and not captured.blind:
+            self._seeing.append(batch.outputs)
+        return captured
 
     def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
@@ -309,6 +354,10 @@ def _refuse_changes(captured: Captured) -> None:
             "own batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by "
             "GroupNorm)."
         )
+
+
+def _extended(batch: Batch, number: int, values: list[Tensor]) -> Batch:
+    return replace(batch, leaves=[*batch.leaves, *values], key=(*batch.key, number))
 
 
 def _describe(

@@ -239,7 +239,7 @@ class Session:
         self.intake = Intake(model, compiler, settings.max_seq_len)
         self._bindings = Bindings(compiler)
         self._last_batch: Batch | None = None
-        self._told: set[bool] = set()  # reasons for another program that were said
+        self._told: set[str] = set()  # reasons for another program that were said
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
@@ -262,8 +262,11 @@ class Session:
         return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
 
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
-        """Return what was read, padded where that saves compiling, or as several ranks need it."""
-        return self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
+        """Return what was read, padded where that saves compiling, or as several ranks need it, with what the
+        host computes of it."""
+        micro = self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
+        frontend = self.compiler.frontend
+        return [frontend.with_host_values(batch, evaluate=batch.evaluates) for batch in micro]
 
     def check_model(self, *, trains: bool = True) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled, and matters."""
@@ -335,18 +338,20 @@ class Session:
     def _tell_of_another(self, batch: Batch) -> None:
         """Say, once for each reason, that another program is compiled, and what would save that."""
         last = self._last_batch
-        changed = last is not None and last.settings != batch.settings
-        if changed in self._told:
-            return
-        self._told.add(changed)
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         why, way_out = (
             ", as each kind of batch has one",
             "pad batches to few lengths, or drop the last short one",
         )
-        if changed:
+        if last is not None and last.settings != batch.settings:
             why = ", as modes or attributes of the model's modules changed"
             way_out = "leave them as they are between steps"
+        elif any(key[:5] == batch.key[:5] for key in self.compiler.keys):
+            why = ", as sizes that the forward reads from its values are others, such as those of images"
+            way_out = "give batches of few combinations of sizes"
+        if why in self._told:
+            return
+        self._told.add(why)
         text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
         warnings.warn(text, stacklevel=6)
 

@@ -125,7 +125,8 @@ class Batch:
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
     ``outputs`` is what the program computes of the forward in the place of the loss; of what it gives for a
-    batch that was padded, the last ``added`` positions are not the batch's own.
+    batch that was padded, the last ``added`` positions are not the batch's own. Where the forward reads
+    values of the batch, what the host makes of it follows its own leaves, and the key tells what was read.
     """
 
     args: tuple[Any, ...]
@@ -169,7 +170,9 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        """Return the tensors of the batch itself."""
+        own = self.leaves[: len(self.key[1])]
+        return [leaf for leaf in own if isinstance(leaf, Tensor)]
 
 
 def of_one_kind(micro: Sequence[Batch]) -> list[Batch]:
@@ -217,14 +220,14 @@ def read_batch(
     args, kwargs = pytree.tree_unflatten(flat, spec)
     if not any(isinstance(leaf, Tensor) for leaf in flat):
         raise MegacompileError("The batch holds no tensor: pass a dict or tuple of tensors.")
-    shapes = tuple(_described(leaf) for leaf in flat)
+    shapes = tuple(described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
     padded_right = not args and is_transformers(model) and is_padded_right(kwargs)
     return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded_right), outputs)
 
 
-def _described(leaf: Any) -> tuple[Any, ...]:
+def described(leaf: Any) -> tuple[Any, ...]:
     """Describe what a program depends on: of a tensor its shape, dtype and order in memory, of a constant
     that it is this one.
 

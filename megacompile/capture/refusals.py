@@ -364,11 +364,11 @@ class Effects:
 
 def refuse_other_forward(first: fx.Graph, second: fx.Graph, before: str, after: str) -> None:
     """Refuse a forward that leaves an attribute changed and does not compute the same again."""
-    if after or _computation(first) != _computation(second):
+    if after or computation(first) != computation(second):
         raise CaptureError(f"The forward changes {before or after}, and what it computes with it: {_WAY_OUT}")
 
 
-def _computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
+def computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
     """A graph's inputs and operations; in which order modules hold parameters, a parametrization changes."""
     inputs = sorted(str(node.format_node()) for node in graph.nodes if node.op == "placeholder")
     return inputs, [str(node.format_node()) for node in graph.nodes if node.op != "placeholder"]

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from megacompile.capture.batch import LossFn, apply_loss, divide, divides, find_
 from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
+from megacompile.capture.host_values import HostValues
 from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
     FLEX,
@@ -45,7 +46,7 @@ from megacompile.capture.refusals import (
     refuse_sparse,
     refuse_writes,
 )
-from megacompile.errors import BudgetError, CaptureError
+from megacompile.errors import BudgetError, CaptureError, UntraceableError
 from megacompile.graph.captured import (
     WRITE,
     Captured,
@@ -92,12 +93,12 @@ def clean(graph: fx.Graph) -> None:
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
+            raise UntraceableError(
                 f"{module_path(node) or 'The model'} makes a tensor whose shape depends on the values in the "
                 f"batch ({node.target}): a scheduled step needs fixed shapes."
             )
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CaptureError(
+            raise UntraceableError(
                 f"{module_path(node) or 'The model'} takes a number out of a tensor ({node.target}): compute "
                 "with the tensor, or pass the number itself in the batch."
             )
@@ -539,11 +540,14 @@ class _Forward(nn.Module):
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
     causal attention gets no mask of padding. ``returned`` is what a function of the user's was given.
+    ``leaves`` are the batch's for real, where ``host`` is to make what is needed of their values.
     """
 
     structure: Structure
     returned: Returned | None = None
     outside = False
+    leaves: list[Any] | None = None
+    host: HostValues | None = None
     _loss_fn: LossFn | None
     _outputs: OutputsFn | None
 
@@ -560,12 +564,18 @@ class _Forward(nn.Module):
         try:
             tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
-            raise CaptureError(_explain(error, self.model)) from None
+            raise UntraceableError(_explain(error, self.model)) from None
         return tensors
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("position_ids") is not None
-        with replaced(REFUSED), forward_runs(), fake_kernels_named(), self.effects.noted(self.model):
+        with (
+            replaced(REFUSED),
+            forward_runs(),
+            fake_kernels_named(),
+            self.effects.noted(self.model),
+            self._watched(args, kwargs),
+        ):
             taken, named, rest = (args, kwargs, ())
             if divides(kwargs, self._loss_fn, self._outputs):
                 function = self._outputs or self._loss_fn
@@ -581,6 +591,12 @@ class _Forward(nn.Module):
                 return find_loss(outputs)
             return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
 
+    def _watched(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        if self.leaves is None:
+            return nullcontext()
+        vars(self)["host"] = host = HostValues(self.model, self.leaves)
+        return host.watching(pytree.tree_leaves((args, kwargs)))
+
 
 def capture(
     model: nn.Module,
@@ -593,13 +609,15 @@ def capture(
     evaluate: bool = False,
     outputs: OutputsFn | None = None,
     padded_right: bool = False,
+    reads_values: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
     ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
     traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
     takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
-    which the graph may then make use.
+    which the graph may then make use. ``reads_values``: what the forward reads of the batch's values is
+    computed by a prologue; else it is refused.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -613,11 +631,13 @@ def capture(
         copied.eval().requires_grad_(False)
     _no_cache(copied)
     _no_draws(copied)
+    effects = Effects()
+    forward = _Forward(copied, loss_fn, outputs, effects)
+    vars(forward)["leaves"] = pytree.tree_leaves((args, kwargs)) if reads_values else None
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
-    effects = Effects()
-    forward, inputs = _Forward(copied, loss_fn, outputs, effects), (rng, args, kwargs)
+    inputs = (rng, args, kwargs)
     forward.outside = outputs is not None and not evaluate
     forward.leaves_out = padded_right
     captured = _trace(forward, inputs, model)
@@ -627,8 +647,10 @@ def capture(
     changed = effects.first
     if changed:  # by the first forward: all later ones must compute the same
         effects.apply(copied)
+        first = forward.host
         again = _trace(forward, inputs, model)
-        refuse_other_forward(captured.graph, again.graph, changed, effects.first)
+        other = first is not None and forward.host is not None and not first.same_as(forward.host)
+        refuse_other_forward(captured.graph, again.graph, changed, changed if other else effects.first)
     if trained and not evaluate and not captured.trainable:
         raise _without_gradient("loss" if outputs is None else "output", model)
     return captured
@@ -659,7 +681,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
             f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
         ) from error
     except Exception as error:
-        raise CaptureError(_explain(error, forward.model)) from None
+        raise UntraceableError(_explain(error, forward.model)) from None
     return _flatten(graph, signature, exported.constants, forward, model)
 
 
@@ -731,20 +753,25 @@ def _flatten(
         for name, target in targets.items()
         if kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
     }
+    made = [name for name, value in constants.items() if forward.host and forward.host.makes(value)]
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
     if forward._outputs is not None:
         copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)
+    if forward.host:
+        _rejoin(graph)
     refuse_mixed_products(graph)
     used = {n.name for n in graph.nodes if n.op == "placeholder"} | {rng}
+    made = [name for name in made if name in used]
+    prologue = forward.host.prologue([constants[name] for name in made]) if forward.host else None
     given = {parameters[node.name] for node in given_gradients(graph) if node.name in parameters}
     return Captured(
         graph=graph,
         parameters={n: p for n, p in parameters.items() if n in used},
         buffers={n: b for n, b in buffers.items() if n in used},
-        inputs={n: i for i, n in enumerate(leaves) if n in used},
-        constants={n: c for n, c in constants.items() if n in used},
+        inputs={n: i for i, n in enumerate([*leaves, *made]) if n in used},
+        constants={n: c for n, c in constants.items() if n in used and n not in made},
         rng=rng,
         trainable=frozenset(n for n, p in model.named_parameters() if p.requires_grad and n in given),
         fake_mode=fake_mode,
@@ -752,7 +779,26 @@ def _flatten(
         outside=forward.outside,
         blind=forward.leaves_out,
         returned=forward.returned,
+        prologue=prologue,
     )
+
+
+def _rejoin(graph: fx.Graph) -> None:
+    """Leave out splits whose pieces are put together again, so that their sizes are not the graph's."""
+    for node in list(graph.nodes):
+        pieces = node.args[0] if node.target is aten.cat.default else ()
+        items = [piece for piece in pieces if piece.target is operator.getitem]
+        splits = {item.args[0] for item in items}
+        split = splits.pop() if len(splits) == 1 and len(items) == len(pieces) else None
+        if split is None or split.target is not aten.split_with_sizes.default:
+            continue
+        parts, joined = split.meta["val"], [item.args[1] for item in items]
+        dims = {
+            (of.args[at] if len(of.args) > at else 0) % parts[0].dim() for of, at in ((split, 2), (node, 1))
+        }
+        if joined == list(range(len(parts))) and len(dims) == 1:
+            node.replace_all_uses_with(split.args[0])
+    graph.eliminate_dead_code()
 
 
 def _merge_tied(model: nn.Module, targets: Mapping[str, str], nodes: Mapping[str, fx.Node]) -> dict[str, str]:

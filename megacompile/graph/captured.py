@@ -7,7 +7,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -196,6 +196,10 @@ class Rows:
     find: Callable[[Sequence[Tensor]], Tensor] = field(compare=False)
 
 
+Prologue = Callable[[Sequence[Any]], list[Tensor] | None]
+"""(a batch's leaves) -> what the host makes of them for a program; None where the graph may be another."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """The forward as a graph: every input is a placeholder; the results are the scalar loss alone, or the
@@ -203,7 +207,9 @@ class Captured:
     writes are new values of buffers (:data:`WRITE`).
 
     The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
-    index of a tensor leaf of the batch, a constant tensor. ``rng`` names the int64 [2] seed input;
+    index of a tensor leaf of the batch, a constant tensor. After the batch's leaves come those that
+    ``prologue`` makes of it on the host, where the forward needs values of the batch. ``rng`` names the
+    int64 [2] seed input;
     ``outside`` says that the results are trained on, by a loss that the graph does not hold;
     ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
     values that the host makes of a batch and of parameters. ``blind`` says that the loss is known not to
@@ -224,6 +230,21 @@ class Captured:
     outside: bool = False
     blind: bool = False
     returned: Returned | None = None
+    prologue: Prologue | None = None
+
+    def computes_as(self, other: Captured) -> bool:
+        """Return whether another capture of the same model is the same graph, of inputs at the same places
+        and of the same forms, so that one program serves both."""
+        compared_apart = {"graph", "constants", "fake_mode", "rows", "prologue"}
+        names = [of.name for of in fields(self) if of.name not in compared_apart]
+        if any(getattr(self, name) != getattr(other, name) for name in names):
+            return False
+        if self.constants.keys() != other.constants.keys() or not all(
+            _same(value, other.constants[name]) for name, value in self.constants.items()
+        ):
+            return False
+        mine, others = (list(map(_described, of.graph.nodes)) for of in (self, other))
+        return mine == others
 
     def placeholder(self, name: str) -> fx.Node:
         node: fx.Node
@@ -231,6 +252,19 @@ class Captured:
             if node.op == "placeholder" and node.name == name:
                 return node
         raise KeyError(name)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two constants are equal, bit by bit."""
+    alike = all(isinstance(x, Tensor) for x in (one, other)) and one.dtype == other.dtype
+    return one is other or (alike and torch.equal(one, other))
+
+
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    """A node with its arguments, and the form of its value."""
+    values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    forms = [(tuple(v.shape), v.stride(), v.dtype) for v in values]
+    return node.op, node.name, node.target, repr((node.args, node.kwargs)), forms, list(module_stack(node))
 
 
 def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:

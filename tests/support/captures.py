@@ -87,7 +87,7 @@ class Captures:
 
 def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
     """A key that two calls of capture share only if they give the same graph."""
-    if any(getattr(global_hooks, name) for name in _GLOBAL):
+    if any(getattr(global_hooks, name) for name in _GLOBAL) or options.get("reads_values"):
         raise _UnknownError
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = {name: value for name, value in options.items() if name != "trained"}

@@ -266,7 +266,7 @@ def writes_into_the_batch(m: Any, x: Tensor) -> Tensor:
         (lambda m, x: m.a(x) * float(numpy.random.default_rng().random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * float(GENERATOR.random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * m.generator.random(), "Python or NumPy"),
-        (lambda m, x: m.a(x) * torch.arange(4)[2].item(), "takes a number out of a tensor"),
+        (lambda m, x: m.a(x) * m.a(x).sum().item(), "takes a number out of a tensor"),
     ],
 )
 def test_refused_by_name(forward: Forward, named: str) -> None:

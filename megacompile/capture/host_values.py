@@ -1,0 +1,531 @@
+"""Host values: what a forward computes from its batch alone, and reads, runs on the host before the program.
+
+In: a forward under capture, and the batch's real tensors. Out: a :class:`Prologue`, which computes for each
+batch what that forward read of its values: numbers on which shapes and branches depended, which all batches
+of the program have alike, and tensors, which are inputs of the program.
+
+Tensors stay the traced ones. Beside each that comes from the batch alone stands how it was made; it is made
+for real only where its values are needed. A number that is read is a guard. A tensor whose shape depends on
+values becomes an input, and its shape a guard. A function of the model's own files that reads values, and
+nothing but the batch, is one call: it runs as it is for each batch, and only what it returns counts, so that
+all batches for which it returns as many positions share a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from megacompile.capture.batch import described
+from megacompile.capture.patches import Patch, replaced
+from megacompile.errors import CaptureError
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor of the prologue, by its number."""
+
+    number: int
+
+
+@dataclass
+class _Call:
+    """A call of the prologue: its arguments with places for tensors, the numbers of the tensors among its
+    results, and what the results must be, where the forward went by them."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...]
+    written: tuple[int, ...] = ()
+    expected: Any = None
+    made: bool = False
+
+    @property
+    def reads(self) -> set[int]:
+        """Return the numbers of the tensors among the arguments."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_place)
+        return {leaf.number for leaf in leaves if isinstance(leaf, _Place)}
+
+    def run(self, values: dict[int, Tensor]) -> Any:
+        """Make the call for real, and keep its tensors; return them, or whatever it returns."""
+
+        def real(leaf: Any) -> Any:
+            return values[leaf.number] if isinstance(leaf, _Place) else leaf
+
+        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_place)
+        before = torch.random.get_rng_state()
+        result = self.function(*args, **kwargs)
+        if not torch.equal(before, torch.random.get_rng_state()):
+            raise CaptureError(
+                "The forward draws random numbers on which shapes or branches depend: draw them before the "
+                "step, and put them into the batch."
+            )
+        return result
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, _Place)
+
+
+def _dense(leaf: Any) -> Any:
+    """A result as a program can be given it."""
+    return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+
+
+def _description(result: Any) -> tuple[Any, ...]:
+    """Describe what a forward may go by in a result: of tensors the shapes, of all else the values."""
+    leaves, spec = pytree.tree_flatten(result)
+    return (str(spec), *map(described, leaves))
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """The calls that one forward needs of a batch, in order, and the numbers of the tensors that they give to
+    the program; the batch's own leaves come first."""
+
+    calls: tuple[_Call, ...]
+    inputs: tuple[int, ...]
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Tensor] | None:
+        """The inputs that a batch gives; None where the forward would go another way for it."""
+        values: dict[int, Tensor] = dict(enumerate(leaves))
+        with torch.no_grad():
+            for call in self.calls:
+                versions = [values[n]._version for n in call.reads if n not in call.written]
+                try:
+                    result = call.run(values)
+                except CaptureError:
+                    raise
+                except Exception:  # a capture of this batch will say what is wrong
+                    return None
+                if call.expected is not None:
+                    result = pytree.tree_map(_dense, result)
+                    if _description(result) != call.expected:
+                        return None
+                if versions != [values[n]._version for n in call.reads if n not in call.written]:
+                    raise CaptureError(
+                        f"{call.function.__name__} of the model changes its arguments for this batch: let it "
+                        "return new tensors."
+                    )
+                tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+                if len(tensors) != len(call.results):
+                    return None
+                values.update(zip(call.results, tensors, strict=True))
+        return [values[number] for number in self.inputs]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Functions that run as they are: not traced, and called again for each batch.
+
+
+class _NotAloneError(Exception):
+    """A function needs more than the batch, or does more than return."""
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a function compute with real tensors alone, and write into none but its own; keeps what it
+    made."""
+
+    def __init__(self, given: Sequence[Tensor], made: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._made = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) for x in leaves):
+            raise _NotAloneError
+        if func._schema.is_mutable:
+            names = [a.name for a in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            for argument in func._schema.arguments:
+                target = given.get(argument.name)
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                if writes and isinstance(target, Tensor) and target.untyped_storage()._cdata in self._given:
+                    raise _NotAloneError
+        result = func(*args, **(kwargs or {}))
+        self._made += [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        return result
+
+
+@contextlib.contextmanager
+def _outside_tracing() -> Iterator[None]:
+    """Within the context torch computes for real, as it does in an eager run."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            disable_proxy_modes_tracing(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The watch over a forward: what comes from the batch alone, and where its values are needed.
+
+
+@dataclass
+class _Known:
+    """A traced tensor that comes from the batch alone, its number, and a tensor like it without values."""
+
+    traced: Tensor
+    number: int
+    twin: Tensor
+
+
+@dataclass(eq=False)
+class HostValues(TorchFunctionMode):
+    """Watches one forward of ``model`` under capture; ``leaves`` are the batch's, for real."""
+
+    model: nn.Module
+    leaves: Sequence[Any]
+    _calls: list[_Call] = field(default_factory=list)
+    _values: dict[int, Tensor] = field(default_factory=dict)  # of numbers, as far as they were made
+    _known: dict[int, _Known] = field(default_factory=dict)  # by the traced tensor's id
+    _lost: set[int] = field(default_factory=set)  # storages into which something unknown was written
+    _made: list[Tensor] = field(default_factory=list)  # for real, within calls
+    _inputs: list[tuple[int, Tensor]] = field(default_factory=list)
+    _inside: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._twins = FakeTensorMode()
+        self._count = len(self.leaves)
+        self._leaves: set[int] = set()  # storages of the tensors that stand for them
+        self._values.update({i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor)})
+
+    @contextlib.contextmanager
+    def watching(self, traced: Sequence[Any]) -> Iterator[None]:
+        """Within the context the forward runs on these, which stand for the batch's leaves."""
+        for number, tensor in enumerate(traced):
+            if isinstance(tensor, Tensor):
+                self._known[id(tensor)] = _Known(tensor, number, self._twin(tensor))
+                self._leaves.add(_storage(tensor))
+        patches = [
+            Patch(nn.Module, "__call__", self.module, "a call beside the trace is none of its modules'"),
+            Patch(FakeTensor, "tolist", self.tolist, "torch reads each element by itself"),
+            *(Patch(*of, self.call, "may read values of the batch") for of in _own_functions(self.model)),
+        ]
+        with replaced(patches), self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if get_proxy_mode() is None:
+            return func(*args, **kwargs)
+        if func in _INDEXED:
+            args = (args[0], self._plain_index(args[1], args[0]), *args[2:])
+        tensors = _tensors((args, kwargs))
+        if not all(map(self._is_known, tensors)):
+            args, kwargs = self._with_numbers(func, args, kwargs, tensors)
+            result, written = _watched(func, args, kwargs, tensors)
+            self._lose(written)
+            return result
+        if tensors and getattr(func, "__name__", "") != "__get__":
+            try:
+                self._dry(func, args, kwargs)
+            except Exception:  # its values are needed, or it fails, as it will for real
+                with contextlib.suppress(_NotAloneError):
+                    return self._on_host(func, args, kwargs)
+        result, written = _watched(func, args, kwargs, tensors)
+        made = _tensors(result)
+        if made or written:
+            self._record(func, args, kwargs, made, written)
+        return result
+
+    def call(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the model's on the host, if it reads values, and of the batch alone."""
+        tensors = _tensors((args, kwargs))
+        if self._inside or not tensors or not all(map(self._is_known, tensors)):
+            return theirs(*args, **kwargs)
+        try:
+            self._dry(theirs, args, kwargs)
+        except _NotAloneError:
+            return theirs(*args, **kwargs)
+        except Exception:
+            with contextlib.suppress(_NotAloneError):
+                return self._on_host(theirs, args, kwargs, alone=True)
+        return theirs(*args, **kwargs)
+
+    def _dry(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Call a function on tensors without values, which fails where it reads any."""
+        args, kwargs = pytree.tree_map_only(Tensor, self._twin_of, (args, kwargs))
+        with self._aside(), self._twins:
+            func(*args, **kwargs)
+
+    def module(self, theirs: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, beside the trace only one that has no tensors of its own."""
+        if not self._inside:
+            return theirs(module, *args, **kwargs)
+        if any(True for _ in (*module.parameters(), *module.buffers())):
+            raise _NotAloneError
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def tolist(self, theirs: Callable[..., Any], tensor: Tensor) -> Any:
+        """Return the elements of a tensor, which torch would read one by one."""
+        return self._on_host(Tensor.tolist, (tensor,), {}) if self._is_known(tensor) else theirs(tensor)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Within the context calls are beside the trace."""
+        self._inside = True
+        try:
+            with _outside_tracing():
+                yield
+        finally:
+            self._inside = False
+
+    def prologue(self, used: Sequence[Tensor]) -> Prologue | None:
+        """What was needed of the batch's values, and for which inputs; None: nothing was."""
+        numbers = [next(n for n, real in self._inputs if real is x) for x in used]
+        needed, calls = set(numbers), []
+        for call in reversed(self._calls):
+            if call.expected is not None or needed & {*call.results, *call.written}:
+                needed |= call.reads
+                calls.append(call)
+        if not any(call.expected is not None for call in calls):
+            return None
+        return Prologue(tuple(reversed(calls)), tuple(numbers))
+
+    def same_as(self, other: HostValues) -> bool:
+        """Return whether another forward on the same batch needed the same values of it."""
+        mine, others = ([c.expected for c in of._calls if c.expected is not None] for of in (self, other))
+        inputs = zip(self._inputs, other._inputs, strict=False)
+        return mine == others and all(torch.equal(x, y) for (_, x), (_, y) in inputs)
+
+    def makes(self, constant: Any) -> bool:
+        """Return whether a constant of the exported graph is an input that the prologue makes; refuse one
+        that a function which ran on the host left behind."""
+        if any(constant is real for _, real in self._inputs):
+            return True
+        if not isinstance(constant, Tensor) or isinstance(constant, FakeTensor):
+            return False
+        storage = constant.untyped_storage()._cdata
+        if any(storage == made.untyped_storage()._cdata for made in self._made):
+            raise CaptureError(
+                "A function of the model keeps a tensor that it made of the batch, and the forward reads it "
+                "elsewhere: let the function return it."
+            )
+        return False
+
+    # How tensors are known.
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._known and _storage(tensor) not in self._lost
+
+    def _twin_of(self, tensor: Tensor) -> Tensor:
+        return self._known[id(tensor)].twin if self._is_known(tensor) else self._twin(tensor)
+
+    def _twin(self, of: Tensor) -> Tensor:
+        shape, stride = tuple(of.shape), of.stride()
+        with _outside_tracing(), self._twins:
+            return torch.empty_strided(shape, stride, dtype=of.dtype)
+
+    def _replaced(self, tree: Any, by: Callable[[_Known], Any]) -> Any:
+        return pytree.tree_map_only(Tensor, lambda x: by(self._known[id(x)]), tree)
+
+    def _lose(self, written: Sequence[Tensor]) -> None:
+        storages = {_storage(known.traced) for known in self._known.values()} if written else set()
+        self._lost |= storages & set(map(_storage, written))
+
+    def _record(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        results: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
+        """Note a call that is traced, to make it for real where that is needed."""
+        if not self._leaves.isdisjoint(map(_storage, written)):  # which is refused: see refuse_mutations
+            self._lose(written)
+            return
+        args, kwargs = self._replaced((args, kwargs), lambda known: _Place(known.number))
+        storages = set(map(_storage, written))
+        touched = (
+            [k.number for k in self._known.values() if _storage(k.traced) in storages] if written else []
+        )
+        numbers = tuple(range(self._count, self._count + len(results)))
+        self._count += len(results)
+        call = _Call(func, args, kwargs, numbers, tuple(touched))
+        for number, traced in zip(numbers, results, strict=True):
+            self._known[id(traced)] = _Known(traced, number, self._twin(traced))
+        if written:  # what reads these tensors, as they were before, comes first
+            for earlier in self._calls:
+                if not earlier.made and earlier.reads & set(touched):
+                    self._make(earlier)
+        self._calls.append(call)
+        if written:
+            self._make(call)
+
+    # How values are made.
+
+    def _make(self, call: _Call) -> None:
+        """Make a call for real, and those that it needs."""
+        needed, pending = set(call.reads), [call]
+        for earlier in reversed(self._calls):
+            if not earlier.made and earlier is not call and needed & set(earlier.results):
+                needed |= earlier.reads
+                pending.append(earlier)
+        for each in reversed(pending):
+            with _outside_tracing():
+                result = each.run(self._values)
+            self._values.update(zip(each.results, _tensors(result), strict=True))
+            each.made = True
+
+    def _real(self, number: int) -> Tensor:
+        if number not in self._values:
+            self._make(next(call for call in self._calls if number in call.results))
+        return self._values[number]
+
+    def _on_host(self, func: Callable[..., Any], args: Any, kwargs: Any, *, alone: bool = False) -> Any:
+        """Make a call for real now: its numbers are guards, its tensors inputs of the program."""
+        places, named = self._replaced((args, kwargs), lambda known: _Place(known.number))
+        call = _Call(func, places, named, ())
+        given = [self._real(number) for number in call.reads]
+        watch, before = _Alone(given, self._made), _identity((args, kwargs))
+        try:
+            with self._aside(), watch:
+                result = pytree.tree_map(_dense, call.run(self._values))
+        except (_NotAloneError, CaptureError):
+            raise
+        except Exception:
+            if alone:
+                raise _NotAloneError from None
+            raise
+        leaves = pytree.tree_leaves(result)
+        if alone and before != _identity((args, kwargs)):
+            raise _NotAloneError
+        if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            raise _NotAloneError
+        call.expected, call.made = _description(result), True
+        call.results = tuple(range(self._count, self._count + len(_tensors(result))))
+        self._count += len(call.results)
+        self._calls.append(call)
+        numbers = iter(call.results)
+        return pytree.tree_map_only(Tensor, lambda x: self._input(next(numbers), x), result)
+
+    def _input(self, number: int, real: Tensor) -> Tensor:
+        """The traced tensor that stands for a result of the host."""
+        if not real.numel():
+            traced = torch.zeros(real.shape, dtype=real.dtype)
+        else:
+            with _outside_tracing():
+                real = real.detach()  # an object of its own, by which it is known again
+            proxy_mode = get_proxy_mode()
+            assert proxy_mode is not None
+            tracer = proxy_mode.tracer
+            with _disable_current_modes():
+                fresh = torch.ops.aten.lift_fresh_copy.default
+                constant = fx.Proxy(tracer.create_arg(real), tracer)  # type: ignore[arg-type]
+                proxy = tracer.create_proxy("call_function", fresh, (constant,), {})
+            traced = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+            track_tensor_tree(traced, proxy, constant=None, tracer=tracer)
+            self._inputs.append((number, real))
+        self._values[number] = real
+        self._known[id(traced)] = _Known(traced, number, self._twin(real))
+        return traced
+
+    # Where a call of the trace needs numbers. An index by a mask is by the places where it holds, of which it
+    # is known how many there are.
+
+    def _with_numbers(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]
+    ) -> Any:
+        """The arguments of a call, those that it takes as sizes as numbers."""
+
+        def is_number(x: Any) -> bool:
+            whole = isinstance(x, Tensor) and not x.dim() and not x.is_floating_point()
+            return whole and self._is_known(x)
+
+        if any(map(is_number, tensors)):
+            try:
+                self._dry(func, args, kwargs)
+            except Exception:
+                numbers = lambda x: self._on_host(Tensor.item, (x,), {}) if is_number(x) else x  # noqa: E731
+                return pytree.tree_map_only(Tensor, numbers, (args, kwargs))
+        return args, kwargs
+
+    def _plain_index(self, index: Any, of: Tensor) -> Any:
+        if isinstance(index, tuple):
+            parts: list[Any] = []
+            for part in index:
+                plain = self._plain_index(part, of)
+                masked = isinstance(plain, tuple) and plain and isinstance(plain[0], Tensor)
+                parts += plain if masked else [plain]
+            return tuple(parts)
+        if isinstance(index, slice):
+            return slice(*(self._plain_index(part, of) for part in (index.start, index.stop, index.step)))
+        if not isinstance(index, Tensor) or not self._is_known(index):
+            return index
+        if index.dtype in (torch.bool, torch.uint8):
+            return index if self._is_known(of) else self._on_host(_places, (index,), {})
+        return self._on_host(Tensor.item, (index,), {}) if not index.dim() else index
+
+
+def _places(mask: Tensor) -> tuple[Tensor, ...]:
+    """The indices at which a mask holds, in each dimension."""
+    return mask.nonzero(as_tuple=True)
+
+
+def _own_functions(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """The functions of a model's files, with the classes or files that hold them: methods of its modules, but
+    for the forwards, and functions that these may call by their names."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds = {k for k in kinds if issubclass(k, nn.Module) and k.__module__.partition(".")[0] != "torch"}
+    files = {sys.modules[k.__module__] for k in kinds if k.__module__ in sys.modules}
+    for owner in (*kinds, *files):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("__"):
+                yield owner, name
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """The storage of a tensor, of a functorch wrapper what is inside."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _identity(tree: Any) -> tuple[str, list[int]]:
+    """What containers hold, to see whether a call changed them."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return str(spec), list(map(id, leaves))
+
+
+def _watched(
+    func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]
+) -> tuple[Any, list[Tensor]]:
+    """The result of a call in the trace, and the tensors into which it wrote."""
+    versions = [tensor._version for tensor in tensors]
+    result = func(*args, **kwargs)
+    return result, [x for x, version in zip(tensors, versions, strict=True) if x._version != version]
