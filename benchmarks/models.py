@@ -104,7 +104,8 @@ chosen by rounded scores: where that draw does not suffice (marked ~), six runs 
 otherwise say it too, by their largest error, or their mean and four standard deviations. *Peak* says
 whether measured bytes equal predicted ones at all budgets. *Kernels* counts what `kernels=True` places.
 Results are kept from run to run, and so may be older than the code: `--again` makes all of them anew.
-[Random configurations](fuzz.md) of these models are tried apart.
+[Random configurations](fuzz.md) of these models are tried apart, and so are
+[vision-language models](vision-language.md).
 """
 
 

@@ -462,6 +462,12 @@ def _of_transformers(
         for function, (recurrence, why) in _RECURRENCES.items():
             if name.startswith("transformers.") and hasattr(sys.modules.get(name), function):
                 yield Patch(sys.modules[name], function, recurrence, why)
+    flash = "is_flash_attention_requested"
+    for kind in {type(module) for module in model.modules()}:
+        file, forward = sys.modules.get(kind.__module__), vars(kind).get("forward")
+        if hasattr(file, flash) and forward and "cu_seqlens" in inspect.signature(forward).parameters:
+            yield Patch(kind, "forward", replacements.packed_forward, "one call for all images of a row")
+            yield Patch(file, flash, replacements.packs, "one call for all images of a row")
     for kind in {type(module) for module in model.modules() if depends_on_length(module)}:
         forward = functools.partial(rotary_forward, positions_given)
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")

@@ -161,6 +161,13 @@ def _bounds(documents: Tensor) -> Tensor:
     return torch.stack((first, torch.searchsorted(documents, documents, out_int32=True, right=True)))
 
 
+def _bounds_between(places: Tensor, length: int) -> Tensor:
+    """int32 [2, 1, S] of the places at which sequences begin, and the last ends, in a row of them."""
+    places = places.to(torch.int32)
+    ends = torch.searchsorted(places, torch.arange(length, dtype=torch.int32), right=True)
+    return torch.stack((places[ends - 1], places[ends]))[:, None]
+
+
 def _is_alias(x: Tensor | None, of: Tensor) -> bool:
     """Return whether a tensor has all the elements of another in its own memory, in their order."""
     if x is None or (x.shape, x.stride()) != (of.shape, of.stride()):
@@ -219,10 +226,11 @@ _current: list[CallSites] = []
 
 
 class CallSites:
-    """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks."""
+    """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks.
+    ``packs``: an attention runs that is given packed sequences by their bounds."""
 
     def __init__(self, rng: Tensor, padding: Tensor | None = None) -> None:
-        self.rng = rng
+        self.rng, self.packs = rng, False
         self.masks = Masks(padding)
         self._count = itertools.count()
 
@@ -385,7 +393,10 @@ def transformers_attention(
         given = {n: v for n, v in rest.items() if v is not None}
         return own(module, query, key, value, attention_mask, **given)
     query, key, value = broadcast(query, key, value, kept=3)
-    seen = _seen(module, query, key, attention_mask, is_causal, sliding_window, position_bias)
+    if _current[-1].packs:
+        seen = _Seen(None, bounds=_bounds_between(rest["cu_seq_lens_q"], query.shape[2]))
+    else:
+        seen = _seen(module, query, key, attention_mask, is_causal, sliding_window, position_bias)
     out = _attend(
         query, key, value, seen.bias, scale=scaling, causal=seen.causal, window=seen.window,
         softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, bounds=seen.bounds,
@@ -421,6 +432,22 @@ def _seen(
     elif position_bias is not None:
         bias = position_bias + bias
     return _Seen(bias)
+
+
+def packed_forward(theirs: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention over images in a row, which calls the interface once for all of them, as it
+    does for flash attention, not once for each: else their sizes would be those of the graph."""
+    sites = _current[-1]
+    sites.packs = True
+    try:
+        return theirs(module, *args, **kwargs)
+    finally:
+        sites.packs = False
+
+
+def packs(theirs: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Return whether attention is flash attention, as far as :func:`packed_forward` asks."""
+    return _current[-1].packs or theirs(*args, **kwargs)
 
 
 def _own_attention(module: nn.Module, unknown: list[str]) -> Callable[..., tuple[Tensor, Any]]:

@@ -59,6 +59,8 @@ SLOW = (
     r"test_long\.py::test_a_sequence_trains_where_a_64th",
     r"test_plan_long\.py",
     r"test_long_models\.py",
+    r"test_vision_language\.py::test_images_in_other_places_share_a_program\[(?!SmolVLM)",
+    r"test_vision_language\.py::test_each_combination_of_sizes_has_a_program",
     # Models and shapes beside plain PyTorch: a model of each family stays at the tight budget.
     r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[plenty-(?!plain)",
     r"test_against_eager\.py::test_five_clipped_steps_equal_eager\[least-(qwen3|gpt2\])",

@@ -1,0 +1,79 @@
+"""Vision-language models whose images have sizes of their own, beside plain transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megacompile
+from tests.support.vision_language import Case, cases
+
+
+def _batches(case: Case, *, mixed: bool) -> list[dict[str, Tensor]]:
+    """Three with images in other places, and of other sizes, ``mixed`` with text alone and padding."""
+    one, other = case.sizes
+    if not mixed:
+        return [case.batch(one, seed, 0) for seed in range(3)]
+    made = ((one, 0, 0), (other, 1, 0), (other, 2, 0), ([[], []], 3, 0), (one, 4, 2), ([one[0], []], 5, 0))
+    return [case.batch(*each) for each in made]
+
+
+def _steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Losses and norms of clipped steps in plain transformers."""
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def _trained(model: nn.Module, batches: Sequence[Any], budget: float | str) -> int:
+    """Train like plain transformers, which must come out; return the number of programs."""
+    eager = copy.deepcopy(model)
+    losses, norms = _steps(eager, batches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    program = megacompile.compile(
+        model, budget, optimizer=optimizer, max_grad_norm=0.5, compute_dtype=torch.float32, device="cpu"
+    )
+    for batch, loss, norm in zip(batches, losses, norms, strict=True):
+        out = program.train_step(batch)
+        assert float(out.loss) == pytest.approx(loss, rel=1e-6)
+        assert float(out.grad_norm) == pytest.approx(norm, rel=1e-5)
+    state = program.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
+    programs = program._session.compiler.programs
+    program.close()
+    return programs
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_images_in_other_places_share_a_program(name: str) -> None:
+    """At the least budget."""
+    case = cases()[name]
+    torch.manual_seed(0)
+    model, batches = case.build(), _batches(case, mixed=False)
+    with pytest.raises(megacompile.BudgetError) as error:
+        megacompile.compile(
+            model, "1KB", compute_dtype=torch.float32, max_grad_norm=0.5, example_batch=batches[0]
+        )
+    least = error.value.least_bytes
+    assert least is not None
+    assert _trained(model, batches, f"{least}B") == 1
+
+
+@pytest.mark.filterwarnings("ignore:Compiling another program")
+@pytest.mark.parametrize("name", list(cases()))
+def test_each_combination_of_sizes_has_a_program(name: str) -> None:
+    case = cases()[name]
+    torch.manual_seed(0)
+    assert _trained(case.build(), _batches(case, mixed=True), "200MB") <= 5
