@@ -41,7 +41,7 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from megacompile.api.pipeline import Compiler, Frontend
-    from megacompile.api.settings import Room
+    from megacompile.api.settings import DeviceRoom
     from megacompile.capture.batch import read_batch
     from megacompile.hardware.machine import Machine
     from megacompile.schedule.plan import Mode
@@ -53,7 +53,7 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).train()
     machine = Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
-    compiler = Compiler(Frontend(model, torch.bfloat16), Room(80 * 10**9), machine=machine)
+    compiler = Compiler(Frontend(model, torch.bfloat16), DeviceRoom(80 * 10**9), machine=machine)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     clock = _Clock()

@@ -19,7 +19,7 @@ from megacompile.schedule.plan import Plan
 from megacompile.schedule.step import Step
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import (
-    Placement,
+    StatePlacement,
     host_bytes,
     host_state_bytes,
     host_states,
@@ -44,7 +44,7 @@ def allocate_host_state(
     directories: Sequence[str],
     host_budget_bytes: int,
     world: World,
-) -> tuple[HostState, Placement]:
+) -> tuple[HostState, StatePlacement]:
     """Host memory, and storage where the plan wants it, for all state and for what steps need beside it; of a
     rank of ``world``, for its shards.
 
@@ -53,7 +53,7 @@ def allocate_host_state(
     """
     need = check_state(step, plan, assembly, form, directories, host_budget_bytes, world)
     window, transient = storage_window(plan), step_bytes(step, assembly.work)
-    placement = Placement(host_states(plan), window, folders_of(world, directories) if window else ())
+    placement = StatePlacement(host_states(plan), window, folders_of(world, directories) if window else ())
     try:
         return HostState(assembly.groups, form, placement, transient, world), placement
     except (RuntimeError, MemoryError) as error:
@@ -129,7 +129,7 @@ def _too_large(
 # :class:`~megacompile.runtime.executor.Runtime` is made of, and the bound steps that it runs.
 
 
-Allocated = tuple[HostState, Placement, Device]
+Allocated = tuple[HostState, StatePlacement, Device]
 
 
 def allocate(scheduled: Scheduled, settings: Settings) -> Allocated:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.api.settings import Room
+from megacompile.api.settings import DeviceRoom
 from megacompile.blocks.chunk_loops import CHUNKS, length_of
 from megacompile.blocks.partition import Partition, Template, partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
@@ -41,7 +41,7 @@ from megacompile.planner.bounds import values_bytes
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
-from megacompile.planner.plan_program import Terms, first_that_fits, plan_on_pages, plan_program
+from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_on_pages, plan_program
 from megacompile.planner.search import Planner, follow, without_garbage_collection
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.report.dump import write_dump
@@ -50,7 +50,7 @@ from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import Proof, verify
 from megacompile.state.foreign_optimizer import Foreign
-from megacompile.state.host_budget import Placement, host_states, storage_window
+from megacompile.state.host_budget import StatePlacement, host_states, storage_window
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of
 from megacompile.units import format_bytes
@@ -419,7 +419,7 @@ class Compiler:
     def __init__(
         self,
         frontend: Frontend,
-        room: Room,
+        room: DeviceRoom,
         *,
         machine: Machine | None = None,
         dump: Path | None = None,
@@ -431,7 +431,7 @@ class Compiler:
         self.frontend = frontend
         self._world = world or World()
         self.room = room
-        self.placement: Placement | None = None
+        self.placement: StatePlacement | None = None
         self.cuts: Cuts | None = None
         self._tiers = tiers
         self._machine = machine
@@ -495,22 +495,22 @@ class Compiler:
         self._ahead.clear()
         self.frontend.forget()
 
-    def take_room(self, room: Room) -> None:
+    def take_room(self, room: DeviceRoom) -> None:
         """Plan within other room from now on."""
         self.room = room
         self._ahead.clear()
 
-    def go_back(self, room: Room, programs: int) -> None:
+    def go_back(self, room: DeviceRoom, programs: int) -> None:
         """Forget all but the first programs, to plan within this room again."""
         self.take_room(room)
         self._scheduled = dict(islice(self._scheduled.items(), programs))
 
-    def plan_within(self, room: Room, scheduled: Scheduled) -> None:
+    def plan_within(self, room: DeviceRoom, scheduled: Scheduled) -> None:
         """Forget a program, to plan it again within other room."""
         self.take_room(room)
         self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
 
-    def begin_again(self, room: Room, cuts: Cuts | None = None) -> None:
+    def begin_again(self, room: DeviceRoom, cuts: Cuts | None = None) -> None:
         """Forget all programs and what the first one decided, before any has run; ``cuts`` decides how far
         weights are cut."""
         self.room, self.cuts, self._resident, self._dumped = room, cuts, None, 0
@@ -522,7 +522,7 @@ class Compiler:
     def lay_out(self, scheduled: Scheduled) -> None:
         """Plan all further programs for the state as this one has it, which is not allocated yet."""
         plan = scheduled.planned.plan
-        self.placement = Placement(host_states(plan), storage_window(plan))
+        self.placement = StatePlacement(host_states(plan), storage_window(plan))
         self.frontend.lay_out(scheduled.compiled.assembly.groups)
 
     def put_aside(self, programs: Collection[tuple[Batch, Mode]]) -> None:
@@ -668,9 +668,9 @@ class Compiler:
         if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != self.cuts:
             yield _FIRST_DECIDES
 
-    def _terms(self, mode: Mode, budget: int) -> Terms:
+    def _terms(self, mode: Mode, budget: int) -> PlanTerms:
         residents = self._may_reside(mode)
-        return Terms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
+        return PlanTerms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""

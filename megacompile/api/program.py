@@ -52,7 +52,7 @@ from megacompile.state.arena import resident_peak_bytes, trim_heap
 from megacompile.state.checkpoint import (
     BackgroundSave,
     Checkpoint,
-    Progress,
+    RunProgress,
     Then,
     checked_folder,
     save_checkpoint,
@@ -575,7 +575,7 @@ class Program:
             raise ProgramError(session.inconsistent)
         state, buffers = self._allocated_state("save"), session.values.buffers()
         settings = settings_of(self.optimizer, self.model, state.named_numbers())
-        progress = Progress(type(self.model).__name__, session.seed, session.calls, settings)
+        progress = RunProgress(type(self.model).__name__, session.seed, session.calls, settings)
         source = state if state.passing else self._snapshot(state)
         with session.world.together():
             session.world.agree(lambda: checked_folder(Path(folder)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megacompile.api.bound_programs import check_beside, check_state
 from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.rank_agreement import agreed_program
-from megacompile.api.settings import Room, Settings
+from megacompile.api.settings import DeviceRoom, Settings
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
 from megacompile.graph.tile_rewriter import Cuts
@@ -115,7 +115,7 @@ class ProgramSet:
                 seen.add(member.key)
                 yield member.name, self._planned(member)
 
-    def _room_of_all(self) -> tuple[Room, Member]:
+    def _room_of_all(self) -> tuple[DeviceRoom, Member]:
         """The room that suffices for all members, and the one that needs it.
 
         How far weights are cut is decided by the first member that was refused, as for it alone; a member
@@ -142,7 +142,7 @@ class ProgramSet:
             member, error = refused
         raise error
 
-    def _alone(self, member: Member, room: Room) -> tuple[Room, Cuts | None]:
+    def _alone(self, member: Member, room: DeviceRoom) -> tuple[DeviceRoom, Cuts | None]:
         """The room that a program needs by itself, this one at least, and how far weights are cut then."""
         for _ in range(_ROUNDS):
             self._compiler.begin_again(room)
@@ -153,7 +153,7 @@ class ProgramSet:
                 room = _larger(room, error)
         return room, self._compiler.cuts
 
-    def _first_refused(self, room: Room, cuts: Cuts | None) -> tuple[Member, BudgetError] | None:
+    def _first_refused(self, room: DeviceRoom, cuts: Cuts | None) -> tuple[Member, BudgetError] | None:
         """Plan all members anew; the first one that has no room, and why."""
         self._compiler.begin_again(room, cuts)
         for member in self.members:
@@ -168,7 +168,7 @@ class ProgramSet:
     def _planned(self, member: Member) -> Scheduled:
         return agreed_program(self._compiler, member.batch, member.mode, self._settings)
 
-    def _refusal(self, room: Room, worst: Member) -> BudgetError:
+    def _refusal(self, room: DeviceRoom, worst: Member) -> BudgetError:
         scheduled, least = self._planned(worst), room.device_bytes
         why = describe_peak(scheduled.planned.step, scheduled.compiled.assembly.work)
         ways = [*self._compiler.ways_out(worst.batch, evaluate=worst.mode.kind == "evaluate")]
@@ -202,7 +202,7 @@ class ProgramSet:
             raise
 
 
-def _larger(room: Room, error: BudgetError) -> Room:
+def _larger(room: DeviceRoom, error: BudgetError) -> DeviceRoom:
     """The room that the error asks for."""
     if error.least_bytes is None or error.least_bytes <= room.device_bytes:
         raise error

@@ -23,7 +23,7 @@ from megacompile.api.bound_programs import Allocated, Bindings, allocate
 from megacompile.api.pipeline import Compiled, Compiler, Scheduled
 from megacompile.api.program_set import PlannedError, ProgramSet
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
-from megacompile.api.settings import Room, Settings
+from megacompile.api.settings import DeviceRoom, Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.fingerprint import Frozen
 from megacompile.distributed.ranks import Ranks
@@ -385,7 +385,7 @@ class Session:
         if frontend.take_exact(set(json.loads(self.world.from_first(look)))):
             self.compiler.begin_again(self.compiler.room)
 
-    def _shorter_room(self) -> Room | None:
+    def _shorter_room(self) -> DeviceRoom | None:
         """Measure what plans may use of the device now; None unless it is less than they were made for by
         more than was left to the driver."""
         planned = self.compiler.room

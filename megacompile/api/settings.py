@@ -18,14 +18,14 @@ from megacompile.units import format_bytes
 # ------------------------------------------------------------------------------------------------------------
 # Room: what plans may use of a device, beside what its driver, libraries and allocator take.
 #
-# In: a device's backend and its budget, on every rank. Out: :class:`Room`, the same on all.
+# In: a device's backend and its budget, on every rank. Out: :class:`DeviceRoom`, the same on all.
 
 
 _MORE_BYTES, _MORE_SHARE = 64 << 20, 16  # left where the allocator ran out; the latter, a part of the budget
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceRoom:
     """``budget_bytes`` are a plan's; the device's driver and libraries hold ``reserved_bytes`` beside.
 
     Of these the allocator may hold ``loose_bytes`` on pages beside a plan's, and ``spare_bytes`` tells what
@@ -39,7 +39,7 @@ class Room:
     spare_bytes: Callable[[int], int] = nothing_spare
     lacking_bytes: Lacking | None = None
 
-    def less(self) -> Room:
+    def less(self) -> DeviceRoom:
         """With more left to the device's allocator."""
         more = max(_MORE_BYTES, self.budget_bytes // _MORE_SHARE)
         return replace(
@@ -49,13 +49,13 @@ class Room:
             loose_bytes=self.loose_bytes + more,
         )
 
-    def within(self, device_bytes: int) -> Room:
+    def within(self, device_bytes: int) -> DeviceRoom:
         """Return the room that another budget of the device would give."""
         beside = self._reserved_beside_spare
         reserved = beside + self.spare_bytes(device_bytes)
         return replace(self, budget_bytes=device_bytes - reserved, reserved_bytes=reserved)
 
-    def short_of(self, planned: Room) -> bool:
+    def short_of(self, planned: DeviceRoom) -> bool:
         """Return whether the driver has taken more since ``planned`` was measured than was left to it."""
         spare = self.spare_bytes(self.device_bytes)
         return planned.budget_bytes - self.budget_bytes > spare
@@ -93,12 +93,14 @@ class Room:
         return budget
 
 
-def room_of(backend: Backend, budget_bytes: int, world: World) -> Room:
+def room_of(backend: Backend, budget_bytes: int, world: World) -> DeviceRoom:
     """Measure what a budget leaves now; of several ranks where least is left."""
     with world.together():
         said = world.exchange(lambda: str(backend.plan_bytes(budget_bytes)).encode())
     least = min(map(int, said))
-    return Room(least, budget_bytes - least, backend.loose_bytes, backend.spare_bytes, backend.lacking_bytes)
+    return DeviceRoom(
+        least, budget_bytes - least, backend.loose_bytes, backend.spare_bytes, backend.lacking_bytes
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class Settings:
 
     device: torch.device
     open_device: Callable[[], Device]
-    measure_room: Callable[[], Room]
+    measure_room: Callable[[], DeviceRoom]
     host_budget_bytes: int
     max_grad_norm: float | None
     on_nonfinite: str | None

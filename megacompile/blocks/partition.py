@@ -38,7 +38,7 @@ InputKind = Literal["weight", "buffer", "value", "rng"]
 
 
 @dataclass(frozen=True)
-class Value:
+class BlockValue:
     """A tensor that crosses blocks; ``producer`` is -1 for what the host gives: leaves, gathered rows."""
 
     id: int
@@ -104,7 +104,7 @@ class Partition:
 
     blocks: tuple[Block, ...]
     templates: tuple[Template, ...]
-    values: tuple[Value, ...]
+    values: tuple[BlockValue, ...]
     results: tuple[int, ...]  # the loss alone, or what is wanted in its place
     batch_values: dict[int, int]  # value id -> index of the batch's leaf
     constants: dict[str, Tensor]
@@ -133,8 +133,8 @@ class _Builder:
         self.captured = captured
         self.cuts = cuts
         self.owner = {node: i for i, (_, nodes) in enumerate(cuts) for node in nodes}
-        self.values: dict[fx.Node, Value] = {}
-        self.values_by_id: dict[int, Value] = {}
+        self.values: dict[fx.Node, BlockValue] = {}
+        self.values_by_id: dict[int, BlockValue] = {}
         self.templates: dict[str, Template] = {}
         self.crossing = self._crossing()
         self.reached = given_gradients(captured.graph)
@@ -175,9 +175,9 @@ class _Builder:
             rows=rows,
         )
 
-    def _value(self, node: fx.Node, producer: int, requires_grad: bool) -> Value:
+    def _value(self, node: fx.Node, producer: int, requires_grad: bool) -> BlockValue:
         meta: Tensor = node.meta["val"]
-        value = Value(
+        value = BlockValue(
             id=len(self.values),
             name=node.name,
             producer=producer,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megacompile.blocks.functions import BlockFunction
-from megacompile.blocks.partition import Block, Input, Partition, Value
+from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.schedule.workload import (
     BlockWork,
@@ -203,7 +203,7 @@ def _changes(part: Partition, templates: tuple[DifferentiatedTemplate, ...]) -> 
     return tuple(sorted(set(map(tuple, users.values()))))
 
 
-def _sum_bytes(value: Value, givers: int) -> int:
+def _sum_bytes(value: BlockValue, givers: int) -> int:
     """Bytes of a gradient's sum in FP32, where that is more exact: one of two in 16 bits is rounded once."""
     return 4 * math.prod(value.shape) if givers > 2 and value.dtype.itemsize == 2 else 0
 

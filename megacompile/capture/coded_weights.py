@@ -25,7 +25,7 @@ _CODING = "_megacompile_coding"  # the attribute of a traced module whose weight
 
 
 @dataclass(frozen=True)
-class Coding:
+class WeightCoding:
     """The coding of a weight: its shape, and the elements that share a scale."""
 
     shape: tuple[int, ...]
@@ -56,12 +56,12 @@ def is_of_bitsandbytes(parameter: Tensor) -> bool:
     return any(kind.__name__ == "Params4bit" for kind in type(parameter).__mro__)
 
 
-def coding_of(parameter: Tensor) -> Coding | None:
+def coding_of(parameter: Tensor) -> WeightCoding | None:
     """Return how a weight is coded; None for a plain parameter."""
     if not is_of_bitsandbytes(parameter):
         return None
     state = vars(parameter)["quant_state"]
-    return Coding(tuple(state.shape), state.blocksize)
+    return WeightCoding(tuple(state.shape), state.blocksize)
 
 
 def why_not_coded(module: nn.Module, parameter: Tensor) -> str | None:
@@ -136,7 +136,7 @@ def _scales(state: Any) -> Tensor:
     return scales
 
 
-def mark(module: nn.Module, coding: Coding) -> None:
+def mark(module: nn.Module, coding: WeightCoding) -> None:
     """Tell a traced module that its weight is the bytes of a coded one."""
     vars(module)[_CODING] = coding
 
@@ -148,7 +148,7 @@ def is_marked(module: nn.Module) -> bool:
 
 def linear(theirs: Callable[..., Any], module: Any, x: Tensor) -> Tensor:
     """The forward of a traced ``Linear4bit``, by decoding, in the dtype that bitsandbytes computes in."""
-    coding: Coding = vars(module)[_CODING]
+    coding: WeightCoding = vars(module)[_CODING]
     given = x.dtype
     if module.compute_type_is_set and module.compute_dtype is not None:
         x = x.to(module.compute_dtype)

@@ -35,7 +35,7 @@ from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.min_feasible_budget import least, small_plans
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
-from megacompile.planner.plan_program import Known, Terms, first_that_fits, plan_program
+from megacompile.planner.plan_program import Known, PlanTerms, first_that_fits, plan_program
 from megacompile.planner.tiling import TilingCandidate, tried
 from megacompile.report.dump import step_calls
 from megacompile.report.schedule import Schedule
@@ -237,7 +237,7 @@ class Question:
         return self.batch, self.seq, stored, processors, self.ranks // self.replicas, self.replicas
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> PlanTerms:
         """Return what a plan has to keep to; that of one card, with its share of the host."""
         machine, tiers = self.profile.rates(self.dtype), None
         if self.host_budget is not None:
@@ -248,7 +248,7 @@ class Question:
         if self.ranks > 1:
             machine = machine.shared_by(self.gpus, self.ranks // self.replicas, self.replicas)
         residents = None if self.optimizer_state == "fp32" else ()  # codes are the host's, as compile has it
-        return Terms(machine, self.hbm_budget, tiers, residents=residents)
+        return PlanTerms(machine, self.hbm_budget, tiers, residents=residents)
 
     def mode(self, clip: bool) -> Mode:
         return Mode("train", self.micro_batches, deferred=clip)

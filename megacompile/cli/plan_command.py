@@ -121,7 +121,7 @@ def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | N
 _ANY = 1 << 60
 
 
-class Progress:
+class PlanProgress:
     """Says on stderr what is going on: on a terminal in one line, elsewhere in a line for each change."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Progress:
 def run_plan(options: argparse.Namespace) -> int:
     """Answer; 0 where it fits, 1 where it does not."""
     _check(options)
-    progress = Progress()
+    progress = PlanProgress()
     if options.machine == THIS_CPU:
         progress("measuring this CPU")
     question = _question(options)
@@ -320,7 +320,7 @@ def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: boo
 
 
 def _run_sweep(
-    options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: Progress
+    options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: PlanProgress
 ) -> int:
     values = _values(options.values, options.sweep) if options.values else ()
     points = list(sweep(study, question, options.sweep, values, clip))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megacompile.api.pipeline import Compiled, Frontend
-from megacompile.blocks.partition import Block, Input, Partition, Value
+from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
@@ -249,7 +249,7 @@ class _Unroller:
     def __init__(self, part: Partition, path: str, segments: list[list[Block]]) -> None:
         self.part, self.path = part, path
         self.blocks: list[Block] = []
-        self.values: list[Value] = [v for v in part.values if v.producer < 0]
+        self.values: list[BlockValue] = [v for v in part.values if v.producer < 0]
         self.ids: dict[int, int] = {v.id: v.id for v in self.values}
         self.shared = frozenset({o for b in segments[0] for o in b.outputs} | set(self.ids))
         self.before: list[tuple[int, ...]] = []  # outputs of the blocks of the segment before, as copied

@@ -33,7 +33,7 @@ from megacompile.units import runs_of
 
 
 @dataclass(frozen=True)
-class Placement:
+class OperatorPlacement:
     """A fused operator that stands in the module ``where``."""
 
     pattern: str
@@ -54,7 +54,7 @@ class Fusions:
     """The report of fusion: what was fused where, what nearly was and why not, and which patterns were
     switched off."""
 
-    placements: tuple[Placement, ...]
+    placements: tuple[OperatorPlacement, ...]
     near_misses: tuple[NearMiss, ...]
     off: tuple[str, ...]
 
@@ -158,7 +158,7 @@ class _Rewriter:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.graph = copy_graph(captured.graph)
-        self.placed: list[Placement] = []
+        self.placed: list[OperatorPlacement] = []
         self.near: list[NearMiss] = []
         self._checked: dict[str, str | None] = {}
         self._gone: set[fx.Node] = set()
@@ -179,8 +179,8 @@ class _Rewriter:
                 self.near.append(NearMiss(name, module_path(node), str(reason)))
                 continue
             for taken, home in match.takes:
-                self.placed.remove(Placement(taken, module_path(home)))
-            self.placed.append(Placement(name, module_path(match.home)))
+                self.placed.remove(OperatorPlacement(taken, module_path(home)))
+            self.placed.append(OperatorPlacement(name, module_path(match.home)))
             self._replace(match)
 
     def _accept(self, match: Match) -> None:

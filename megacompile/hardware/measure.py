@@ -92,7 +92,7 @@ def _finish() -> None:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRates:
     """Bytes per second between page-locked memory and the first CUDA device, and each way of both at once."""
 
     down: float
@@ -106,7 +106,7 @@ class Link:
         )
 
 
-def measure_link() -> Link:
+def measure_link() -> LinkRates:
     """Time copies of 256 MiB."""
     host, device = (
         torch.empty(_COPY, dtype=torch.uint8).pin_memory(),
@@ -123,7 +123,7 @@ def measure_link() -> Link:
 
     down = _COPY / _seconds(lambda: device.copy_(host, non_blocking=True))
     up = _COPY / _seconds(lambda: other_host.copy_(other, non_blocking=True))
-    return Link(down, up, _COPY / _seconds(both))
+    return LinkRates(down, up, _COPY / _seconds(both))
 
 
 def _device(flops: float, sources: dict[str, str]) -> Machine:

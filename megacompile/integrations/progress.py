@@ -73,7 +73,7 @@ class Bar(ProgressCallback):
         self._written = time.perf_counter()
 
 
-class Progress(logging.Handler):
+class TrainingProgress(logging.Handler):
     """Tells of one trainer's training; as a handler, of programs that are compiled meanwhile."""
 
     def __init__(self, trainer: Any) -> None:

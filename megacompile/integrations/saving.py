@@ -22,7 +22,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from megacompile.api.program import Program
 from megacompile.distributed.world import World
 from megacompile.errors import DiskError
-from megacompile.integrations.progress import Progress
+from megacompile.integrations.progress import TrainingProgress
 from megacompile.integrations.trainer_checkpoints import (
     STATE,
     Interruption,
@@ -196,7 +196,7 @@ class Saving(_Upstream):
     program: Program | None
     _interruption: Interruption
     _lending: Lending
-    _progress: Progress
+    _progress: TrainingProgress
     _checkpoint: Path | None = None  # to be loaded once the state is laid out
     _writing: Writing | None = None
     _in_part = False  # upstream saves what is small

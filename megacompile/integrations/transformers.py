@@ -30,7 +30,7 @@ from megacompile.integrations.evaluation import (
     longest_rows,
     smoothed_loss,
 )
-from megacompile.integrations.progress import Bar, Progress
+from megacompile.integrations.progress import Bar, TrainingProgress
 from megacompile.integrations.saving import Saving, Writing
 from megacompile.integrations.trainer_checkpoints import Interruption
 from megacompile.integrations.training_arguments import (
@@ -97,7 +97,7 @@ class Updates(_Upstream):
 
     program: Program | None
     _outside: type[OutsideModel] | None
-    _progress: Progress
+    _progress: TrainingProgress
     _writing: Writing | None
 
     def _no_updates(self) -> None:
@@ -298,7 +298,7 @@ class Mixin(Saving, Updates, Evaluation):
         self._planned = False  # all programs of this training
         self.planned_updates = 0
         self._stops_planned = False  # before the first update
-        self._progress = Progress(self)
+        self._progress = TrainingProgress(self)
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, (list, tuple)):
             self.optimizer = Several(self.optimizer)  # schedulers take one

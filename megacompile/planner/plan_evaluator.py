@@ -43,7 +43,7 @@ class Planned:
         return self.timeline.step_seconds
 
 
-class Measured(NamedTuple):
+class EvaluatedPlan(NamedTuple):
     """A plan as asked for and as placed, its step before its waits, its peak, and whether it fits."""
 
     asked: Plan
@@ -97,7 +97,7 @@ class Candidates:
         """A new best plan has all evaluations for itself."""
         self.lowered, self._begun = 0, self.evaluations
 
-    def measure(self, plan: Plan) -> Measured:
+    def measure(self, plan: Plan) -> EvaluatedPlan:
         """The plan over its best placement and the step before its waits."""
         self.evaluations += 1
         asked, plan = plan, with_state_at(plan, self.resident, "device")
@@ -107,13 +107,13 @@ class Candidates:
         if over and self.spills and self.drive is not None and peak <= self.budget_bytes:
             spilled = self.drive.spill(plan, step, taken)
             if spilled is not None:
-                return Measured(asked, spilled, self._lower(spilled), peak, True)
+                return EvaluatedPlan(asked, spilled, self._lower(spilled), peak, True)
         fits = peak <= self.budget_bytes and not over
         if not fits:
             self.misfits[asked] = peak, over
         elif self.drive is not None and (placed := self.drive.place(plan, taken)) != plan:
             plan, step = placed, self._lower(placed)
-        return Measured(asked, plan, step, peak, fits)
+        return EvaluatedPlan(asked, plan, step, peak, fits)
 
     def _lower(self, plan: Plan) -> Step:
         step = lower_memory(self.work, plan, self.mode)
@@ -134,7 +134,7 @@ class Candidates:
         found = self.measure(plan)
         return found.fits and self.simulate(found)
 
-    def simulate(self, found: Measured) -> bool:
+    def simulate(self, found: EvaluatedPlan) -> bool:
         _, plan, step, peak, _ = found
         seconds = [self._duration(op) for op in step.ops]
         if self.best is not None and _busiest(step, seconds) >= self.best.seconds:

@@ -18,7 +18,7 @@ from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import Planner, follow, search
 from megacompile.planner.tiling import Tiling, TilingCandidate, choose
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.state.host_budget import Placement, state_in_ram, step_bytes
+from megacompile.state.host_budget import StatePlacement, state_in_ram, step_bytes
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ def _at(least: int, plan: Callable[[int], T], lacking: Callable[[T, int], int]) 
 # ------------------------------------------------------------------------------------------------------------
 # Plan a program: how far its weights are cut, the search, and which state is on the device.
 #
-# In:  one kind of batch at ever smaller pieces, a mode, and :class:`Terms`. Out: the batch as it is cut, and
-# its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so they cannot disagree.
+# In:  one kind of batch at ever smaller pieces, a mode, and :class:`PlanTerms`. Out: the batch as it is cut,
+# and its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so they cannot disagree.
 
 
 Known = dict[tuple[Mode, str], list[Plan]]
@@ -84,7 +84,7 @@ _SCORED = 8  # of them, the last
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanTerms:
     """The terms that a plan has to keep to.
 
     ``tiers`` None: host memory without end. ``placement`` says where the state is once it is allocated.
@@ -95,7 +95,7 @@ class Terms:
     machine: Machine
     budget_bytes: int
     tiers: Tiers | None = None
-    placement: Placement | None = None
+    placement: StatePlacement | None = None
     residents: tuple[int, ...] | None = None
     planner: Planner | None = None
 
@@ -132,7 +132,7 @@ class Terms:
 def plan_program(
     candidates: Iterable[TilingCandidate[Tiling]],
     mode: Mode,
-    terms: Terms,
+    terms: PlanTerms,
     *,
     gathers: bool = False,
     known: Known | None = None,
@@ -189,7 +189,7 @@ def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
     return other if one is None or (other.least_bytes or 0) < (one.least_bytes or 0) else one
 
 
-def _find(assembly: Assembly, mode: Mode, terms: Terms, known: Known | None) -> Planned:
+def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None) -> Planned:
     """By the planner that was given, if it plans such steps; else by the search, within host bytes."""
     work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
     if terms.planner is not None and terms.follows(mode):

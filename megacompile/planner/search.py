@@ -40,7 +40,7 @@ from megacompile.planner.linear_program import (
 )
 from megacompile.planner.min_feasible_budget import describe_peak, infeasible, small_plans
 from megacompile.planner.nvme_placement import WINDOWS, Drive
-from megacompile.planner.plan_evaluator import Candidates, Measured, Planned
+from megacompile.planner.plan_evaluator import Candidates, EvaluatedPlan, Planned
 from megacompile.schedule.plan import BlockPlan, Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
@@ -382,7 +382,7 @@ def _fill(
     budget = candidates.budget_bytes
     room, host_room = room or float(budget), None if candidates.spills else candidates.host_budget
     fits_at, fails_at = 0.0, _EVERYTHING
-    fitting: Measured | None = None
+    fitting: EvaluatedPlan | None = None
     for _ in range(_CORRECTIONS):
         mixture = mixer.solve(room, host_room)
         if mixture is None or (candidates.best and mixture.seconds >= candidates.best.seconds):

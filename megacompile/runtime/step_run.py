@@ -58,7 +58,7 @@ class StepProgress:
 
 
 @dataclass
-class Progress:
+class UpdateProgress:
     """Updates of all steps that are not over, and what storage lost."""
 
     steps: dict[int, StepProgress] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Held:
     buffers: HostBuffers
     blocks: Blocks
     fabric: Fabric
-    progress: Progress = field(default_factory=Progress)
+    progress: UpdateProgress = field(default_factory=UpdateProgress)
     landed: dict[int, set[int]] = field(default_factory=dict)
     gathered: list[StepResults] = field(default_factory=list)
 

@@ -65,7 +65,7 @@ def group_text(plan: GroupPlan, ranks: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Layers with equal text: ``title`` names them, ``members`` are their places in the plan."""
 
     title: str
@@ -75,7 +75,7 @@ class Row:
 
 def plan_rows(
     plan: Plan, blocks: Sequence[str], groups: Sequence[str], sizes: Sequence[int], ranks: int = 1
-) -> list[Row]:
+) -> list[PlanRow]:
     """One row per set of equal layers; a group of a block's own name stands in that block's row.
 
     ``members`` count blocks, and after them the groups that have a row of their own.
@@ -155,7 +155,7 @@ def whole_step(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def folded(rows: Iterable[tuple[str, str]]) -> list[Row]:
+def folded(rows: Iterable[tuple[str, str]]) -> list[PlanRow]:
     """(name, text) pairs with equal text and names that differ in one number, as one row each."""
     found: dict[tuple[str, str], list[tuple[int | None, int]]] = {}
     for index, (name, text) in enumerate(rows):
@@ -164,7 +164,7 @@ def folded(rows: Iterable[tuple[str, str]]) -> list[Row]:
         stem = f"{name[: match.start()]}\0{name[match.end() :]}" if match else name
         found.setdefault((stem, text), []).append((int(match.group()) if match else None, index))
     return [
-        Row(_title(stem, [n for n, _ in members]), text, tuple(i for _, i in members))
+        PlanRow(_title(stem, [n for n, _ in members]), text, tuple(i for _, i in members))
         for (stem, text), members in found.items()
     ]
 

@@ -259,7 +259,7 @@ _FILE = re.compile(r"state(-\d{5}){1,2}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The progress of a run besides its tensors: the seed, the micro-steps that drew from it, settings."""
 
     model: str
@@ -269,7 +269,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One file: its size, and the CRC-32 of each tensor in it."""
 
     bytes: int
@@ -285,14 +285,14 @@ class Manifest:
     """
 
     version: int
-    progress: Progress
+    progress: RunProgress
     layout: SavedLayout
-    files: dict[str, Shard]
+    files: dict[str, ShardFile]
     mesh: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
-class Span:
+class ArraySpan:
     """Entries of a saved array, from ``start`` to ``stop``, that are in one file, with their checksum."""
 
     file: str
@@ -316,7 +316,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, Places]:
     return manifest, places_of(folder, manifest.files)
 
 
-def places_of(folder: Path, files: dict[str, Shard]) -> Places:
+def places_of(folder: Path, files: dict[str, ShardFile]) -> Places:
     """By tensor its files and checksums; each file is there and of its size, or it is named."""
     places: Places = {}
     for name, entry in sorted(files.items()):
@@ -331,14 +331,16 @@ def places_of(folder: Path, files: dict[str, Shard]) -> Places:
     return places
 
 
-def find_spans(folder: Path, places: Places, expected: Mapping[str, Tensor]) -> dict[str, tuple[Span, ...]]:
+def find_spans(
+    folder: Path, places: Places, expected: Mapping[str, Tensor]
+) -> dict[str, tuple[ArraySpan, ...]]:
     """Return where each expected tensor is in its files, with its dtype and length; and check that no others
     are there."""
     if set(places) != set(expected):
         name = min(set(places) ^ set(expected))
         where = "misses" if name in expected else "has in excess"
         raise MegacompileError(f"{folder} {where} {name}: it is of another model.")
-    spans: dict[str, list[Span]] = {name: [] for name in expected}
+    spans: dict[str, list[ArraySpan]] = {name: [] for name in expected}
     of_files: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, parts in places.items():
         for file, crc in parts:
@@ -357,14 +359,14 @@ def find_spans(folder: Path, places: Places, expected: Mapping[str, Tensor]) -> 
                 wanted = (DTYPES[whole.dtype], [stop - start])
                 if found != wanted or stop > whole.numel():
                     raise MegacompileError(f"{folder / file} holds {name} as {found}, not {wanted}.")
-                before.append(Span(file, start, stop, crc))
+                before.append(ArraySpan(file, start, stop, crc))
     return {name: tuple(found) for name, found in spans.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: everything that a run needs to go on bit for bit, as safetensors files and one JSON.
 #
-# In:  the host state, buffers, and :class:`Progress`. Out: a folder with ``checkpoint.json`` and
+# In:  the host state, buffers, and :class:`RunProgress`. Out: a folder with ``checkpoint.json`` and
 # ``state-00001.safetensors`` ..., written whole or not at all. Of several ranks each writes and reads what is
 # its own; ``state-00000-00001.safetensors`` is the first one's. A parameter's arrays are then in files of
 # several ranks, and whoever reads takes what it needs of each.
@@ -383,7 +385,7 @@ def save_checkpoint(
     folder: Path,
     state: HostState | Snapshot,
     buffers: Mapping[str, Tensor],
-    progress: Progress,
+    progress: RunProgress,
     world: World | None = None,
 ) -> None:
     """Write a checkpoint to ``folder``; an earlier one there stays until this one is complete.
@@ -407,7 +409,7 @@ def save_checkpoint(
         def finish() -> None:
             if world.rank > 0:
                 return
-            files = {n: from_plain(Shard, s, n) for text in written for n, s in json.loads(text).items()}
+            files = {n: from_plain(ShardFile, s, n) for text in written for n, s in json.loads(text).items()}
             with _on_disk(folder):
                 places_of(fresh, files)  # whichever disk ranks have written to
                 mesh = world.ranks.replicas, world.ranks.shards
@@ -430,7 +432,7 @@ def _on_disk(folder: Path) -> Iterator[None]:
 
 def _write_own(
     fresh: Path, state: HostState | Snapshot, buffers: Mapping[str, Tensor], world: World
-) -> dict[str, Shard]:
+) -> dict[str, ShardFile]:
     """The files of one rank; of a later replica none, as the first one's are the same."""
     if not fresh.is_dir():
         raise MegacompileError(f"{fresh.parent} is not the folder of rank 0: give one that all ranks share.")
@@ -468,7 +470,7 @@ def _batches(
 
 def _write_shards(
     prefix: Path, batches: Iterator[dict[str, Tensor]], state: HostState | Snapshot
-) -> Iterator[tuple[str, Shard]]:
+) -> Iterator[tuple[str, ShardFile]]:
     """Fill files up to ``SHARD_BYTES``; gives each file's name, size and checksums.
 
     Where the state is ``passing``, a batch's tensors are gone with the next one, so that no file holds two.
@@ -489,9 +491,9 @@ def _write_shards(
     state.written(count)
 
 
-def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, Shard]:
+def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, ShardFile]:
     sums = save_shard(path, shard)
-    return path.name, Shard(path.stat().st_size, sums)
+    return path.name, ShardFile(path.stat().st_size, sums)
 
 
 def _check_mesh(saved: tuple[int, int], world: World, folder: Path) -> None:
@@ -519,7 +521,7 @@ class Checkpoint:
         values = {f"{name}/value": value for name, value in buffers.items()}
         self._expected = self._layout.tensors | values
         self._spans = find_spans(self._folder, places, self._expected)
-        self._checked: set[tuple[str, Span]] = set()
+        self._checked: set[tuple[str, ArraySpan]] = set()
         if state.world.rank == 0:
             self._refuse_rounding()
 
@@ -580,14 +582,14 @@ class Checkpoint:
             within = slice(start - span.start, stop - span.start)
             self._read(name, span, within, target[start - part.start : stop - part.start])
 
-    def _read(self, name: str, span: Span, part: slice, target: Tensor | None) -> None:
+    def _read(self, name: str, span: ArraySpan, part: slice, target: Tensor | None) -> None:
         """Copy a part of a span from its file, with a target."""
         for start, piece in self._pieces(name, span, part):
             if target is not None:
                 target[start - part.start :][: piece.numel()].copy_(piece)
             del piece  # before the next is mapped
 
-    def _pieces(self, name: str, span: Span, part: slice) -> Iterator[tuple[int, Tensor]]:
+    def _pieces(self, name: str, span: ArraySpan, part: slice) -> Iterator[tuple[int, Tensor]]:
         """A part of a span piece by piece, with where each begins; the file is mapped anew for every one.
 
         A span that is read in whole is compared with its checksum at the end.
@@ -629,7 +631,7 @@ class BackgroundSave:
         folder: Path,
         snapshot: Snapshot,
         buffers: Mapping[str, Tensor],
-        progress: Progress,
+        progress: RunProgress,
         world: World,
         then: Then | None = None,
     ) -> None:
@@ -666,7 +668,7 @@ def _write_snapshot(
     snapshot: Snapshot,
     folder: Path,
     buffers: Mapping[str, Tensor],
-    progress: Progress,
+    progress: RunProgress,
     world: World,
     then: Then,
     failures: list[BaseException],

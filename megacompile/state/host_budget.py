@@ -22,7 +22,7 @@ from megacompile.state.nvme import Storage
 # ------------------------------------------------------------------------------------------------------------
 # State on NVMe: what of each weight group lives there, and the host window that it passes through.
 #
-# In:  group layouts, a state format, a :class:`Placement`. Out: :class:`Offload`, which moves a group's
+# In:  group layouts, a state format, a :class:`StatePlacement`. Out: :class:`Offload`, which moves a group's
 # weights or state between its regions on storage and buffers of two windows: one for the rest of the state
 # (or all of it), one for streamed weights.
 #
@@ -32,7 +32,7 @@ from megacompile.state.nvme import Storage
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """The places of each group's state ("host", "nvme", "nvme-all"), over how many buffers, and the
     folders."""
 
@@ -105,7 +105,7 @@ class Offload:
         self,
         groups: Sequence[GroupLayout],
         places: Sequence[GroupPlace],
-        placement: Placement,
+        placement: StatePlacement,
         arena: HostArena,
     ) -> None:
         self.places = tuple(places)

@@ -19,7 +19,7 @@ from megacompile.state.arena import HostArena, Room, padded
 from megacompile.state.foreign_optimizer import Foreign, GroupSettings, Numbers
 from megacompile.state.host_budget import (
     Offload,
-    Placement,
+    StatePlacement,
     buffer_bytes,
     host_state_bytes,
     place_groups,
@@ -367,14 +367,14 @@ class HostState:
         self,
         groups: Sequence[GroupLayout],
         form: Form = "fp32",
-        placement: Placement | None = None,
+        placement: StatePlacement | None = None,
         transient_bytes: int = 0,
         world: World | None = None,
     ) -> None:
         self.world = world or World()
         self.groups = tuple(groups)
         self.form = form
-        placement = placement or Placement(("host",) * len(self.groups))
+        placement = placement or StatePlacement(("host",) * len(self.groups))
         self._places = places = place_groups(self.groups, form, placement.states)
         self._window = placement.window
         self.total_bytes = host_state_bytes(places, placement.window)

@@ -101,7 +101,7 @@ SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class MomentCoding:
     """The coding of moments in one format: bits, elements per scale, the code books."""
 
     bits: int
@@ -118,9 +118,9 @@ class Coding:
 
 # 256 per scale is what bitsandbytes uses since 0.44 (2048 before it): 3 % more bytes, 8 times fewer
 # elements that share an outlier's scale. 128 is the 4-bit authors' choice.
-CODINGS: dict[StateFormat, Coding] = {
-    "int8": Coding(8, 256, "dynamic8", "dynamic8_unsigned"),
-    "int4": Coding(4, 128, "dynamic4", "linear4_unsigned"),
+CODINGS: dict[StateFormat, MomentCoding] = {
+    "int8": MomentCoding(8, 256, "dynamic8", "dynamic8_unsigned"),
+    "int4": MomentCoding(4, 128, "dynamic4", "linear4_unsigned"),
 }
 
 
@@ -280,7 +280,7 @@ def is_coded(elements: int, form: StateFormat) -> bool:
     return form in CODINGS and elements > SMALL
 
 
-def array_range(array: str, coding: Coding | None, start: int, stop: int) -> tuple[int, int]:
+def array_range(array: str, coding: MomentCoding | None, start: int, stop: int) -> tuple[int, int]:
     """Return which entries of a parameter's flat array hold its elements from ``start`` to ``stop``.
 
     Both must be ends of blocks where the array holds codes or scales.
@@ -332,18 +332,18 @@ class Coded:
     codes: Tensor
     scales: Tensor
 
-    def part(self, start: int, stop: int, coding: Coding) -> Coded:
+    def part(self, start: int, stop: int, coding: MomentCoding) -> Coded:
         """Elements from ``start``, where a block begins, to ``stop``; views."""
         codes = self.codes[coding.code_bytes(start) : coding.code_bytes(stop)]
         return Coded(codes, self.scales[start // coding.block : coding.blocks(stop)])
 
 
-def decode(moment: Coded, coding: Coding, book: str) -> Tensor:
+def decode(moment: Coded, coding: MomentCoding, book: str) -> Tensor:
     """The fp32 values (n) of a moment."""
     return dequantize(moment.codes, moment.scales, book, coding.block)
 
 
-def encode(values: Tensor, moment: Coded, coding: Coding, book: str) -> None:
+def encode(values: Tensor, moment: Coded, coding: MomentCoding, book: str) -> None:
     """Write the codes and scales of fp32 ``values`` (n)."""
     codes, scales = quantize(values, book, coding.block)
     moment.codes.copy_(codes)
@@ -357,7 +357,7 @@ def coded_adamw_step(
     exp_avg_sq: Coded,
     grad: Tensor,
     hyper: AdamHyper,
-    coding: Coding,
+    coding: MomentCoding,
     threads: int | None = None,
 ) -> None:
     """Take one Adam step in place; as :func:`~megacompile.state.adam.adamw_step` with coded moments.
@@ -382,7 +382,7 @@ def coded_adamw_step(
     adam.call_kernel("mc_adam_coded", *arguments, kernel=kernel)
 
 
-def _check(first: Coded, second: Coded, coding: Coding, elements: int) -> None:
+def _check(first: Coded, second: Coded, coding: MomentCoding, elements: int) -> None:
     for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
         need = (coding.code_bytes(elements), coding.blocks(elements))
         have = (moment.codes.numel(), moment.scales.numel())
@@ -403,7 +403,7 @@ Tile = tuple[Tensor | tuple[Tensor, Tensor], Coded, Coded, Tensor]
 
 
 def _tiles(
-    hi: Tensor, lo: Tensor | None, first: Coded, second: Coded, grad: Tensor, coding: Coding
+    hi: Tensor, lo: Tensor | None, first: Coded, second: Coded, grad: Tensor, coding: MomentCoding
 ) -> Iterator[Tile]:
     """Views of whole blocks, few enough elements to stay in cache once decoded."""
     for start in range(0, hi.numel(), adam.TILE):
@@ -419,7 +419,7 @@ def _torch_step(
     second: Coded,
     grad: Tensor,
     hyper: AdamHyper,
-    coding: Coding,
+    coding: MomentCoding,
     threads: int,
 ) -> None:
     m = decode(first, coding, coding.first_book)

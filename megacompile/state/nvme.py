@@ -161,7 +161,7 @@ _STALLS = 8  # transfers in a row that may move nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DriveBlock:
     """A part of a region: which file it is in, where, and its place in the region."""
 
     file: int
@@ -290,10 +290,10 @@ class Storage:
 
 def _blocks(
     regions: Mapping[str, int], taken: Sequence[int]
-) -> tuple[dict[str, tuple[Block, ...]], list[int]]:
+) -> tuple[dict[str, tuple[DriveBlock, ...]], list[int]]:
     """Blocks of every region, dealt round the files behind what is taken of them; where each file ends."""
     ends, files = list(taken), len(taken)
-    placed: dict[str, tuple[Block, ...]] = {}
+    placed: dict[str, tuple[DriveBlock, ...]] = {}
     turn = 0
     for name, nbytes in regions.items():
         assert nbytes % PAGE == 0, f"{name} has {nbytes} bytes, which is no number of pages"
@@ -301,7 +301,7 @@ def _blocks(
         for start in range(0, nbytes, BLOCK_BYTES):
             file, turn = turn, (turn + 1) % files
             size = min(BLOCK_BYTES, nbytes - start)
-            blocks.append(Block(file, ends[file], start, size))
+            blocks.append(DriveBlock(file, ends[file], start, size))
             ends[file] += size
         placed[name] = tuple(blocks)
     return placed, ends

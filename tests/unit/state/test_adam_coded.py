@@ -14,7 +14,15 @@ from torch import Tensor
 
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step, join, split
-from megacompile.state.moment_formats import BOOKS, CODINGS, Coded, Coding, coded_adamw_step, decode, encode
+from megacompile.state.moment_formats import (
+    BOOKS,
+    CODINGS,
+    Coded,
+    MomentCoding,
+    coded_adamw_step,
+    decode,
+    encode,
+)
 
 HYPER = AdamHyper(lr=1e-3, weight_decay=0.1, step=3)
 TIE = 1e-6  # of the midpoint: how near a value must be to it for the backends to disagree
@@ -37,22 +45,22 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(params=("int8", "int4"))
-def coding(request: pytest.FixtureRequest) -> Coding:
+def coding(request: pytest.FixtureRequest) -> MomentCoding:
     return CODINGS[request.param]
 
 
-def empty(coding: Coding, elements: int) -> Coded:
+def empty(coding: MomentCoding, elements: int) -> Coded:
     codes = torch.zeros(coding.code_bytes(elements), dtype=torch.uint8)
     return Coded(codes, torch.zeros(coding.blocks(elements)))
 
 
-def unpacked(moment: Coded, coding: Coding) -> Tensor:
+def unpacked(moment: Coded, coding: MomentCoding) -> Tensor:
     if coding.bits == 8:
         return moment.codes.long()
     return torch.stack((moment.codes & 15, moment.codes >> 4), 1).flatten().long()
 
 
-def coded_by_the_step(x: Tensor, coding: Coding) -> tuple[Coded, Coded]:
+def coded_by_the_step(x: Tensor, coding: MomentCoding) -> tuple[Coded, Coded]:
     """Codes of x as a first and of x * x as a second moment: a step that forgets what was before."""
     first, second = empty(coding, x.numel()), empty(coding, x.numel())
     forget = AdamHyper(lr=0.0, beta1=0.0, beta2=0.0)
@@ -86,21 +94,21 @@ def assert_nearest(codes: Tensor, x: Tensor, book: str, scale: float | Tensor = 
     assert ((x[wrong] - between).abs() <= TIE * between.abs()).all()
 
 
-def test_first_moments_take_the_nearest_code(any_backend: str, coding: Coding) -> None:
+def test_first_moments_take_the_nearest_code(any_backend: str, coding: MomentCoding) -> None:
     x = telling_values(coding.first_book, coding.block)
     first, _ = coded_by_the_step(x, coding)
     assert torch.equal(first.scales, torch.ones(x.numel() // coding.block))
     assert_nearest(unpacked(first, coding), x, coding.first_book)
 
 
-def test_second_moments_take_the_nearest_code(any_backend: str, coding: Coding) -> None:
+def test_second_moments_take_the_nearest_code(any_backend: str, coding: MomentCoding) -> None:
     x = telling_values(coding.second_book, coding.block).sqrt()
     _, second = coded_by_the_step(x, coding)
     assert torch.equal(second.scales, torch.ones(x.numel() // coding.block))
     assert_nearest(unpacked(second, coding), x * x, coding.second_book)
 
 
-def test_scales_of_many_magnitudes(any_backend: str, coding: Coding) -> None:
+def test_scales_of_many_magnitudes(any_backend: str, coding: MomentCoding) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, coding.block, generator=generator)
     x *= 10 ** torch.linspace(-15, 15, 64)[:, None]
@@ -114,7 +122,7 @@ def test_scales_of_many_magnitudes(any_backend: str, coding: Coding) -> None:
         assert_nearest(unpacked(moment, coding), values.flatten(), book, scales)
 
 
-def test_values_are_the_books_bit_for_bit(any_backend: str, coding: Coding) -> None:
+def test_values_are_the_books_bit_for_bit(any_backend: str, coding: MomentCoding) -> None:
     """A step whose weight becomes minus the first moment, and one that divides 1 by the second's root."""
     count = len(BOOKS[coding.first_book])
     codes = torch.arange(count, dtype=torch.uint8).repeat(coding.block // count + 1)[: coding.block]
@@ -140,7 +148,7 @@ def test_values_are_the_books_bit_for_bit(any_backend: str, coding: Coding) -> N
         assert torch.equal(weight, expected)
 
 
-def test_codes_of_an_unchanged_moment_do_not_move(any_backend: str, coding: Coding) -> None:
+def test_codes_of_an_unchanged_moment_do_not_move(any_backend: str, coding: MomentCoding) -> None:
     x = torch.randn(5 * coding.block, generator=torch.Generator().manual_seed(2))
     first, second = coded_by_the_step(x, coding)
     for _ in range(3):
@@ -154,7 +162,7 @@ def test_codes_of_an_unchanged_moment_do_not_move(any_backend: str, coding: Codi
 # ---- The step ----
 
 
-def random_state(n: int, coding: Coding, seed: int) -> tuple[Tensor, Coded, Coded, Tensor]:
+def random_state(n: int, coding: MomentCoding, seed: int) -> tuple[Tensor, Coded, Coded, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     w, m, g, e = (torch.randn(n, generator=generator) for _ in range(4))
     first, second = empty(coding, n), empty(coding, n)
@@ -164,7 +172,11 @@ def random_state(n: int, coding: Coding, seed: int) -> tuple[Tensor, Coded, Code
 
 
 def take(
-    state: tuple[Tensor, Coded, Coded, Tensor], coding: Coding, *, halves: bool = False, threads: int = 1
+    state: tuple[Tensor, Coded, Coded, Tensor],
+    coding: MomentCoding,
+    *,
+    halves: bool = False,
+    threads: int = 1,
 ) -> list[Tensor]:
     w, first, second, grad = state
     weight = w.clone()
@@ -182,7 +194,7 @@ def take(
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n=st.integers(1, 900).map(lambda k: 2 * k), seed=st.integers(0, 999), bf16=st.booleans())
 def test_is_the_fp32_step_between_decoding_and_coding(
-    any_backend: str, coding: Coding, n: int, seed: int, bf16: bool
+    any_backend: str, coding: MomentCoding, n: int, seed: int, bf16: bool
 ) -> None:
     w, first, second, grad = random_state(n, coding, seed)
     state = (w, first, second, grad.bfloat16() if bf16 else grad)
@@ -201,7 +213,7 @@ def test_is_the_fp32_step_between_decoding_and_coding(
     assert all(torch.equal(a, b) for a, b in zip(take(state, coding, halves=True), got, strict=True))
 
 
-def test_threads_and_cuts_between_blocks_change_nothing(any_backend: str, coding: Coding) -> None:
+def test_threads_and_cuts_between_blocks_change_nothing(any_backend: str, coding: MomentCoding) -> None:
     n = 200_006
     state = random_state(n, coding, 0)
     expected = take(state, coding, halves=True)
@@ -217,7 +229,7 @@ def test_threads_and_cuts_between_blocks_change_nothing(any_backend: str, coding
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_zero_tiny_and_nonfinite_blocks(any_backend: str, coding: Coding) -> None:
+def test_zero_tiny_and_nonfinite_blocks(any_backend: str, coding: MomentCoding) -> None:
     block = coding.block
     x = torch.randn(4 * block, generator=torch.Generator().manual_seed(0))
     x[:block] = 0
@@ -232,7 +244,7 @@ def test_zero_tiny_and_nonfinite_blocks(any_backend: str, coding: Coding) -> Non
     assert not values[1:3].isfinite().all(1).any()
 
 
-def test_bad_inputs_are_named(coding: Coding) -> None:
+def test_bad_inputs_are_named(coding: MomentCoding) -> None:
     w, first, second, grad = random_state(512, coding, 0)
     with pytest.raises(ValueError, match="exp_avg has"):
         coded_adamw_step(w, Coded(first.codes[1:], first.scales), second, grad, HYPER, coding)

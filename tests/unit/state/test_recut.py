@@ -11,13 +11,13 @@ from torch import Tensor
 
 import megacompile
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
-from megacompile.state.checkpoint import Checkpoint, Progress, save_checkpoint
+from megacompile.state.checkpoint import Checkpoint, RunProgress, save_checkpoint
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import StateFormat
 from tests.unit.graph.test_tile import start, tokens, vocabulary
 
 ROWS = 600
-NOTHING = Progress("m", 0, 7, [])
+NOTHING = RunProgress("m", 0, 7, [])
 
 
 def state_of(cuts: tuple[int, ...], width: int, form: StateFormat, dtype: torch.dtype) -> HostState:
