@@ -65,8 +65,8 @@ class MixedDtypes(TorchFunctionMode):
         if func in _PRODUCTS:
             args, kwargs = _lowered(args, kwargs)
         elif func in _NORMS:
-            if func in (F.batch_norm, torch.batch_norm):
-                _refuse_low_statistics(args, kwargs)
+            if func in (F.batch_norm, torch.batch_norm) and _trains(args, kwargs):
+                return _by_its_own_statistics(func, args, kwargs)
             args, kwargs = _raised(args, kwargs)
         return func(*args, **kwargs)
 
@@ -86,16 +86,29 @@ def _lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return lowered
 
 
-def _refuse_low_statistics(args: Any, kwargs: Any) -> None:
-    """Refuse a norm that would change a raised copy of its running statistics, and not these."""
+def _trains(args: Any, kwargs: Any) -> bool:
+    """Return whether a batch norm is one by the batch's own statistics."""
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+def _by_its_own_statistics(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A batch norm in float32 where its weights or running statistics are: of an input in 16 bits, torch's
+    fake operators give mean and deviation in so few, and its kernels do not.
+
+    Refuse one that would change a raised copy of its running statistics, and not these.
+    """
     first, *others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    trains = kwargs.get("training", args[5] if len(args) > 5 else False)
     low = [x for x in others if x.dtype in _LOW and not isinstance(x, nn.Parameter)]
-    if trains and low and first.dtype == torch.float32:
+    if low and first.dtype == torch.float32:
         raise CaptureError(
             f"A batch norm has running statistics of {low[0].dtype} beside an input of torch.float32: call "
             "float() on that module."
         )
+    if first.dtype not in _LOW or all(x.dtype in _LOW for x in others):
+        args, kwargs = _raised(args, kwargs)
+        return func(*args, **kwargs)
+    args, kwargs = pytree.tree_map(lambda x: x.float() if x is first else x, (args, kwargs))
+    return func(*args, **kwargs).to(first.dtype)
 
 
 def _raised(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -211,6 +211,7 @@ def test_statistics_stay_fp32_beside_compute_in_bf16() -> None:
     for name, buffer in eager.buffers.items():
         assert values[name].dtype == buffer.dtype
         torch.testing.assert_close(values[name], buffer, rtol=2e-2, atol=2e-2)
+    assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
     program.close()
 
 

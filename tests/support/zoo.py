@@ -130,6 +130,11 @@ def _image_batch(seed: int) -> Batch:
     return {"pixel_values": pixels, "labels": torch.randint(0, 2, (2,), generator=generator(seed + 1))}
 
 
+def _map_batch(seed: int) -> Batch:
+    labels = torch.randint(0, 2, (2, 8, 8), generator=generator(seed + 1))
+    return {**_image_batch(seed), "labels": labels}
+
+
 def _short_batch(seed: int) -> Batch:
     ids = tokens(seed, size=1, length=8)
     return {"input_ids": ids, "labels": ids.clone()}
@@ -183,6 +188,24 @@ _TRANSFORMERS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[int], Bat
         "vision",
         _of("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
         _image_batch,
+    ),
+    "ResNet": (
+        "batch norm",
+        _of("ResNetForImageClassification", embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1]),
+        _image_batch,
+    ),
+    "RegNet": (
+        "batch norm",
+        _of("RegNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2],
+            groups_width=4),
+        _image_batch,
+    ),
+    "SegFormer": (
+        "batch norm",
+        _of("SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+            hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2], decoder_hidden_size=16, drop_path_rate=0.0),
+        _map_batch,
     ),
 }  # fmt: skip
 
