@@ -300,7 +300,7 @@ class HostValues(TorchFunctionMode):
             self._inside = False
 
     def prologue(self, used: Sequence[Tensor]) -> Prologue | None:
-        """What was needed of the batch's values, and for which inputs; None: nothing was."""
+        """Return what was needed of the batch's values, and for which inputs; None: nothing was."""
         numbers = [next(n for n, real in self._inputs if real is x) for x in used]
         needed, calls = set(numbers), []
         for call in reversed(self._calls):
@@ -517,7 +517,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _identity(tree: Any) -> tuple[str, list[int]]:
-    """What containers hold, to see whether a call changed them."""
+    """Return what containers hold, to see whether a call changed them."""
     leaves, spec = pytree.tree_flatten(tree)
     return str(spec), list(map(id, leaves))
 

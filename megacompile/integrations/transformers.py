@@ -548,7 +548,7 @@ class Mixin(Saving, Updates, Evaluation):
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """What is drawn on the host inside is drawn again after it."""
+    """Draw again, after it, what is drawn on the host inside."""
     numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - of collators
     with torch.random.fork_rng(devices=[]):
         try:

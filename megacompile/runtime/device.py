@@ -381,7 +381,8 @@ class Device(ABC):
     def load_filled(
         self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]
     ) -> Tensor:
-        """What ``fill`` writes into a contiguous host tensor, on the device, issued on the compute stream."""
+        """Return on the device what ``fill`` writes into a contiguous host tensor; issued on the compute
+        stream."""
 
     @abstractmethod
     def hold(self, tensor: Tensor) -> None:

@@ -560,7 +560,7 @@ class StepRun:
         return [i for i in form.matrices(self._bound.assembly.groups[group]) if i in landed]
 
     def _updates_in(self, group: int, home: Token) -> list[torch.Tensor]:
-        """Where the updates of these lie in the buffer of the group's gradient, each flat."""
+        """Return where the updates of these lie in the buffer of the group's gradient, each flat."""
         layout = self._bound.assembly.groups[group]
         grad = self._held.buffers.gradient(self._bound, group, typed(home))
         return [muon.updates_in(grad[part_of(layout, i)]) for i in self._matrices(group)]

@@ -120,7 +120,7 @@ class ResidentGrad(OfGroup, tag="dgrad", lasting=True):
 
 
 class Update(OfGroup, tag="update", on_device=True):
-    """What the matrices of a group are to be changed by, before it is orthogonal, in bf16."""
+    """The changes of a group's matrices, before it is orthogonal, in bf16."""
 
 
 class Direction(OfGroup, tag="direction", on_device=True):

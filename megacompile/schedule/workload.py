@@ -118,7 +118,7 @@ class MatrixUpdates:
 
     @property
     def call(self) -> Call:
-        """What the device does, matrix after matrix, each in the place of its update.
+        """Work of the device, matrix after matrix, each in the place of its update.
 
         Per iteration three products, and the terms that two of them are added to are copied. Highest is the
         last product: beside the matrix itself another one and a square; or two squares.

@@ -46,7 +46,7 @@ def _chunk(columns: int) -> int:
 
 
 def updates_in(grad: Tensor) -> Tensor:
-    """Where in a flat gradient's memory the update in bfloat16 lies, flat."""
+    """Return where in a flat gradient's memory the update in bfloat16 lies, flat."""
     return grad.view(torch.bfloat16)[: grad.numel()]
 
 
