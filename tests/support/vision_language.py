@@ -123,10 +123,10 @@ def _by_masks(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
     return batch
 
 
-def _with_grids(config: Any, model: Any, **text: Any) -> Callable[[], nn.Module]:
+def _with_grids(config: Any, model: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        options = {"text_config": _TEXT | {"rope_parameters": sections} | text, "vision_config": _GRIDS}
+        options = {"text_config": _TEXT | {"rope_parameters": sections}, "vision_config": _GRIDS}
         ids = {"image_token_id": _IMAGE, "video_token_id": 191}
         built: nn.Module = model(config(**options, **ids))
         return built
@@ -172,13 +172,6 @@ _PERCEIVER = {
     "hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
     "resampler_head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
-_LINEAR = {
-    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25
-    },
-}  # fmt: skip
 
 
 def cases() -> dict[str, Case]:
@@ -190,7 +183,6 @@ def cases() -> dict[str, Case]:
         "Qwen2-VL": _with_grids(t.Qwen2VLConfig, t.Qwen2VLForConditionalGeneration),
         "Qwen2.5-VL": _with_grids(t.Qwen2_5_VLConfig, t.Qwen2_5_VLForConditionalGeneration),
         "Qwen3-VL": _with_grids(t.Qwen3VLConfig, t.Qwen3VLForConditionalGeneration),
-        "Qwen3.5": _with_grids(t.Qwen3_5Config, t.Qwen3_5ForConditionalGeneration, **_LINEAR),
         "GLM-4V": _with_grids(t.Glm4vConfig, t.Glm4vForConditionalGeneration),
     }
     found = {name: Case(build, _by_grids, _GRID_SIZES) for name, build in made.items()}
