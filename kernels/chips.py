@@ -137,7 +137,7 @@ EXECUTED = {
     **{("96/192", f"gated_delta_{name}_kernel", a): n for name, n in _DELTA.items() for a in SHARED_LIMIT},
 }
 # Spills that are known, bytes per thread: outside the hot loop's path, where masks and the kernel's ends are.
-# All other tiles that were tried have lower ceilings (docs/kernels.md).
+# All other tiles that were tried have lower ceilings.
 SPILLS = {
     ("128 all bf16", _FORWARD, 100): 16,
     ("128 packed bf16", _FORWARD, 100): 16,

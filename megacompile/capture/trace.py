@@ -113,8 +113,8 @@ def _refuse_call(node: fx.Node) -> None:
         raise CaptureError(_of_graphs(where, node, target))
     if target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
         raise CaptureError(
-            f"{where} is an instance norm that changes running statistics, which is not supported: build it "
-            "with track_running_stats=False, or put it into eval mode."
+            f"{where} changes its running statistics: of all norms BatchNorm alone may; build it with "
+            "track_running_stats=False, or put it into eval mode."
         )
     if target is aten.embedding.default and any(node.args[4:5]):
         raise CaptureError(
@@ -564,7 +564,7 @@ class _Forward(nn.Module):
         try:
             tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
-            raise UntraceableError(_explain(error, self.model)) from None
+            raise _untraceable(error, self.model) from None
         return tensors
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -681,7 +681,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
             f"The host has no memory left to capture {type(model).__name__}: raise the limit of this process."
         ) from error
     except Exception as error:
-        raise UntraceableError(_explain(error, forward.model)) from None
+        raise _untraceable(error, forward.model) from None
     return _flatten(graph, signature, exported.constants, forward, model)
 
 
@@ -817,6 +817,15 @@ def _merge_tied(model: nn.Module, targets: Mapping[str, str], nodes: Mapping[str
     return merged
 
 
+_AT_RANDOM = "dropped at random are not supported"
+
+
+def _untraceable(error: Exception, model: nn.Module) -> CaptureError:
+    """Return the error to raise; to read values of the batch does not help where modules are dropped."""
+    text = _explain(error, model)
+    return CaptureError(text) if _AT_RANDOM in text else UntraceableError(text)
+
+
 def _explain(error: Exception, model: nn.Module) -> str:
     """Return one sentence that names the line of the user's code, and the module, at which tracing failed."""
     stack = list(traceback.walk_tb(error.__traceback__))
@@ -836,9 +845,9 @@ def _explain(error: Exception, model: nn.Module) -> str:
                 "them before the batch comes to the program."
             )
         if "layerdrop" in at:
-            hint = "layers that are dropped at random are not supported: set layerdrop to 0"
+            hint = f"layers that are {_AT_RANDOM}: set layerdrop to 0"
         elif "module_dropout" in at:
-            hint = "adapters that are dropped at random are not supported: set both their dropouts to 0"
+            hint = f"adapters that are {_AT_RANDOM}: set both their dropouts to 0"
         return f"The forward of {type(model).__name__} cannot be captured{at}: {hint}."
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us

@@ -585,15 +585,19 @@ def _as_trained(model: Any) -> Iterator[None]:
     """Within, the adapters are on that TRL trains."""
     if not hasattr(model, "peft_config"):
         yield
-    elif model._adapters_disabled:
+        return
+    disabled, active = model._adapters_disabled, model.active_adapter
+    if disabled:
         model.base_model.enable_adapter_layers()
-        yield
-        model.base_model.disable_adapter_layers()
     else:
-        active = model.active_adapter
         model.set_adapter("default")
+    try:
         yield
-        model.set_adapter(active)
+    finally:
+        if disabled:
+            model.base_model.disable_adapter_layers()
+        else:
+            model.set_adapter(active)
 
 
 class PolicyMixin(TokenMixin):

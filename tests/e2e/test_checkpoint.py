@@ -315,7 +315,7 @@ import sys, itertools, torch
 from pathlib import Path
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.state.checkpoint import save_checkpoint
-from megacompile.state.checkpoint import Progress
+from megacompile.state.checkpoint import RunProgress
 from megacompile.state.masters import HostState
 from megacompile.state import checkpoint
 checkpoint.SHARD_BYTES = 1 << 18
@@ -326,7 +326,7 @@ for count in itertools.count(1):
     for tensor in state.arrays[0].values():
         tensor.fill_(count)
     state.steps[0] = [count]
-    save_checkpoint(Path(sys.argv[1]), state, {}, Progress("m", 0, count, []))
+    save_checkpoint(Path(sys.argv[1]), state, {}, RunProgress("m", 0, count, []))
     print(count, flush=True)
 """
 
@@ -462,7 +462,7 @@ from pathlib import Path
 from megacompile.state.arena import resident_bytes
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.state.checkpoint import Checkpoint, save_checkpoint
-from megacompile.state.checkpoint import Progress
+from megacompile.state.checkpoint import RunProgress
 from megacompile.state.masters import HostState
 from megacompile.state import checkpoint
 checkpoint.SHARD_BYTES, checkpoint.PIECE_BYTES = 1 << 25, 1 << 23
@@ -477,11 +477,11 @@ def watch():
     while not done:
         peak = max(peak, resident_bytes())
         time.sleep(0.001)
-save_checkpoint(folder / "warm", HostState([]), {}, Progress("m", 0, 1, []))
+save_checkpoint(folder / "warm", HostState([]), {}, RunProgress("m", 0, 1, []))
 before = resident_bytes()
 thread = threading.Thread(target=watch)
 thread.start()
-save_checkpoint(folder / "a", state, {}, Progress("m", 0, 1, []))
+save_checkpoint(folder / "a", state, {}, RunProgress("m", 0, 1, []))
 saving = peak - before
 peak = 0
 Checkpoint(folder / "a", state, {}).read()

@@ -231,11 +231,19 @@ def test_weight_parametrizations_train_right() -> None:
     program.close()
 
 
-def test_parametrization_that_changes_a_buffer_is_refused() -> None:
-    model = Plain()
-    parametrizations.spectral_norm(model.first)
-    with pytest.raises(megacompile.CaptureError, match="changes the buffer"):
-        compiled(model, example_batch=batch_for("plain"))
+def test_a_parametrization_that_changes_a_buffer_trains_as_eager_does() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Plain()
+        parametrizations.spectral_norm(model.first)
+        return model
+
+    program, trainer = pair(make)
+    three_equal_steps(program, trainer, "plain")
+    state = program.state_dict()
+    program.close()
+    buffers = dict(trainer.model.named_buffers())
+    assert buffers and all(torch.equal(state[name], buffer) for name, buffer in buffers.items())
 
 
 def test_hooks_on_gradients_are_refused_and_forward_hooks_run() -> None:
