@@ -56,7 +56,6 @@ def _ways(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], Results], floa
 
     def cudnn_backward() -> Results:
         found = cudnn_results()
-        no_bias = torch.empty(0, device="cuda")
         return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
             grad,
             q,
@@ -66,7 +65,7 @@ def _ways(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], Results], floa
             found[1],
             found[6],
             found[7],
-            no_bias,
+            None,
             *found[2:6],
             0.0,
             True,
