@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,35 +55,18 @@ def _ways(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], Results], floa
     def cudnn() -> Any:
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
 
+    cudnn_once = functools.cache(cudnn)
+
     def cudnn_backward() -> Results:
-        found = cudnn_results()
+        out, lse, *tokens_of, seed, offset, _ = cudnn_once()
         return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-            grad,
-            q,
-            k,
-            v,
-            found[0],
-            found[1],
-            found[6],
-            found[7],
-            None,
-            *found[2:6],
-            0.0,
-            True,
-            scale=scale,
+            grad, q, k, v, out, lse, seed, offset, None, *tokens_of, 0.0, True, scale=scale
         )
 
-    kept: list[Any] = []
-
-    def cudnn_results() -> Any:
-        if not kept:
-            kept.append(cudnn())
-        return kept[0]
-
     def after_cudnn() -> Results:
-        found = cudnn_results()
-        lse_of = found[1].reshape(batch, heads, tokens)
-        return sdpa.backward(grad, q, k, v, found[0].contiguous(), lse_of, None, True, scale)
+        out, lse, *_ = cudnn_once()
+        lse = lse.reshape(batch, heads, tokens)
+        return sdpa.backward(grad, q, k, v, out.contiguous(), lse, None, True, scale)
 
     def any_order() -> Results:
         return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
