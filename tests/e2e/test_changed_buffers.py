@@ -452,7 +452,7 @@ class Rounded(nn.Module):
     ("model", "words"),
     [
         (Windows, "buffer part, which shares its memory with whole: register"),
-        (Instances, "norm is an instance"),
+        (Instances, "norm changes its running statistics: of all norms BatchNorm alone may"),
         (Rounded, r"statistics of torch\.bfloat16 beside an input of torch\.float32"),
     ],
 )
