@@ -44,7 +44,7 @@ def allocate_host_state(
     directories: Sequence[str],
     host_budget_bytes: int,
     world: World,
-) -> tuple[HostState, StatePlacement]:
+) -> HostState:
     """Host memory, and storage where the plan wants it, for all state and for what steps need beside it; of a
     rank of ``world``, for its shards.
 
@@ -55,7 +55,7 @@ def allocate_host_state(
     window, transient = storage_window(plan), step_bytes(step, assembly.work)
     placement = StatePlacement(host_states(plan), window, folders_of(world, directories) if window else ())
     try:
-        return HostState(assembly.groups, form, placement, transient, world), placement
+        return HostState(assembly.groups, form, placement, transient, world)
     except (RuntimeError, MemoryError) as error:
         raise BudgetError(
             f"The host did not give the {format_bytes(need)} that masters, moments and kept gradients "
@@ -129,12 +129,9 @@ def _too_large(
 # :class:`~megacompile.runtime.executor.Runtime` is made of, and the bound steps that it runs.
 
 
-Allocated = tuple[HostState, StatePlacement, Device]
-
-
-def allocate(scheduled: Scheduled, settings: Settings) -> Allocated:
-    """The state that a model's first program asks for, where it lies, and the device, opened."""
-    state, placement = allocate_host_state(
+def allocate(scheduled: Scheduled, settings: Settings) -> tuple[HostState, Device]:
+    """The state that a model's first program asks for, and the device, opened."""
+    state = allocate_host_state(
         scheduled.planned.step,
         scheduled.planned.plan,
         scheduled.compiled.assembly,
@@ -143,17 +140,16 @@ def allocate(scheduled: Scheduled, settings: Settings) -> Allocated:
         settings.host_budget_bytes,
         settings.world,
     )
-    return state, placement, settings.open_device()
+    return state, settings.open_device()
 
 
 class Bindings:
-    """The programs that were bound to their functions and constants; ``last`` is the one that ran last."""
+    """The programs that were bound to their functions and constants."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._bound: dict[int, BoundStep] = {}  # by the program's id
         self._ready: set[int] = set()  # programs, by their ids
-        self.last: BoundStep | None = None
 
     def __contains__(self, scheduled: Scheduled) -> bool:
         return id(scheduled) in self._bound
@@ -200,4 +196,3 @@ class Bindings:
         """Forget all of them."""
         self._bound.clear()
         self._ready.clear()
-        self.last = None

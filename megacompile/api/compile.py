@@ -306,8 +306,7 @@ def compile(
             gathers=not settings.offload_dirs and world.size == 1,
             inductor=backend.device if inductor else None,
             processors=backend.machine.processors if backend.machine else None,
-            ranks=world.ranks.shards,
-            replicas=world.ranks.replicas,
+            distributed=world.size > 1,
         )
         compiler = _compiler(frontend, adopted, backend, settings, dump, chosen_planner(planner, plan))
         program = Program(Session(model, adopted, compiler, settings, weights))

@@ -59,7 +59,7 @@ from megacompile.units import format_bytes
 # The stages before the plan: capture -> fuse -> tile -> partition -> differentiate.
 #
 # :class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
-# the form of each parameter and the layout of the weight groups.
+# the form of each parameter.
 
 
 _TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
@@ -91,12 +91,24 @@ class Compiled(Front):
     chunk: int = 0
 
 
+@dataclass(frozen=True)
+class StateLayout:
+    """The weight groups of a model, none until a first program lays them out, and the ``ranks`` that share
+    each of them, in each of ``replicas``."""
+
+    groups: tuple[GroupLayout, ...] = ()
+    ranks: int = 1
+    replicas: int = 1
+
+
+_LAID_OUT_ANEW = StateLayout()
+
+
 class Frontend:
     """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
-    where the host can look rows up; ``layouts`` are the weight groups, once a program has laid them out.
-    ``ranks`` share all groups, in each of ``replicas``, which may change until then. ``processors`` are the
+    where the host can look rows up; ``distributed``, that several ranks train. ``processors`` are the
     multiprocessors of the GPU whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate``
     are the stages of these names, or what remembers their results.
     """
@@ -113,21 +125,19 @@ class Frontend:
         gathers: bool = True,
         inductor: torch.device | None = None,
         processors: int | None = None,
-        ranks: int = 1,
-        replicas: int = 1,
+        distributed: bool = False,
         capture: Callable[..., Captured] = capture,
         differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
         self.parameters = _describe(model, optimizer, compute_dtype)
-        self.layouts: tuple[GroupLayout, ...] = ()
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
         self._trained = {n for n, p in self.parameters.items() if p.trained}
         self._kernels = read_switches(kernels)
         self._form: Form = form
         self._gathers = gathers
         self._inductor, self._processors = inductor, processors
-        self.ranks, self.replicas = ranks, replicas
+        self._distributed = distributed
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
@@ -170,50 +180,59 @@ class Frontend:
             found = tuple(f for f in found if all(form.cuts(self.parameters[name]) for name in f.names))
         return tiling_candidates(found, whole)
 
-    def tilings(self, batch: Batch, *, evaluate: bool, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
+    def tilings(
+        self, batch: Batch, *, evaluate: bool, chunk: int = 0, layout: StateLayout = _LAID_OUT_ANEW
+    ) -> Iterator[TilingCandidate[Compiled]]:
         """One kind of batch cut in each of these ways; each made when asked for."""
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
             _, part = self._part(batch, cuts, evaluate)
-            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk)
+            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
             yield TilingCandidate(values_bytes(part), build)
 
-    def chunks(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> Iterator[int]:
+    def chunks(
+        self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout = _LAID_OUT_ANEW
+    ) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
         has loops with weights cut in this way."""
         yield 0
         templates = self._part(batch, cuts, evaluate)[1].templates
         longest = max((length_of(t) or 0 for t in templates), default=0)
         for chunk in (c for c in CHUNKS if c < longest):
-            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
             if not any(t.loops for t in found.templates):
                 return
             yield chunk
 
-    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool) -> str | None:
+    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout) -> str | None:
         """Say why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
         length = min(CHUNKS, default=sys.maxsize)
         if not any(n > length for leaf in batch.tensors for n in leaf.shape):
             return None
-        found = self.build(batch, cuts, evaluate=evaluate, chunk=length)
+        found = self.build(batch, cuts, evaluate=evaluate, chunk=length, layout=layout)
         return why_whole(batch.tensors, found.part.templates, found.templates, length)
 
-    def build(self, batch: Batch, cuts: Cuts, *, evaluate: bool, chunk: int = 0) -> Compiled:
-        """One kind of batch with its weights cut in this way, and its sequence in chunks of so many.
+    def build(
+        self,
+        batch: Batch,
+        cuts: Cuts,
+        *,
+        evaluate: bool,
+        chunk: int = 0,
+        layout: StateLayout = _LAID_OUT_ANEW,
+    ) -> Compiled:
+        """One kind of batch with its weights cut in this way and laid out in these groups, and its sequence
+        in chunks of so many.
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
-        key = (batch.key, tuple(cuts.items()), chunk, self.ranks)
+        key = (batch.key, tuple(cuts.items()), chunk)
         with _TRACING:
-            if key not in self._compiled:
+            if (key, layout) not in self._compiled:
                 front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
-                self._compiled[key] = self._build(front, tiled, part, chunk)
-            return self._compiled[key]
-
-    def lay_out(self, groups: tuple[GroupLayout, ...]) -> None:
-        """Lay out weight groups as a program has them, or as each one likes again."""
-        if self.layouts and not groups:
-            self._compiled.clear()  # for those
-        self.layouts = groups
+                compiled = self._build(front, tiled, part, chunk, layout)
+                self._compiled[key, layout] = compiled
+                self._compiled[key, replace(layout, groups=compiled.assembly.groups)] = compiled
+            return self._compiled[key, layout]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""
@@ -262,7 +281,7 @@ class Frontend:
         """The stages before anything is cut."""
         with _TRACING:
             front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
-            if self.ranks * self.replicas > 1:
+            if self._distributed:
                 _refuse_changes(front.captured)
             return front
 
@@ -316,7 +335,9 @@ class Frontend:
             reason = str(error).strip().splitlines()[0]
             raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from None
 
-    def _build(self, front: Front, tiled: Tiled, part: Partition, chunk: int) -> Compiled:
+    def _build(
+        self, front: Front, tiled: Tiled, part: Partition, chunk: int, layout: StateLayout
+    ) -> Compiled:
         with self._running():
             mode = front.fused.fake_mode
             templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
@@ -327,10 +348,10 @@ class Frontend:
             templates,
             parameters,
             constants,
-            self.layouts,
+            layout.groups,
             outside=front.captured.outside,
-            ranks=self.ranks,
-            replicas=self.replicas,
+            ranks=layout.ranks,
+            replicas=layout.replicas,
         )
         assembly = with_state(assembly, self._form)
         return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
@@ -408,12 +429,23 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
     return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
 
 
-class Compiler:
-    """Compiles programs over one model's parameters for the ``room`` that a budget gives. Of the ranks of a
-    ``world`` the first plans, and the others follow.
+@dataclass(frozen=True)
+class Decisions:
+    """Facts that all programs of a model share, as the first of them decided it.
 
-    ``cuts`` says how far weights are cut once the first program decided it; ``placement``, where the state
-    is once it is allocated.
+    ``cuts`` says how far weights are cut, None until then; ``placement``, where the state of each group is;
+    ``resident``, the groups whose state is on the device.
+    """
+
+    layout: StateLayout = StateLayout()
+    cuts: Cuts | None = None
+    placement: StatePlacement | None = None
+    resident: tuple[int, ...] | None = None
+
+
+class Compiler:
+    """Compiles programs over one model's parameters for the ``room`` that a budget gives, by what the first
+    of them ``decided``. Of the ranks of a ``world`` the first plans, and the others follow.
     """
 
     def __init__(
@@ -431,14 +463,12 @@ class Compiler:
         self.frontend = frontend
         self._world = world or World()
         self.room = room
-        self.placement: StatePlacement | None = None
-        self.cuts: Cuts | None = None
+        self.decided = Decisions(_of_mesh(self._world.ranks))
         self._tiers = tiers
         self._machine = machine
         self._planner = planner
         self._dump = dump
         self._device_state = device_state
-        self._resident: tuple[int, ...] | None = None
         self._dumped = 0
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
         self._ahead: dict[tuple[Any, ...], Scheduled] = {}  # planned, and not asked for yet
@@ -460,10 +490,11 @@ class Compiler:
 
     def take_mesh(self, ranks: Ranks) -> None:
         """Lay weight groups out for the ranks that share them, and plan for what each has of a machine."""
-        self.frontend.ranks, self.frontend.replicas = ranks.shards, ranks.replicas
+        self.decided = replace(self.decided, layout=_of_mesh(ranks))
 
     def _share_of(self, machine: Machine) -> Machine:
-        return machine.shared_by(self._world.local, self.frontend.ranks, self.frontend.replicas)
+        layout = self.decided.layout
+        return machine.shared_by(self._world.local, layout.ranks, layout.replicas)
 
     @property
     def keys(self) -> set[tuple[Any, ...]]:
@@ -513,17 +544,19 @@ class Compiler:
     def begin_again(self, room: DeviceRoom, cuts: Cuts | None = None) -> None:
         """Forget all programs and what the first one decided, before any has run; ``cuts`` decides how far
         weights are cut."""
-        self.room, self.cuts, self._resident, self._dumped = room, cuts, None, 0
-        self.placement = None
+        self.room, self._dumped = room, 0
+        self.decided = Decisions(replace(self.decided.layout, groups=()), cuts)
         self._scheduled.clear()
         self._ahead.clear()
-        self.frontend.lay_out(())
 
     def lay_out(self, scheduled: Scheduled) -> None:
-        """Plan all further programs for the state as this one has it, which is not allocated yet."""
+        """Plan all further programs for the state as this one has it."""
         plan = scheduled.planned.plan
-        self.placement = StatePlacement(host_states(plan), storage_window(plan))
-        self.frontend.lay_out(scheduled.compiled.assembly.groups)
+        self.decided = replace(
+            self.decided,
+            layout=replace(self.decided.layout, groups=scheduled.compiled.assembly.groups),
+            placement=StatePlacement(host_states(plan), storage_window(plan)),
+        )
 
     def put_aside(self, programs: Collection[tuple[Batch, Mode]]) -> None:
         """Keep these programs until they are asked for: until then no batch is padded to be one of theirs."""
@@ -534,11 +567,12 @@ class Compiler:
     @property
     def pieces(self) -> Mapping[str, Parameter]:
         """The parameters with those that are cut replaced by their pieces."""
-        return cut_parameters(self.frontend.parameters, self.cuts or {})
+        return cut_parameters(self.frontend.parameters, self.decided.cuts or {})
 
     def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
         """One kind of batch, through all stages before the plan, cut as chosen."""
-        return self.frontend.build(batch, self.cuts or {}, evaluate=evaluate)
+        cuts, layout = self.decided.cuts or {}, self.decided.layout
+        return self.frontend.build(batch, cuts, evaluate=evaluate, layout=layout)
 
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """Plan, prove and print one program; made once per key and mode."""
@@ -551,8 +585,8 @@ class Compiler:
         start = time.perf_counter()
         with without_garbage_collection():
             compiled, planned = self._together(batch, mode)
-            if self._resident is None and mode.kind in ("train", "accumulate"):
-                self._resident = planned.step.resident
+            if self.decided.resident is None and mode.kind in ("train", "accumulate"):
+                self.decided = replace(self.decided, resident=planned.step.resident)
             name, work = type(self.frontend.model).__name__, compiled.assembly.work
             title = (
                 f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
@@ -586,9 +620,9 @@ class Compiler:
         def decide() -> bytes:
             compiled, planned = self._within(batch, mode)
             found.append((compiled, planned))
-            assert self.cuts is not None
+            assert self.decided.cuts is not None
             decided = {
-                "cuts": [[n, list(c)] for n, c in self.cuts.items()],
+                "cuts": [[n, list(c)] for n, c in self.decided.cuts.items()],
                 "plan": planned.plan.to_json(),
                 "workload": compiled.assembly.work.digest,
             }
@@ -597,7 +631,8 @@ class Compiler:
         decided = json.loads(self._world.from_first(decide))
         if found:
             return found[0]
-        self.cuts = {name: tuple(cuts) for name, cuts in decided["cuts"]}
+        cuts = {name: tuple(rows) for name, rows in decided["cuts"]}
+        self.decided = replace(self.decided, cuts=cuts)
         compiled, plan = (
             self.compile(batch, evaluate=mode.kind == "evaluate"),
             Plan.from_json(decided["plan"]),
@@ -612,8 +647,8 @@ class Compiler:
         """Plan, on rank 0; of the first batch, that decides how far weights are cut."""
         with self.room.naming_reserved():
             compiled, planned = self.plan(batch, mode)
-        if self.cuts is None:
-            self.cuts = compiled.tiled.cuts
+        if self.decided.cuts is None:
+            self.decided = replace(self.decided, cuts=compiled.tiled.cuts)
         return compiled, planned
 
     def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
@@ -632,15 +667,15 @@ class Compiler:
     def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned]:
         """Plan a kind of batch; of the first one, also how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
-        chunks = self.frontend.chunks(batch, self.cuts or {}, evaluate=evaluate)
-        cuts = self.cuts
+        cuts, layout = self.decided.cuts, self.decided.layout
+        chunks = self.frontend.chunks(batch, cuts or {}, evaluate=evaluate, layout=layout)
 
         def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
             if cuts is None:
-                tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk)
+                tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk, layout=layout)
                 gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
                 return plan_program(tilings, mode, terms, gathers=gathers, most=most)
-            compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk)
+            compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
             return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
 
         try:
@@ -651,9 +686,10 @@ class Compiler:
 
     def ways_out(self, batch: Batch, *, evaluate: bool) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""
-        if why := self.frontend.why_whole(batch, self.cuts or {}, evaluate=evaluate):
+        cuts, layout = self.decided.cuts, self.decided.layout
+        if why := self.frontend.why_whole(batch, cuts or {}, evaluate=evaluate, layout=layout):
             yield why
-        if self.cuts is not None and batch.outputs is not None:
+        if cuts is not None and batch.outputs is not None:
             compiled = self.compile(batch, evaluate=evaluate)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
             names = [name or "the output" for name in compiled.captured.structure.names]
@@ -663,19 +699,25 @@ class Compiler:
 
     def _finer(self, batch: Batch, evaluate: bool) -> Iterator[str]:
         """Yield that another first batch might have had weights cut further, if so."""
-        if self.cuts is None or self._planner is not None:
+        cuts = self.decided.cuts
+        if cuts is None or self._planner is not None:
             return
-        if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != self.cuts:
+        if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != cuts:
             yield _FIRST_DECIDES
 
     def _terms(self, mode: Mode, budget: int) -> PlanTerms:
         residents = self._may_reside(mode)
-        return PlanTerms(self.machine, budget, self._tiers, self.placement, residents, self._planner)
+        placement = self.decided.placement
+        return PlanTerms(self.machine, budget, self._tiers, placement, residents, self._planner)
 
     def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""
         if not self._device_state:
             return ()
-        if self._resident is None:
+        if self.decided.resident is None:
             return None if mode.kind in ("train", "accumulate") else ()
-        return self._resident
+        return self.decided.resident
+
+
+def _of_mesh(ranks: Ranks) -> StateLayout:
+    return StateLayout(ranks=ranks.shards, replicas=ranks.replicas)

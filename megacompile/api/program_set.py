@@ -151,7 +151,7 @@ class ProgramSet:
                 break
             except BudgetError as error:
                 room = _larger(room, error)
-        return room, self._compiler.cuts
+        return room, self._compiler.decided.cuts
 
     def _first_refused(self, room: DeviceRoom, cuts: Cuts | None) -> tuple[Member, BudgetError] | None:
         """Plan all members anew; the first one that has no room, and why."""

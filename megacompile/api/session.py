@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api.batch_reader import Intake, OfRanks
-from megacompile.api.bound_programs import Allocated, Bindings, allocate
+from megacompile.api.bound_programs import Bindings, allocate
 from megacompile.api.pipeline import Compiled, Compiler, Scheduled
 from megacompile.api.program_set import PlannedError, ProgramSet
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
@@ -29,14 +29,16 @@ from megacompile.capture.fingerprint import Frozen
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, MegacompileError, ProgramError
 from megacompile.graph.captured import OutputsFn
+from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.call_context import exclusive, naming_failures, refuse_autocast, whole_step
+from megacompile.runtime.device import Device
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
 from megacompile.state.checkpoint import BackgroundSave, read_manifest
 from megacompile.state.foreign_optimizer import Foreign, GroupSettings, members_of
 from megacompile.state.host_budget import host_bytes
-from megacompile.state.masters import Weights
+from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers
 from megacompile.units import format_bytes, format_seconds
@@ -158,7 +160,7 @@ def settle_mesh(
     world.settle(shards, why)
     compiler.take_mesh(world.ranks)
     if world.ranks.replicas > 1:
-        compiler.room = settings.measure_room()  # other collectives hold other memory of a device
+        compiler.take_room(settings.measure_room())  # other collectives hold other memory of a device
     if world.rank == 0:
         _MESH_LOG.info("%s", why)
 
@@ -238,6 +240,7 @@ class Session:
         self._pid = os.getpid()
         self.intake = Intake(model, compiler, settings.max_seq_len)
         self._bindings = Bindings(compiler)
+        self._ran_last: BoundStep | None = None
         self._last_batch: Batch | None = None
         self._told: set[str] = set()  # reasons for another program that were said
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
@@ -403,24 +406,25 @@ class Session:
         """Capture and compile every kind of batch anew, over the same state."""
         self.compiler.forget()
         self._bindings.clear()
+        self._ran_last = None
         self.intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
     def release(self) -> None:
         """Leave the values to the model alone, and free the state."""
         self.values.release()
         self._bindings.clear()
-        self.runtime = None
+        self.runtime, self._ran_last = None, None
 
     def _take_over(self, scheduled: Scheduled) -> None:
-        def allocated() -> Allocated:
+        def allocated() -> tuple[HostState, Device]:
             self.values.refuse_taken()
             return allocate(scheduled, self.settings)
 
         assembly = scheduled.compiled.assembly
         # what may be refused comes before the model is taken
-        state, self.compiler.placement, device = self.world.agree(allocated)
+        state, device = self.world.agree(allocated)
         self.values.take_over(state, assembly.homes, self._reading)
-        self.compiler.frontend.layouts = assembly.groups
+        self.compiler.lay_out(scheduled)
         self.runtime = Runtime(state, device)
         self._follow_modes()
 
@@ -517,9 +521,9 @@ class Session:
             self.finish_saving()
             runtime.state.copies.free()  # where this program's buffers may want to be
         bound = self._bindings.bind(scheduled, runtime.device)
-        if bound is not self._bindings.last:
+        if bound is not self._ran_last:
             runtime.synchronize()
-            self._bindings.last = bound
+            self._ran_last = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
         self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.pipeline import Compiled, Frontend, StateLayout
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import assemble, cut_parameters
@@ -49,16 +49,15 @@ class Repeated:
         optimizer: str = "adamw",
         form: Form = "fp32",
     ) -> None:
-        self._model, self._batch, self._ranks, self._replicas = model, batch, ranks, replicas
-        self._form = form
+        self._model, self._batch, self._form = model, batch, form
+        self._layout = StateLayout(ranks=ranks, replicas=replicas)
         frontend = functools.partial(
             _frontend,
             compute_dtype=compute_dtype,
             gathers=not stored and ranks == 1,
             kernels=processors is not None,  # as compile has them unless told
             processors=processors,
-            ranks=ranks,
-            replicas=replicas,
+            distributed=ranks * replicas > 1,
             optimizer=optimizer,
             form=form,
             differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
@@ -73,14 +72,14 @@ class Repeated:
 
     def chunks(self) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
-        return self._few.chunks(self._batch, {}, evaluate=False)
+        return self._few.chunks(self._batch, {}, evaluate=False, layout=self._layout)
 
     def tilings(self, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """Yield what compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
-        for few in self._few.tilings(self._batch, evaluate=False, chunk=chunk):
+        for few in self._few.tilings(self._batch, evaluate=False, chunk=chunk, layout=self._layout):
             yield replace(few, build=functools.partial(self._build, few, chunk))
 
     def _build(self, few: TilingCandidate[Compiled], chunk: int) -> Compiled:
@@ -102,13 +101,20 @@ class Repeated:
         part = _unroll(compiled.part, self._layers, few)
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
-            return self._whole.build(self._batch, cuts, evaluate=False, chunk=compiled.chunk)
+            return self._whole.build(
+                self._batch, cuts, evaluate=False, chunk=compiled.chunk, layout=self._layout
+            )
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
         parameters = cut_parameters(self._whole.parameters, cuts)
         assembly = assemble(
-            part, compiled.templates, parameters, constants, ranks=self._ranks, replicas=self._replicas
+            part,
+            compiled.templates,
+            parameters,
+            constants,
+            ranks=self._layout.ranks,
+            replicas=self._layout.replicas,
         )
         assembly = with_state(assembly, self._form)
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)

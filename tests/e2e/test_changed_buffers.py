@@ -463,7 +463,7 @@ def test_what_is_refused_by_name(model: Callable[[], nn.Module], words: str) -> 
 
 def test_several_ranks_are_refused() -> None:
     program = compiled(Classifier())
-    program._session.compiler.frontend.ranks = 2
+    program._session.compiler.frontend._distributed = True
     with pytest.raises(CaptureError, match=r"num_batches_tracked, and each of several ranks"):
         program._session.compiler.frontend.captured(program._session.read(images(1)[0])[0], evaluate=False)
 

@@ -148,7 +148,7 @@ def test_the_device_kernel_takes_the_same_steps() -> None:
     from megacompile.state.masters import HostState
 
     program = compiled(build("plain"), "1GB", example_batch=batch_for("plain"))
-    layouts = program._session.compiler.frontend.layouts
+    layouts = program._session.compiler.decided.layout.groups
     ours, theirs = HostState(layouts), HostState(layouts)
     device = CudaDevice(FakeCuda(), 10**9)
     torch.manual_seed(0)

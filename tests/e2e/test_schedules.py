@@ -209,7 +209,8 @@ def test_cuts_change_rounding_at_most(setup: Setup, places: set[int], seed: int)
     whole, weights = run(setup, start(setup, planner=any_plan(seed)))
     for cuts, bitwise in (({"embed.weight": table}, not (setup.tied or setup.clip)), (first, False)):
         program = start(setup, planner=any_plan(seed + 1))
-        program._session.compiler.cuts = cuts
+        compiler = program._session.compiler
+        compiler.begin_again(compiler.room, cuts)
         losses, found = run(setup, program)
         pieces = {p for p in program._session.compiler.pieces if "[" in p}
         assert pieces == {f"{n}[{a}:{b}]" for n, c in cuts.items() for a, b in itertools.pairwise(c)}

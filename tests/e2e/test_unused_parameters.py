@@ -334,7 +334,8 @@ class Vocabularies(nn.Module):
 def test_pieces_of_weights_are_used_by_turns(part: str) -> None:
     steps = [{"ids": ids(seed), "task": name} for seed, name in enumerate("abba")]
     program = compiled(Vocabularies)
-    program._session.compiler.cuts = {f"{part}.weight": (0, 16, 32)}
+    compiler = program._session.compiler
+    compiler.begin_again(compiler.room, {f"{part}.weight": (0, 16, 32)})
     assert_close(trained(program, steps), eager(Vocabularies, steps))
 
 

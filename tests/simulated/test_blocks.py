@@ -45,7 +45,7 @@ def functions(model: nn.Module, example: dict[str, Tensor], inductor: bool = Fal
     """All of a program's."""
     options = {"compute_dtype": torch.bfloat16, "inductor": inductor, "example_batch": example}
     made = megacompile.compile(model.train(), "2GB", device="cuda", **options)  # type: ignore[arg-type]
-    (compiled,) = made._session.compiler.frontend._compiled.values()
+    compiled = made._session.scheduled().compiled
     made.close()
     return [f for template in compiled.templates for f in template.functions()]
 

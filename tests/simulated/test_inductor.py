@@ -30,7 +30,7 @@ def test_a_step_runs_kernels_of_inductor_and_tries_none_of_them_out(
     batch = batch_for(name, size=4, length=64)
     options = {"compute_dtype": torch.bfloat16, "max_grad_norm": 1.0, "on_nonfinite": "skip"}
     trained = program(build(name), "cuda", "1GB", inductor=True, example_batch=batch, **options)
-    (compiled,) = trained._session.compiler.frontend._compiled.values()
+    compiled = trained._session.scheduled().compiled
     made = [f for template in compiled.templates for f in template.functions()]
     assert sum(f.fused for f in made) > len(made) / 2
     before = runtime.count("launches")

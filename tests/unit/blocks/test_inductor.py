@@ -51,7 +51,7 @@ def rows(seed: int) -> dict[str, Tensor]:
 
 
 def templates(program: Program) -> list[tuple[Template, DifferentiatedTemplate]]:
-    (compiled,) = program._session.compiler.frontend._compiled.values()
+    compiled = program._session.scheduled().compiled
     return list(zip(compiled.part.templates, compiled.templates, strict=True))
 
 
@@ -169,7 +169,7 @@ def test_what_would_differ_stays_plain(
         source = inductor.wrapper_source
         monkeypatch.setattr(inductor, "wrapper_source", lambda *args: shifted(source(*args)))
     template, found = templates(program)[0]
-    (compiled,) = program._session.compiler.frontend._compiled.values()
+    compiled = program._session.scheduled().compiled
     again = differentiate(template, compiled.fused.fake_mode, CPU)
     assert all(f.fused for f in found.functions())
     assert list(again.functions()) == list(differentiate(template, compiled.fused.fake_mode).functions())
@@ -183,7 +183,7 @@ def test_what_recomputes_is_fused_as_what_computes_or_not_at_all(
         inductor, "wrapper_source", lambda name, *args: None if "recompute" in name else source(name, *args)
     )
     template, _ = templates(program)[0]
-    (compiled,) = program._session.compiler.frontend._compiled.values()
+    compiled = program._session.scheduled().compiled
     found = differentiate(template, compiled.fused.fake_mode, CPU)
     assert {f.name: f.fused for f in found.functions()} == {
         f.name: "backward" in f.name for f in found.functions()
