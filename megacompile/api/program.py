@@ -299,7 +299,7 @@ class Program:
         self.model = session.model
         self.optimizer = session.optimizer
         self._session = session
-        self._closed = False
+        self._closed = self._rolls_out = False
 
     @property
     def world(self) -> World:
@@ -407,7 +407,7 @@ class Program:
             session.runtime.close()
         self.world.disconnect()
         self._closed = True
-        session.inconsistent = (
+        session.refuse_training(
             session.inconsistent or "The program was closed: compile the model again to train on."
         )
         session.finish_saving()
@@ -431,8 +431,7 @@ class Program:
         """Let the model be used between calls of this program: each parameter that is touched gets its value,
         on the host, until the next call takes over what has become of it. One process alone does; to be
         called before the state is laid out."""
-        values = self._session.values
-        values.lending, values.give_up = lending, self._give_up
+        self._session.values.lend_by(lending, self._give_up)
 
     def __enter__(self) -> Self:
         return self
@@ -449,7 +448,7 @@ class Program:
 
     def _give_up(self) -> None:
         self.release()
-        self._session.inconsistent = (
+        self._session.refuse_training(
             "Another program has taken over the model of this one: use that one, or make another trainer."
         )
 
@@ -487,7 +486,7 @@ class Program:
             self._session.drop_gradients()
             raise
         results = self._session.update()
-        results.losses = losses
+        results.take_losses(losses)
         return StepOutput(self._session, results, weights)
 
     @alone
@@ -540,7 +539,7 @@ class Program:
     def _load(self, state: Mapping[str, Tensor]) -> None:
         session = self._session
         inconsistent = session.inconsistent
-        session.inconsistent = (
+        session.refuse_training(
             "A state was loaded in part only: load a checkpoint, or a whole state, which then sets Adam's "
             "moments to zero."
         )
@@ -580,8 +579,8 @@ class Program:
         with session.world.together():
             session.world.agree(lambda: checked_folder(Path(folder)))
             if not wait and not isinstance(source, HostState):
-                session.saving = BackgroundSave(Path(folder), source, buffers, progress, session.world, then)
-                session.saving.start(state)
+                saving = BackgroundSave(Path(folder), source, buffers, progress, session.world, then)
+                session.save_behind(saving, state)
                 return
             save_checkpoint(Path(folder), source, buffers, progress, session.world)
         if then is not None:
@@ -601,11 +600,11 @@ class Program:
         state, buffers = self._allocated_state("load"), session.values.buffers()
         with session.world.together():
             found = session.world.agree(lambda: self._open(Path(folder), state, buffers))
-            session.inconsistent = "A checkpoint was read in part only: load a whole one."
+            session.refuse_training("A checkpoint was read in part only: load a whole one.")
             session.world.agree(found.read)
         progress = found.progress
         state.take_numbers(restore_settings(self.optimizer, progress.param_groups))
-        session.seed, session.calls = progress.seed, progress.calls
+        session.go_on_from(progress)
         session.forget_faults()
 
     def _open(self, folder: Path, state: HostState, buffers: Mapping[str, Tensor]) -> Checkpoint:
@@ -754,12 +753,12 @@ class Program:
                     "program.rollout is for one process, and several ranks train here: use program.generate."
                 )
             rollout = Rollout(session)
-            session.rolls_out = True
+            self._rolls_out = True
         try:
             yield rollout.model
         finally:
             with exclusive(session, "rollout"):
-                session.rolls_out = False
+                self._rolls_out = False
                 rollout.end()
 
     @alone
@@ -802,14 +801,14 @@ class Program:
         """
         session = self._session
         self._refuse_in_rollout()
-        session.resumes = None if checkpoint is None else Path(checkpoint)
+        resumed = None if checkpoint is None else Path(checkpoint)
 
         with session.world.together():
             micro, _, _ = agreed_batches(session, batch, "train", lambda micro: [1.0] * len(micro), outputs)
             kinds = {of.key: of for of in reversed(micro)}
             mode = session.training(micro) if len(kinds) == 1 else Mode("accumulate")  # one after the other
             for of in reversed(kinds.values()):
-                session.schedule(of, mode)
+                session.schedule(of, mode, resumed=resumed)
             if len(kinds) > 1 and self.plans_only:
                 session.schedule(micro[-1], Mode("update"))
 
@@ -871,7 +870,7 @@ class Program:
             session.values.take_back()
 
     def _refuse_in_rollout(self) -> None:
-        if self._session.rolls_out:
+        if self._rolls_out:
             raise ProgramError(
                 "The model of a rollout has the device: call the program after the with block of its rollout."
             )

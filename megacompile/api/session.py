@@ -35,7 +35,7 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
-from megacompile.state.checkpoint import BackgroundSave, read_manifest
+from megacompile.state.checkpoint import BackgroundSave, RunProgress, read_manifest
 from megacompile.state.foreign_optimizer import Foreign, GroupSettings, members_of
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.masters import HostState, Weights
@@ -234,7 +234,6 @@ class Session:
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
         self.inconsistent = ""
-        self.resumes: Path | None = None  # the checkpoint that will be loaded first
         self.planning: ProgramSet | None = None  # while programs are planned, and nothing runs
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
@@ -246,7 +245,6 @@ class Session:
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
-        self.rolls_out = False  # another has the device
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""
@@ -276,14 +274,15 @@ class Session:
         with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
             self._frozen.check(trains=trains)
 
-    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
-        """The program for a kind of batch; the first one takes over the model's storage."""
+    def schedule(self, batch: Batch, mode: Mode, *, resumed: Path | None = None) -> Scheduled:
+        """The program for a kind of batch; the first one takes over the model's storage. ``resumed`` is the
+        checkpoint that is loaded next."""
         if self.planning is not None:
-            return self._planned(self.planning, batch, mode)
+            return self._planned(self.planning, batch, mode, resumed)
         if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
             self._tell_of_another(batch)
         if self.runtime is None:
-            scheduled = self._first_program(batch, mode)
+            scheduled = self._first_program(batch, mode, resumed)
             self._take_over(scheduled)
         else:
             if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
@@ -315,7 +314,7 @@ class Session:
         finally:
             self.planning, self.current = None, current
 
-    def _planned(self, planning: ProgramSet, batch: Batch, mode: Mode) -> Scheduled:
+    def _planned(self, planning: ProgramSet, batch: Batch, mode: Mode, resumed: Path | None) -> Scheduled:
         """The program for a kind of batch as a part of those that are planned together."""
         first = self.runtime is None and not planning.members
         if first and mode.kind == "evaluate":
@@ -326,7 +325,7 @@ class Session:
         while True:
             try:
                 if first:
-                    scheduled = self._first_program(batch, mode)
+                    scheduled = self._first_program(batch, mode, resumed)
                 else:
                     scheduled = agreed_program(self.compiler, batch, mode, self.settings)
                 break
@@ -358,12 +357,12 @@ class Session:
         text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
         warnings.warn(text, stacklevel=6)
 
-    def _first_program(self, batch: Batch, mode: Mode) -> Scheduled:
+    def _first_program(self, batch: Batch, mode: Mode, resumed: Path | None) -> Scheduled:
         """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the
         device than was left to them."""
         self._find_exact()
         longest = self.intake.longest(batch)
-        settle_mesh(self.compiler, longest or batch, mode, self.settings, self.resumes)
+        settle_mesh(self.compiler, longest or batch, mode, self.settings, resumed)
         while True:
             if longest is not None:  # first: how far weights are cut must suffice for it
                 self.world.agree(lambda: self.compiler.schedule(longest, mode))
@@ -588,10 +587,23 @@ class Session:
             with self._noting_faults(Exception), self.world.together():
                 over(self.runtime)
 
+    def save_behind(self, saving: BackgroundSave, state: HostState) -> None:
+        """Begin to write a checkpoint while training goes on."""
+        self.saving = saving
+        saving.start(state)
+
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written any more; raise why one was not written."""
         if self.saving is not None:
             self.saving.finish()
+
+    def go_on_from(self, progress: RunProgress) -> None:
+        """Draw the seeds that come after those of a run."""
+        self.seed, self.calls = progress.seed, progress.calls
+
+    def refuse_training(self, reason: str) -> None:
+        """Have nothing trained any more, for a reason that says what to do."""
+        self.inconsistent = reason
 
     def forget_faults(self, inconsistent: str = "") -> None:
         """The state is whole again; ``inconsistent`` is what still keeps it from being trained on."""

@@ -265,6 +265,14 @@ class StorageMeter(TorchDispatchMode):
         # dead storages queue here through a C function: a Python callback would swallow a Ctrl-C
         self._dead: deque[_Watch] = deque()
 
+    def stop_above(self, limit: int) -> None:
+        """Stop a run as soon as more bytes than these are alive."""
+        self.limit = limit
+
+    def forget_peak(self) -> None:
+        """Look for the highest from now on."""
+        self.peak = self.live
+
     @property
     def live(self) -> int:
         """Bytes alive now."""

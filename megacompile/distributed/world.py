@@ -250,16 +250,15 @@ _connected: weakref.WeakSet[World] = weakref.WeakSet()
 class World:
     """The ranks of one program; one alone exchanges with nobody.
 
-    ``ended`` says, once a rank has failed, which and why: nothing can be exchanged any more. ``fail`` is told
-    so too where no call that is under way would find out. ``chosen`` says why they have the mesh that they
-    have, where it was not given.
+    ``ended`` says, once a rank has failed, which and why: nothing can be exchanged any more. ``chosen`` says
+    why they have the mesh that they have, where it was not given.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks = ranks or Ranks()
         self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
         self.ended = self.chosen = ""
-        self.fail: Callable[[BaseException], None] = lambda error: None
+        self._fail: Callable[[BaseException], None] = lambda error: None
         self._losing = threading.RLock()
         self._comm: Collectives | None = None
         if self.size > 1:
@@ -402,6 +401,10 @@ class World:
             self._connect(self._device)
         self.ranks = fixed
 
+    def tell_failures(self, fail: Callable[[BaseException], None]) -> None:
+        """Tell ``fail`` when a rank has failed, also where no call that is under way would find out."""
+        self._fail = fail
+
     def disconnect(self, *, failed: bool = False) -> None:
         """Undo :meth:`connected`; the other ranks do so too, soon."""
         comm, self._comm = self._comm, None
@@ -480,7 +483,7 @@ class World:
     def _end(self, reason: str) -> None:
         """Wake all who wait for this rank, and this rank's threads that wait for others."""
         self.ended = reason
-        self.fail(LostError(reason))
+        self._fail(LostError(reason))
         self.disconnect(failed=True)
         for group in {self._host, self._calls, self._saves, self._first}:
             within(LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]

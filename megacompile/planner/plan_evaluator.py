@@ -80,6 +80,10 @@ class Candidates:
         self.misfits: dict[Plan, tuple[int, int]] = {}  # their peaks, and host bytes above the budget
         self._calls: dict[tuple[Kind, int, str], float] = {}  # seconds of blocks' functions
 
+    def expect(self, seconds: float) -> None:
+        """Note the seconds of the linear program of a plan that fits."""
+        self.expected = min(self.expected or seconds, seconds)
+
     @property
     def gap(self) -> float:
         """By what part the best plan is slower than expected."""

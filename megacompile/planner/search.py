@@ -395,7 +395,7 @@ def _fill(
         found = None if plan in candidates.misfits else candidates.measure(plan)
         if found is not None and found.fits:
             fitting, peak, fits_at = found, found.peak, room
-            expected = min(candidates.expected or mixture.seconds, mixture.seconds)
+            expected = mixture.seconds
             if budget - peak < 0.01 * budget:
                 break
         else:
@@ -408,7 +408,7 @@ def _fill(
             room = (fits_at + min(fails_at, budget)) / 2
     if fitting is None:
         return None
-    candidates.expected = expected
+    candidates.expect(expected)
     if fitting.asked not in candidates.seen:
         candidates.seen.add(fitting.asked)
         candidates.simulate(fitting)

@@ -58,7 +58,7 @@ class CpuDevice(Device):
         for constant in here.values():
             self._meter.ignore(constant)
         self._fixed = self._slab.nbytes + step.constant_bytes
-        self._meter.limit = self.budget_bytes - step.slab_bytes - step.constant_bytes
+        self._meter.stop_above(self.budget_bytes - step.slab_bytes - step.constant_bytes)
         return here
 
     def store(self, buffers: Iterable[Tensor]) -> None:
@@ -80,7 +80,7 @@ class CpuDevice(Device):
     @contextmanager
     def start(self, trace: Trace) -> Iterator[None]:
         self.streams.begin(trace)
-        self._meter.peak = self._meter.live
+        self._meter.forget_peak()
         try:
             yield
         except BaseException:

@@ -45,7 +45,7 @@ class Runtime:
         self.lost_gradients = False
         fabric = Fabric(state.world, device)
         self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident), fabric)
-        state.world.fail = device.fail
+        state.world.tell_failures(device.fail)
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False
 

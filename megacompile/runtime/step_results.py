@@ -59,6 +59,24 @@ class StepResults:
     finite: bool = True
     origin: str = ""
 
+    def take_losses(self, losses: Sequence[Tensor]) -> None:
+        """Replace the losses, by those of all ranks or of several runs."""
+        self.losses = list(losses)
+
+    def take_norm(self, norm: Tensor, origin: str) -> None:
+        """Note the gradient's norm, and where what is not finite in it began, unless that is known."""
+        self.skipped = not bool(torch.isfinite(norm))
+        self.origin = self.origin or origin
+        self.grad_norm = norm  # last: whoever sees it may read the rest
+
+    def take_gradient(self, *, finite: bool) -> None:
+        """Note whether a gradient that was not applied was finite."""
+        self.finite = self.finite and finite
+
+    def take_origin(self, origin: str) -> None:
+        """Note where what is not finite began."""
+        self.origin = origin
+
     def judge(self, losses: Iterable[Tensor]) -> None:
         """Stop the step's updates for the first of the losses that is not finite."""
         bad = (float(loss) for loss in losses if not math.isfinite(loss))

@@ -349,7 +349,7 @@ class StepRun:
         def listen() -> None:
             heard = world.all_numbers([float(loss) for loss in own])
             everyone = [numbers[m] for m in range(len(own)) for numbers in heard]
-            results.losses = [torch.tensor(x, dtype=own[0].dtype) for x in everyone]
+            results.take_losses([torch.tensor(x, dtype=own[0].dtype) for x in everyone])
             if self._inputs.check_loss:
                 results.judge(results.losses)
 
@@ -457,16 +457,16 @@ class StepRun:
                 norms.update(_norms_of_all({n: float(squares[n]) for n in order if n in squares}, world))
             present = [norms[n] for n in order if n in norms]
             total = torch.linalg.vector_norm(torch.stack(present), 2)
-            results.skipped = not bool(torch.isfinite(total))
             bad = [n for n in order if n in norms and not torch.isfinite(norms[n])]
-            if bad and not results.origin:  # the backward came to the last ones first
+            origin = ""
+            if bad:  # the backward came to the last ones first
                 which = f"{len(bad)} of {len(norms)} gradients are not finite"
-                results.origin = f" {which}, the last of them in the model that of {bad[-1]}."
+                origin = f" {which}, the last of them in the model that of {bad[-1]}."
             results.judge(loss for run in runs for loss in run.losses)  # of several ranks, all ranks'
             self._scale = 1.0
             if inputs.max_grad_norm is not None:
                 self._scale = float(torch.clamp(inputs.max_grad_norm / (total + 1e-6), max=1.0))
-            results.grad_norm = total  # last: whoever sees it may read the rest
+            results.take_norm(total, origin)
 
         self._device.submit("host", ("clip_scale",), after, clip)
 
@@ -620,7 +620,7 @@ class StepRun:
             places = (own_part(layout, layout.slots[slot], rank)[1] for slot in landed)
             parts = (gradient[place] for place in places if place.start < place.stop)
             largest = (float(torch.linalg.vector_norm(part, math.inf)) for part in parts)  # without copies
-            results.finite = all(map(math.isfinite, largest))
+            results.take_gradient(finite=all(map(math.isfinite, largest)))
         return results.stopped_by is not None or (deferred and results.skipped)
 
     def _hypers(self, deferred: bool) -> list[AdamHyper] | list[GroupSettings]:
@@ -637,4 +637,4 @@ class StepRun:
         self._loss_checked = True
         self.results.judge(self.results.losses)
         if self.results.stopped_by is not None:
-            self.results.origin = self._blocks.origin()
+            self.results.take_origin(self._blocks.origin())

@@ -394,12 +394,9 @@ class ModelValues:
     """Reads and writes a model's parameters (FP32 masters) and persistent buffers.
 
     ``source`` gives the values of parameters on the meta device until a program takes the model over.
-    ``lending``, if it is set before that, has each parameter lent to the model when it is touched, until the
-    program is called next; ``lent`` are their names. ``give_up`` then ends the program, where another one is
-    to have the model.
+    ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`.
     """
 
-    lending: Lending | None = None
     give_up: Callable[[], None]
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
@@ -409,8 +406,15 @@ class ModelValues:
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
         self._named: Mapping[str, nn.Parameter] = {}  # as they were taken over
+        self.lending: Lending | None = None
         self.lent: set[str] = set()
         self._caller: int | None = None  # the thread that is in a call of the program
+
+    def lend_by(self, lending: Lending, give_up: Callable[[], None]) -> None:
+        """Lend each parameter to the model when it is touched, until the program is called next. To be called
+        before the model is taken over; ``give_up`` ends the program, where another one is to have the model.
+        """
+        self.lending, self.give_up = lending, give_up
 
     def refuse_taken(self) -> None:
         """Refuse a model that another program has taken over, and an optimizer that was stepped already."""

@@ -12,13 +12,17 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
 
 ROOMS = ("megacompile", "kernels", "passes")
 _RELATIVE = re.compile(r"(What|Whether|Where|How|Which|Of)\b")
 _REGISTERED = re.compile(r'custom_op\(\s*"megacompile::(\w+)"')
 _TORCHS = {"aten", "F", "functional", "torch", "nn"}
+_BORROWED = (fx.Node, nn.Module, Tensor, torch.optim.Optimizer)
 
 
 def product(root: Path) -> dict[Path, str]:
@@ -78,19 +82,44 @@ def imports(texts: dict[Path, str]) -> Counter[str]:
     return importers
 
 
-def assigned_outside(text: str) -> int:
-    """Count assignments to an attribute of something that is neither ``self``, ``cls`` nor ``ctx``."""
-    count = 0
-    for node in ast.walk(ast.parse(text)):
+def assigned(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield what is assigned to, in the order of the source."""
+    for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else targets
-        flat = [x for t in targets for x in (t.elts if isinstance(t, ast.Tuple) else [t])]
-        count += sum(
-            isinstance(t, ast.Attribute)
-            and not (isinstance(t.value, ast.Name) and t.value.id in ("self", "cls", "ctx"))
-            for t in flat
-        )
-    return count
+        yield from (x for t in targets for x in (t.elts if isinstance(t, ast.Tuple) else [t]))
+
+
+def _of(place: ast.expr, names: Container[str]) -> bool:
+    return isinstance(place, ast.Name) and place.id in names
+
+
+def declared(tree: ast.AST) -> set[str]:
+    """Return the attributes of the classes of a module."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    own = {
+        t.attr
+        for c in classes
+        for t in assigned(c)
+        if isinstance(t, ast.Attribute) and _of(t.value, ["self"])
+    }
+    return own | {t.id for c in classes for t in assigned(c) if isinstance(t, ast.Name)}
+
+
+def assigned_outside(trees: Mapping[Path, ast.AST]) -> list[str]:
+    """List the assignments to attributes of another object, of a class of the product that another module
+    declares. Names that classes of torch have too are taken to be theirs."""
+    torchs = {name for kind in _BORROWED for name in dir(kind)} | {"args", "kwargs", "target", "state"}
+    by_module = {path: declared(tree) - torchs for path, tree in trees.items()}
+    return [
+        f"{path}:{t.lineno} {ast.unparse(t)}"
+        for path, tree in trees.items()
+        for t in assigned(tree)
+        if isinstance(t, ast.Attribute)
+        and not _of(t.value, ("self", "cls", "ctx"))
+        and t.attr not in by_module[path]
+        and any(t.attr in names for names in by_module.values())
+    ]
 
 
 def docstrings(text: str) -> Iterator[str]:
@@ -108,7 +137,8 @@ def repeated(names: list[str]) -> int:
 def figures(root: Path) -> dict[str, int | str]:
     """Return the figures of a checkout, each under what it counts."""
     texts = product(root)
-    trees = [ast.parse(text) for text in texts.values()]
+    named = {path: ast.parse(text) for path, text in texts.items()}
+    trees = list(named.values())
     classes = [n.name for t in trees for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
     names = naming(texts)
     most = max(names, key=lambda name: len(names[name]), default="")
@@ -122,7 +152,7 @@ def figures(root: Path) -> dict[str, int | str]:
         "layers of the import contract": len(re.findall(r'"megacompile', contract[1])) if contract else 0,
         "files that name rms_norm": len(names.get("rms_norm", ())),
         "files that name an operator, at most": f"{len(names[most])} ({most})" if most else 0,
-        "attributes assigned from outside": sum(map(assigned_outside, texts.values())),
+        "attributes assigned from outside of the module that declares them": len(assigned_outside(named)),
         "docstrings that begin with a relative clause": sum(
             bool(_RELATIVE.match(doc)) for text in texts.values() for doc in docstrings(text)
         ),
