@@ -217,10 +217,11 @@ def compile(
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
         entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
-        a dict that the forward is not given, though it would take them. A criterion, a module such as
-        ``nn.CrossEntropyLoss()``, is called with the outputs and that rest: on a batch ``(x, y)`` it gives
-        ``loss_fn(model(x), y)``. Batches of varying length share programs where it ignores padding: labels of
-        -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
+        a dict that the forward is not given, though it would take them. A criterion of torch, such as
+        ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``, is called with the outputs and that rest: on a batch
+        ``(x, y)`` it gives ``loss_fn(model(x), y)``. Batches of varying length share programs where it
+        ignores padding: labels of -100, or what ``attention_mask`` hides. It is called on random outputs to
+        find out.
     device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is one.
     on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
         as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where

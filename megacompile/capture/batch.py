@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.fingerprint import ModelSettings, model_settings
@@ -65,20 +67,27 @@ def divide(
 def apply_loss(
     loss_fn: LossFn, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rest: tuple[Any, ...]
 ) -> Tensor:
-    """The loss by a function of (outputs, batch), or by a module, a criterion, of outputs and ``rest``."""
-    if not isinstance(loss_fn, nn.Module):
+    """The loss by a function of (outputs, batch), or by a criterion of outputs and ``rest``."""
+    if not _is_criterion(loss_fn):
         loss = loss_fn(outputs, given_batch(args, kwargs))
     elif rest:
         loss = loss_fn(outputs, *rest)
     else:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise MegacompileError(
-            f"loss_fn is a module ({type(loss_fn).__name__}), which is called with the outputs and what the "
+            f"loss_fn is a criterion of torch ({name}), which is called with the outputs and what the "
             "forward does not take of the batch, and the forward takes all: give a function of (outputs, "
             "batch)."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise CaptureError(f"loss_fn returned {_kind(loss)}: it must return one number, as a tensor.")
     return _real(loss)
+
+
+def _is_criterion(loss_fn: LossFn) -> bool:
+    """Return whether a loss is one of outputs and targets: a module, or a function of torch's."""
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return isinstance(function, nn.Module) or getattr(function, "__module__", "") == F.__name__
 
 
 def find_loss(outputs: Any) -> Tensor:

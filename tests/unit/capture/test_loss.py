@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,13 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacom
             lambda out, batch: F.cross_entropy(out, batch[1]),
             (X, Y),
             lambda m: F.cross_entropy(m(X), Y),
+        ),
+        (Predicts, F.cross_entropy, (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (
+            Predicts,
+            functools.partial(F.cross_entropy, label_smoothing=0.1),
+            {"x": X, "y": Y},
+            lambda m: F.cross_entropy(m(X), Y, label_smoothing=0.1),
         ),
         (Predicts, nn.CrossEntropyLoss(), {"x": X, "y": Y}, lambda m: F.cross_entropy(m(X), Y)),
         (
