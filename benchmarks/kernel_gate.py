@@ -428,6 +428,7 @@ POINTER = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.bool: "*i1",
 }
 ACCESS_WIDTH = re.compile(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")

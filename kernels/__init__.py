@@ -10,6 +10,7 @@ from megacompile.kernels.add_rms_norm import add_rms_norm
 from megacompile.kernels.attention import document_bounds, flash_attention_backward, flash_attention_forward
 from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.decode_4bit import decode_weight
+from megacompile.kernels.decode_8bit import decode_rows
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.gated_delta import gated_delta_rule
 from megacompile.kernels.glu import glu
@@ -24,6 +25,7 @@ __all__ = [
     "adamw_",
     "add_rms_norm",
     "clamped_glu",
+    "decode_rows",
     "decode_weight",
     "document_bounds",
     "dropout_mask",

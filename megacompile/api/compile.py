@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.api.pipeline import Compiler, Frontend
 from megacompile.api.program import Program
 from megacompile.api.session import Session
 from megacompile.api.settings import Settings, room_of
 from megacompile.blocks.inductor import check_compiler
-from megacompile.capture.coded_weights import is_of_bitsandbytes, why_not_coded
+from megacompile.capture.coded_weights import is_coded, rounds_inputs, settle, why_not_coded
 from megacompile.capture.fingerprint import refuse_gradient_hooks
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.distributed.ranks import find_ranks
@@ -109,22 +109,32 @@ def check_model(model: Any, weights: Any) -> None:
 
 
 def _refuse_coded(model: nn.Module) -> None:
-    """Refuse parameters whose values are not their memory's: quantised ones, or a mesh's."""
+    """Refuse parameters whose values are not their memory's, but for codes that a program can keep."""
+    rounding = None
     for module, name, parameter in _owned_parameters(model):
-        if is_of_bitsandbytes(parameter):
+        if is_coded(parameter):
             reason = why_not_coded(module, parameter)
             if reason is not None:
                 raise MegacompileError(f"The parameter {name} {reason}.")
+            if rounds_inputs(parameter):
+                rounding = name
             continue
         kind = type(parameter)
-        codes = kind is not nn.Parameter and not (parameter.is_floating_point() or parameter.is_complex())
-        if codes or is_traceable_wrapper_subclass(parameter):
+        if kind is not nn.Parameter and not (parameter.is_floating_point() or parameter.is_complex()):
             raise MegacompileError(
-                f"The parameter {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, and "
-                "programs take plain tensors and 4-bit weights of bitsandbytes: load the model with "
-                "BitsAndBytesConfig(load_in_4bit=True) or without quantization_config (frozen weights in "
-                "bfloat16 take 2 bytes each), or call its dequantize(); of a DTensor give the full_tensor()."
+                f"The parameter {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, and of "
+                "codes programs take those of bitsandbytes' linear layers and tensor subclasses such as "
+                "torchao's: load the model with BitsAndBytesConfig, or without quantization_config (frozen "
+                "weights in bfloat16 take 2 bytes each), or call its dequantize()."
             )
+    settle(model)
+    if rounding is not None:
+        warnings.warn(
+            f"{rounding} and other 8-bit weights of bitsandbytes are decoded, and the inputs of their layers "
+            "are not rounded, as where bitsandbytes trains on a CPU. On a GPU, and wherever it evaluates, it "
+            "rounds these inputs to 8 bits too, so its losses there differ by that rounding.",
+            stacklevel=4,
+        )
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -139,7 +149,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     placed = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad)
         for name, p in model.named_parameters()
-        if not p.is_meta and p.numel() and is_dense(p)
+        if not p.is_meta and p.numel() and not is_coded(p) and is_dense(p)
     )
     for (_, end, name, trains), (start, _, other, also) in itertools.pairwise(placed):
         if start < end and (trains or also):

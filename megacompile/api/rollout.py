@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.api.session import Session
-from megacompile.capture.coded_weights import is_marked, linear, stored_shape
+from megacompile.capture.coded_weights import forward, is_marked, stored_shape
 from megacompile.capture.fingerprint import copy_around, parameter_forms, tensors_of
 from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
 from megacompile.runtime.device import Device
@@ -106,7 +106,7 @@ class Rollout:
         copied: Any = copy_around(model, tensors)
         for module in copied.modules():
             if is_marked(module):
-                module.forward = functools.partial(linear, module.forward, module)
+                module.forward = functools.partial(forward, type(module).forward, module)
         copied.__class__ = type(type(model).__name__, (_OnDevice, type(model)), {})
         copied._rollout = self
         return copied.eval()

@@ -1,46 +1,65 @@
-"""Frozen weights in 4-bit codes: bitsandbytes' ``Linear4bit``, as QLoRA trains adapters over.
+"""Frozen weights in codes: bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, and tensor subclasses such as
+torchao's, as adapters are trained over.
 
-A program keeps such a weight as one tensor of bytes (:mod:`~megacompile.kernels.decode_4bit`): a frozen
-parameter of uint8, which is stored and streamed as it is. Its decoding is a node of the graph, so a block
-derives the weight on the device where it reads it, and again in its backward. bitsandbytes itself is never
-imported: a model that has its modules did.
+A program keeps such a weight as one tensor of bytes: a frozen parameter of uint8, which is stored and
+streamed as it is. Its decoding is part of the graph, so a block derives the weight on the device where it
+reads it, and again in its backward. bitsandbytes' codes are decoded by an operator each
+(:mod:`~megacompile.kernels.decode_4bit`, :mod:`~megacompile.kernels.decode_8bit`). A subclass is put together
+again from the tensors that it holds, and computes by its own code, whose operators are traced. Neither
+library is ever imported: a model that has its weights did.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacompile.kernels.decode_4bit import decode_weight, parts, stored_bytes
+from megacompile.kernels import decode_4bit as in_blocks
+from megacompile.kernels import decode_8bit as in_rows
 from megacompile.kernels.registry import OpSpec, declare
 
-_CODING = "_megacompile_coding"  # the attribute of a traced module whose weight is coded
+_CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
+_ALIGNED = 16  # bytes, of each tensor that a subclass holds
 
 
-@dataclass(frozen=True)
-class WeightCoding:
-    """The coding of a weight: its shape, and the elements that share a scale."""
-
-    shape: tuple[int, ...]
-    block: int
+class WeightCoding(Protocol):
+    """How a weight is coded in the bytes that a program stores of it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a program stores of it."""
-        return stored_bytes(prod(self.shape), self.block)
+        """How many these are."""
+
+    def stored(self, parameter: Tensor) -> Tensor:
+        """Return the bytes of a weight that is coded so."""
+
+    def set(self, parameter: Tensor, stored: Tensor) -> None:
+        """Make such a weight hold copies of these bytes."""
+
+    def empty(self, parameter: Tensor) -> None:
+        """Leave such a weight zeros, in the memory of one element."""
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return another weight of the same form, whose values are set next."""
+
+    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight of these bytes, in a graph."""
 
 
 @torch.library.custom_op("megacompile::decode_4bit", mutates_args=())
 def decode_4bit(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     """Decode a weight of 4-bit codes; it has no gradient."""
-    return decode_weight(stored, shape, block, dtype)
+    return in_blocks.decode_weight(stored, shape, block, dtype)
 
 
 @decode_4bit.register_fake
@@ -48,34 +67,309 @@ def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tenso
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
+@torch.library.custom_op("megacompile::decode_8bit", mutates_args=())
+def decode_8bit(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Decode a weight of 8-bit codes; it has no gradient."""
+    return in_rows.decode_rows(stored, shape, dtype)
+
+
+@decode_8bit.register_fake
+def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=stored.device)
+
+
 declare(OpSpec("decode_4bit"))
+declare(OpSpec("decode_8bit"))
 
 
-def is_of_bitsandbytes(parameter: Tensor) -> bool:
-    """Return whether a parameter is one of bitsandbytes' 4-bit weights."""
-    return any(kind.__name__ == "Params4bit" for kind in type(parameter).__mro__)
+# ------------------------------------------------------------------------------------------------------------
+# The three kinds of codings.
+
+
+@dataclass(frozen=True)
+class BlockCoding:
+    """bitsandbytes' 4-bit codes: the weight's shape, and the elements that share a scale."""
+
+    shape: tuple[int, ...]
+    block: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of its book, its scales and its codes."""
+        return in_blocks.stored_bytes(prod(self.shape), self.block)
+
+    def stored(self, parameter: Tensor) -> Tensor:
+        """Return its book, its scales and its codes."""
+        state = vars(parameter)["quant_state"]
+        codes = parameter.detach().cpu().contiguous().view(torch.uint8).view(-1)
+        scales, book = (x.detach().cpu().float().contiguous() for x in (_scales(state), state.code))
+        return torch.cat((book.view(torch.uint8), scales.view(torch.uint8).view(-1), codes))
+
+    def set(self, parameter: Tensor, stored: Tensor) -> None:
+        """Make a weight hold these.
+
+        Scales that were coded themselves stay so where these are the same. A weight that inference has packed
+        is as it was loaded again, but for that.
+        """
+        state = vars(parameter)["quant_state"]
+        parts = in_blocks.parts(stored, prod(self.shape), self.block)
+        book, scales, codes = (x.clone() for x in parts)
+        _hold(
+            parameter, codes.view(vars(parameter)["quant_storage"]).view(-1, 1)
+        )  # as bitsandbytes makes them
+        if is_packed(parameter):
+            state.dtype, state.packing_format_for_cpu = state.original_dtype, False
+        elif torch.equal(_scales(state).float(), scales) and torch.equal(state.code, book):
+            return
+        state.absmax, state.code, state.state2, state.offset, state.nested = scales, book, None, None, False
+
+    def empty(self, parameter: Tensor) -> None:
+        """Leave its codes zeros."""
+        _hold(parameter, _zeros(parameter))
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a weight with a quantisation state of its own."""
+        fresh: nn.Parameter = type(parameter).__copy__(parameter)  # type: ignore[attr-defined]
+        vars(fresh)["quant_state"] = copy.deepcopy(vars(parameter)["quant_state"])
+        return fresh
+
+    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight."""
+        weight: Tensor = torch.ops.megacompile.decode_4bit(stored, self.shape, self.block, dtype)
+        return weight
+
+
+_LAYERS = WeakTensorKeyDictionary()
+"""The layers of 8-bit weights, by weak references: where one runs, it takes its weight's scales from it."""
+
+
+@dataclass(frozen=True)
+class RowCoding:
+    """bitsandbytes' 8-bit codes, with a scale for each row: the weight's shape."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its scales and its codes."""
+        return in_rows.stored_bytes(*self.shape)
+
+    def stored(self, parameter: Tensor) -> Tensor:
+        """Return its scales and its codes."""
+        _settle(parameter)
+        scales, codes = vars(parameter)["SCB"].detach().cpu().float(), parameter.detach().cpu()
+        return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scales, codes)])
+
+    def set(self, parameter: Tensor, stored: Tensor) -> None:
+        """Make a weight hold these."""
+        _settle(parameter)
+        vars(parameter)["SCB"], codes = (x.clone() for x in in_rows.parts(stored, self.shape[0]))
+        _hold(parameter, codes)
+        vars(parameter)["CB"] = parameter.data
+
+    def empty(self, parameter: Tensor) -> None:
+        """Leave its codes zeros."""
+        _settle(parameter)
+        _hold(parameter, _zeros(parameter))
+        vars(parameter)["CB"] = parameter.data
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a weight without values."""
+        codes = _zeros(parameter)
+        fresh: nn.Parameter = type(parameter)(codes, requires_grad=False)
+        vars(fresh).update(CB=codes, SCB=None, has_fp16_weights=False)
+        return fresh
+
+    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight."""
+        weight: Tensor = torch.ops.megacompile.decode_8bit(stored, self.shape, dtype)
+        return weight
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that a subclass holds: its attribute, its form, and its first byte of those stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The byte behind it."""
+        return self.start + prod(self.shape) * self.dtype.itemsize
+
+    def of(self, stored: Tensor) -> Tensor:
+        """Return a view of it."""
+        return stored[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class SubclassCoding:
+    """A tensor subclass: the tensors that it holds, and what else it needs to be put together again."""
+
+    kind: Any
+    parts: tuple[_Part, ...]
+    context: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that it holds."""
+        return self.parts[-1].stop
+
+    def stored(self, parameter: Tensor) -> Tensor:
+        """Return these tensors one after the other."""
+        stored = torch.zeros(self.nbytes, dtype=torch.uint8)
+        for part in self.parts:
+            part.of(stored).copy_(getattr(parameter, part.name).detach())
+        return stored
+
+    def set(self, parameter: Tensor, stored: Tensor) -> None:
+        """Make a weight hold such tensors."""
+        for part in self.parts:
+            setattr(parameter, part.name, part.of(stored).clone())
+
+    def empty(self, parameter: Tensor) -> None:
+        """Leave each of its tensors zeros."""
+        for part in self.parts:
+            setattr(parameter, part.name, _zeros(getattr(parameter, part.name)))
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a weight that holds the same tensors."""
+        return nn.Parameter(self._put_together(lambda part: getattr(parameter, part.name)), False)
+
+    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the subclass itself, which decodes where it is used."""
+        return self._put_together(lambda part: part.of(stored))
+
+    def _put_together(self, held: Callable[[_Part], Tensor]) -> Tensor:
+        inner = {part.name: held(part) for part in self.parts}
+        whole: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
+        return whole
+
+
+def _hold(parameter: Tensor, codes: Tensor) -> None:
+    Tensor.data.__set__(parameter, codes)  # type: ignore[attr-defined]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+
+
+def _scales(state: Any) -> Tensor:
+    """The scale of each block, which may be coded itself, by blocks of scales around their mean."""
+    scales: Tensor = state.absmax
+    if state.nested:
+        second = state.state2
+        blocks = second.absmax.repeat_interleave(second.blocksize)[: len(scales)]
+        scales = second.code[scales.long()] * blocks + state.offset
+    return scales
+
+
+def _settle(parameter: Tensor) -> None:
+    """Have an 8-bit weight alone hold its codes and scales, wherever its layer has run."""
+    layer = _LAYERS[parameter]() if parameter in _LAYERS else None
+    if layer is not None and layer.state.CB is not None:
+        vars(parameter).update(SCB=layer.state.SCB, CB=parameter.data)
+        layer.state.reset_grads()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A parameter's coding, and its values as a program stores them.
+
+
+def _is_of(thing: object, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(thing).__mro__)
+
+
+def is_coded(parameter: Tensor) -> bool:
+    """Return whether a parameter's values are not its memory's own."""
+    return (
+        _is_of(parameter, "Params4bit")
+        or _is_of(parameter, "Int8Params")
+        or is_traceable_wrapper_subclass(parameter)
+    )
+
+
+def rounds_inputs(parameter: Tensor) -> bool:
+    """Return whether the layer of a coded weight rounds its inputs too, but where it is trained on a CPU."""
+    return _is_of(parameter, "Int8Params")
 
 
 def coding_of(parameter: Tensor) -> WeightCoding | None:
     """Return how a weight is coded; None for a plain parameter."""
-    if not is_of_bitsandbytes(parameter):
+    if _is_of(parameter, "Params4bit"):
+        state = vars(parameter)["quant_state"]
+        return BlockCoding(tuple(state.shape), state.blocksize)
+    if _is_of(parameter, "Int8Params"):
+        return RowCoding(tuple(parameter.shape))
+    if not is_traceable_wrapper_subclass(parameter):
         return None
-    state = vars(parameter)["quant_state"]
-    return WeightCoding(tuple(state.shape), state.blocksize)
+    names, context = parameter.__tensor_flatten__()
+    parts, start = list[_Part](), 0
+    for name in names:
+        held = getattr(parameter, name)
+        parts.append(_Part(name, tuple(held.shape), held.dtype, start))
+        start = -(-parts[-1].stop // _ALIGNED) * _ALIGNED
+    shape, strides = tuple(parameter.shape), tuple(parameter.stride())
+    return SubclassCoding(type(parameter), tuple(parts), context, shape, strides)
 
 
 def why_not_coded(module: nn.Module, parameter: Tensor) -> str | None:
-    """Return why a weight of bitsandbytes cannot be kept as codes, and the way out; None where it can."""
-    state = vars(parameter)["quant_state"]
-    if state is None:
+    """Return why a coded weight cannot be kept as codes, and the way out; None where it can."""
+    if is_traceable_wrapper_subclass(parameter):
+        return _why_not_parts(parameter)
+    layer = "Linear4bit" if _is_of(parameter, "Params4bit") else "Linear8bitLt"
+    if not _is_of(module, layer) and not _lacks_codes(parameter):
+        return f"is in a {type(module).__name__}, and only {layer} is known: leave it out of quantization"
+    if vars(parameter).get("has_fp16_weights"):
+        return "is coded anew in each step: make its layer with has_fp16_weights=False"
+    if _lacks_codes(parameter):
         return 'has no codes yet: call model.to("cpu"), which makes them'
-    if not any(kind.__name__ == "Linear4bit" for kind in type(module).__mro__):
-        return f"is in a {type(module).__name__}, and only Linear4bit is known: leave it out of quantization"
     if is_packed(parameter):
         return "was packed for inference on this CPU: load the model anew, and compile it before it is run"
-    if len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
+    state = vars(parameter).get("quant_state", parameter)
+    if tuple(state.shape) != (module.out_features, module.in_features):
         return f"holds {list(state.shape)}, not [out_features, in_features]: load the model anew"
     return None
+
+
+def _lacks_codes(parameter: Tensor) -> bool:
+    if _is_of(parameter, "Params4bit"):
+        return vars(parameter)["quant_state"] is None
+    return parameter.dtype != torch.int8
+
+
+def _why_not_parts(parameter: Any) -> str | None:
+    kind = type(parameter)
+    what = f"is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+    way_out = "load the model without quantization_config, or give its dequantize()"
+    if _is_of(parameter, "DTensor"):
+        return f"{what}, a part of a tensor: give its full_tensor()"
+    if parameter.requires_grad:
+        return f"{what} and trained, and codes have no gradient: freeze it, or {way_out}"
+    above = inspect.getattr_static(kind, "__torch_function__")
+    if above in (
+        inspect.getattr_static(Tensor, "__torch_function__"),
+        torch._C._disabled_torch_function_impl,
+    ):
+        return f"{what}, and computes below autograd, which a graph does not show: {way_out}"
+    held = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    if any(is_traceable_wrapper_subclass(tensor) or tensor.is_meta for tensor in held):
+        return f"{what} around tensors without values of their own: {way_out}"
+    return None
+
+
+def settle(model: nn.Module) -> None:
+    """Have the weights of a model hold all that is coded: 8-bit layers that have run do so themselves."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and _is_of(weight, "Int8Params") and _is_of(module, "Linear8bitLt"):
+            _LAYERS[weight] = weakref.ref(module)
+            _settle(weight)
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -92,66 +386,51 @@ def stored_shape(parameter: Tensor) -> tuple[int, ...]:
 
 def stored_value(parameter: Tensor) -> Tensor:
     """Return a parameter's value as a program stores it: itself, or bytes that hold all of a coded one."""
-    if not is_of_bitsandbytes(parameter):
-        return parameter.detach()
-    state = vars(parameter)["quant_state"]
-    codes = parameter.detach().cpu().contiguous().view(torch.uint8).view(-1)
-    scales, book = (x.detach().cpu().float().contiguous() for x in (_scales(state), state.code))
-    return torch.cat((book.view(torch.uint8), scales.view(torch.uint8).view(-1), codes))
-
-
-def set_stored(parameter: Tensor, stored: Tensor) -> None:
-    """Make a coded weight hold what a program stored of one like it.
-
-    Scales that were coded themselves stay so where these are the same. A weight that inference has packed is
-    as it was loaded again, but for that.
-    """
-    state, coding = vars(parameter)["quant_state"], coding_of(parameter)
-    assert coding is not None
-    book, scales, codes = (x.clone() for x in parts(stored, prod(coding.shape), coding.block))
-    codes = codes.view(vars(parameter)["quant_storage"]).view(-1, 1)  # as bitsandbytes makes them
-    Tensor.data.__set__(parameter, codes)  # type: ignore[attr-defined]
-    if is_packed(parameter):
-        state.dtype, state.packing_format_for_cpu = state.original_dtype, False
-    elif torch.equal(_scales(state).float(), scales) and torch.equal(state.code, book):
-        return
-    state.absmax, state.code, state.state2, state.offset, state.nested = scales, book, None, None, False
+    coding = coding_of(parameter)
+    return parameter.detach() if coding is None else coding.stored(parameter)
 
 
 def copied_weight(parameter: nn.Parameter, stored: Tensor) -> nn.Parameter:
     """Return a coded weight like this one, which holds what a program stored."""
-    fresh: nn.Parameter = type(parameter).__copy__(parameter)  # type: ignore[attr-defined]
-    vars(fresh)["quant_state"] = copy.deepcopy(vars(parameter)["quant_state"])
-    set_stored(fresh, stored)
+    coding = coding_of(parameter)
+    assert coding is not None
+    fresh = coding.copied(parameter)
+    coding.set(fresh, stored)
     return fresh
 
 
-def _scales(state: Any) -> Tensor:
-    """The scale of each block, which may be coded itself, by blocks of scales around their mean."""
-    scales: Tensor = state.absmax
-    if state.nested:
-        second = state.state2
-        blocks = second.absmax.repeat_interleave(second.blocksize)[: len(scales)]
-        scales = second.code[scales.long()] * blocks + state.offset
-    return scales
+# ------------------------------------------------------------------------------------------------------------
+# Modules whose weights are stored bytes: those of a traced copy of a model, and of one on the device.
 
 
-def mark(module: nn.Module, coding: WeightCoding) -> None:
-    """Tell a traced module that its weight is the bytes of a coded one."""
-    vars(module)[_CODING] = coding
+def mark(module: nn.Module, codings: dict[str, WeightCoding]) -> None:
+    """Tell a module that its parameters of these names are the bytes of coded ones."""
+    vars(module)[_CODINGS] = codings
 
 
 def is_marked(module: nn.Module) -> bool:
     """Return whether :func:`mark` was called on a module."""
-    return _CODING in vars(module)
+    return _CODINGS in vars(module)
 
 
-def linear(theirs: Callable[..., Any], module: Any, x: Tensor) -> Tensor:
-    """The forward of a traced ``Linear4bit``, by decoding, in the dtype that bitsandbytes computes in."""
-    coding: WeightCoding = vars(module)[_CODING]
+def forward(theirs: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward ``theirs`` of a module's class, by decoding where the module is marked."""
+    codings: dict[str, WeightCoding] = vars(module).get(_CODINGS, {})
+    if isinstance(codings.get("weight"), (BlockCoding, RowCoding)):
+        return _linear(module, codings["weight"], *args, **kwargs)
+    stored = {name: module._parameters[name] for name in codings}
+    try:
+        for name, coding in codings.items():
+            module._parameters[name] = coding.decoded(stored[name], module._parameters[name].dtype)
+        return theirs(module, *args, **kwargs)
+    finally:
+        module._parameters.update(stored)
+
+
+def _linear(module: Any, coding: WeightCoding, x: Tensor) -> Tensor:
+    """The forward of bitsandbytes' layers in training, in the dtype that they compute in."""
     given = x.dtype
-    if module.compute_type_is_set and module.compute_dtype is not None:
+    if getattr(module, "compute_type_is_set", False) and module.compute_dtype is not None:
         x = x.to(module.compute_dtype)
-    weight = torch.ops.megacompile.decode_4bit(module.weight, coding.shape, coding.block, x.dtype)
     bias = None if module.bias is None else module.bias.to(x.dtype)
-    return F.linear(x, weight, bias).to(given)
+    return F.linear(x, coding.decoded(module.weight, x.dtype), bias).to(given)

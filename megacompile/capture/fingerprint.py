@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as global_hooks
 
-from megacompile.capture.coded_weights import coding_of, mark, stored_shape
+from megacompile.capture.coded_weights import coding_of, mark, settle, stored_shape
 from megacompile.capture.module_wrappers import uncompiled
 from megacompile.errors import MegacompileError
 
@@ -333,8 +333,9 @@ def fake_copy(
 def copy_around(model: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
     """A structural copy of ``model`` whose tensors are those given by the ids of the model's own.
 
-    A coded weight stands there as the bytes that a program stores of it, and its module is marked.
+    A coded weight stands there as the bytes that a program stores of it, and each of its modules is marked.
     """
+    settle(model)
     memo: dict[int, Any] = dict(tensors)
     for parameter in model.parameters():
         memo[id(vars(parameter).get("quant_state"))] = None  # which holds a coded weight's scales
@@ -345,9 +346,10 @@ def copy_around(model: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
             if method is not value:  # which the copy shares, and the model's values with it
                 vars(memo[id(module)])[name] = copy.deepcopy(method, memo)
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and (coding := coding_of(weight)) is not None:
-            mark(copied.get_submodule(name), coding)
+        own = {key: coding_of(p) for key, p in module._parameters.items() if p is not None}
+        codings = {key: coding for key, coding in own.items() if coding is not None}
+        if codings:
+            mark(copied.get_submodule(name), codings)
     return copied
 
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.capture import changed_buffers, coded_weights, refusals, replacements
 from megacompile.capture.refusals import refused
@@ -79,8 +80,10 @@ def _lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
     dtype = low.pop()
 
     def cast(x: Tensor) -> Tensor:
-        # a parameter that is kept in float32 is the model's choice, and its product an error of the model's
-        return x.to(dtype) if x.dtype == torch.float32 and not isinstance(x, nn.Parameter) else x
+        # a parameter that is kept in float32 is the model's choice, and its product an error of the model's;
+        # codes are decoded in the dtype that the subclass around them chooses
+        kept = isinstance(x, nn.Parameter) or is_traceable_wrapper_subclass(x)
+        return x.to(dtype) if x.dtype == torch.float32 and not kept else x
 
     lowered: tuple[Any, Any] = pytree.tree_map_only(Tensor, cast, (args, kwargs))
     return lowered
@@ -486,9 +489,9 @@ def _of_transformers(
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")
 
 
-def _of_bitsandbytes(model: nn.Module) -> Iterator[Patch]:
+def _of_coded_weights(model: nn.Module) -> Iterator[Patch]:
     for kind in {type(module) for module in model.modules() if coded_weights.is_marked(module)}:
-        yield Patch(kind, "forward", coded_weights.linear, "its weight is decoded where it is read")
+        yield Patch(kind, "forward", coded_weights.forward, "its weight is decoded where it is read")
 
 
 @contextlib.contextmanager
@@ -509,7 +512,7 @@ def our_operators(
     with (
         _lock,
         replacements.numbered(rng, padding) as sites,
-        replaced((*_OURS, *_of_bitsandbytes(model), *_of_transformers(model, sites, positions_given))),
+        replaced((*_OURS, *_of_coded_weights(model), *_of_transformers(model, sites, positions_given))),
         MixedDtypes(),
     ):
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.blocks.weight_groups import GroupLayout, Slot, padded_elements
-from megacompile.capture.coded_weights import is_of_bitsandbytes, set_stored
+from megacompile.capture.coded_weights import coding_of
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.state import adam
@@ -49,7 +49,11 @@ _CHUNK = 1 << 22  # elements
 
 
 def empty(parameter: nn.Parameter) -> None:
-    """Leave a parameter NaN, or zeros of integers, in its shape and the memory of one element."""
+    """Leave a parameter NaN, or zeros of integers and codes, in its shape and the memory of one element."""
+    coding = coding_of(parameter)
+    if coding is not None:
+        coding.empty(parameter)
+        return
     floating = parameter.is_floating_point() or parameter.is_complex()
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype)
     _put(parameter, value.expand(parameter.shape))
@@ -58,10 +62,11 @@ def empty(parameter: nn.Parameter) -> None:
 def set_value(target: Tensor, value: Tensor) -> None:
     """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype; a coded
     weight what a program stores of it."""
-    if is_of_bitsandbytes(target):
-        set_stored(target, value)
-    else:
+    coding = coding_of(target)
+    if coding is None:
         _put(target, value)
+    else:
+        coding.set(target, value)
 
 
 def _put(target: Tensor, value: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.coded_weights import is_of_bitsandbytes
+from megacompile.capture.coded_weights import is_coded
 from megacompile.capture.module_wrappers import plain_names
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state import adam
@@ -53,10 +53,10 @@ def describe(model: nn.Module) -> Description:
     """A model's description, which stays as it is when the model changes."""
     with torch._C.DisableTorchFunctionSubclass():  # many microseconds for each owned parameter
         named = saved_tensors(model)
-        coded = next((name for name, tensor in named.items() if is_of_bitsandbytes(tensor)), None)
+        coded = next((name for name, tensor in named.items() if is_coded(tensor)), None)
         if coded is not None:
             raise MegacompileError(
-                f"{coded} is kept in 4-bit codes, and the base of adapters is not written again: save "
+                f"{coded} is kept in codes, and the base of adapters is not written again: save "
                 "the adapters alone by the trainer's save_model, or, after program.sync_to(model), by "
                 "its save_pretrained."
             )

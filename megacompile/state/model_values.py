@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megacompile.capture.coded_weights import (
     copied_weight,
-    is_of_bitsandbytes,
+    is_coded,
     is_packed,
+    settle,
     stored_shape,
     stored_value,
 )
@@ -507,7 +508,7 @@ class ModelValues:
         reading, parameter = self._reading(), self._named[name]
         with reading() if reading is not None else nullcontext():
             lent = name in self.lent
-            if is_of_bitsandbytes(parameter):
+            if is_coded(parameter):
                 return copied_weight(parameter, self._read(name, parameter))
             value = parameter.detach().clone() if lent else self._read(name, parameter).to(parameter.dtype)
             return nn.Parameter(value, parameter.requires_grad)
@@ -575,6 +576,7 @@ class ModelValues:
             give_back(model, named.values(), self._optimizer)
             self._owns = False
             return
+        settle(model)
         targets = self._counterparts(model)
         for name, value in itertools.chain(self._everywhere(), self.buffers().items()):
             for target in targets[name]:
@@ -649,7 +651,7 @@ class ModelValues:
 
 def _set(target: Tensor, value: Tensor) -> None:
     """Write a value where a parameter or buffer is, if it is anywhere."""
-    if target.is_meta or is_of_bitsandbytes(target):
+    if target.is_meta or is_coded(target):
         set_value(target, value.clone())
     else:
         target.detach().copy_(value)  # not by .data: whoever has a copy sees by the version that it changed

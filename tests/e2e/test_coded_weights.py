@@ -1,4 +1,4 @@
-"""Frozen weights in 4-bit codes, as QLoRA has them: kept and streamed as codes, decoded in blocks."""
+"""Frozen weights in codes, as QLoRA has them: kept and streamed as codes, decoded in blocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.capture.coded_weights import settle, stored_value
 from tests.e2e.test_trainer import assert_same_logs, logs, trainer
 from tests.e2e.test_trl import sft
 from tests.support.ranks import run_ranks
@@ -53,8 +54,78 @@ class Linear4bit(nn.Linear):
         self.weight = weight
 
 
+class Int8Params(nn.Parameter):
+    """As bitsandbytes keeps weights of 8 bits."""
+
+
+class Linear8bitLt(nn.Linear):
+    """A layer of bitsandbytes' names with 8-bit codes by hand, which keeps them itself once it has run."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.bias.requires_grad_(False)
+        codes = torch.randint(-127, 128, (out, width), dtype=torch.int8)
+        self.weight = Int8Params(codes, requires_grad=False)
+        self.weight.CB, self.weight.SCB = codes, torch.rand(out) * 0.5
+        self.state = SimpleNamespace(CB=None, SCB=None, reset_grads=self.forget)
+
+    def forget(self) -> None:
+        self.state.CB = self.state.SCB = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if weight.CB is not None:
+            self.state.CB, self.state.SCB, weight.CB, weight.SCB = weight.CB, weight.SCB, None, None
+        return F.linear(x, decoded_rows(self.state.CB, self.state.SCB).to(x.dtype), self.bias)
+
+
+def decoded_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes * (scales * (1 / 127))[:, None]
+
+
+class InRows(Tensor):
+    """A tensor subclass of 8-bit codes, which computes as torchao's do."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scales = codes, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, held: dict[str, Tensor], context: None, *outer: Any) -> Any:
+        return cls(held["codes"], held["scales"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, bias = args
+            return F.linear(x, weight.codes.to(x.dtype)) * weight.scales.to(x.dtype) + bias
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].codes, args[0].scales)
+
+
+def in_rows(width: int, out: int) -> nn.Module:
+    layer = nn.Linear(width, out).requires_grad_(False)
+    codes = torch.randint(-127, 128, (out, width), dtype=torch.int8)
+    layer.weight = nn.Parameter(InRows(codes, torch.rand(out) / 300), requires_grad=False)
+    return layer
+
+
 def decoded_by_hand(layer: Any) -> Tensor:
     """The weight of a layer's codes, by the definition."""
+    if isinstance(layer, Linear8bitLt):
+        return decoded_rows(layer.weight.CB, layer.weight.SCB)
     state, codes = layer.weight.quant_state, layer.weight.flatten().tolist()
     levels = torch.tensor([NF4[half] for byte in codes for half in (byte >> 4, byte & 15)])
     return (levels.view(-1, BLOCK) * state.absmax[:, None]).view(state.shape)
@@ -67,6 +138,30 @@ def by_bitsandbytes(**given: Any) -> Callable[[int, int], nn.Module]:
         layer.load_state_dict(plain.state_dict())
         frozen: nn.Module = layer.to("cpu").requires_grad_(False)
         return frozen
+
+    return make
+
+
+def in_8_bits(width: int, out: int) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install bitsandbytes")
+    plain, layer = (
+        nn.Linear(width, out),
+        bnb.nn.Linear8bitLt(width, out, has_fp16_weights=False, threshold=6.0),
+    )
+    layer.load_state_dict(plain.state_dict())
+    frozen: nn.Module = layer.to("cpu").requires_grad_(False)
+    return frozen
+
+
+def by_torchao(config: str, **given: Any) -> Callable[[int, int], nn.Module]:
+    def make(width: int, out: int) -> nn.Module:
+        ao: Any = pytest.importorskip(
+            "torchao.quantization", reason="torchao is missing: pip install torchao"
+        )
+        options = {name: value(ao) if callable(value) else value for name, value in given.items()}
+        holder = nn.Sequential(nn.Linear(width, out)).requires_grad_(False)
+        ao.quantize_(holder, getattr(ao, config)(set_inductor_config=False, **options))
+        return holder[0]
 
     return make
 
@@ -127,7 +222,8 @@ def frozen_copy(model: Adapted, decode: Callable[[Any], Tensor]) -> Adapted:
 
 
 MAKERS = [
-    pytest.param(Linear4bit, decoded_by_hand, id="by hand"),
+    pytest.param(Linear4bit, decoded_by_hand, id="4 bits, by hand"),
+    pytest.param(Linear8bitLt, decoded_by_hand, id="8 bits, by hand"),
     pytest.param(by_bitsandbytes(quant_type="nf4"), decoded_by_bitsandbytes, id="nf4, nested"),
     pytest.param(
         by_bitsandbytes(quant_type="fp4", compress_statistics=False, quant_storage=torch.bfloat16),
@@ -140,55 +236,108 @@ MAKERS = [
 @pytest.mark.parametrize(("make", "decode"), MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_that_over_decoded_weights(make: Any, decode: Any, dtype: torch.dtype) -> None:
-    """Bit for bit; host and link carry codes: half a byte, and a scale for each block."""
+    """Bit for bit; host and link carry codes: half a byte or one, and a scale for each block or row."""
     model = built(make)
+    stored = STORED if make is not Linear8bitLt else WIDTH * 4 + WIDTH * WIDTH
     plain = frozen_copy(model, lambda layer: decode(layer).to(dtype))
     other = compiled(plain, dtype)
     want = trained(other, dtype)
     program = compiled(model, dtype)
     assert trained(program, dtype) == want
-    codes = [group.nbytes for group in program.schedule.work.groups if group.nbytes == STORED]
+    codes = [group.nbytes for group in program.schedule.work.groups if group.nbytes == stored]
     assert len(codes) == 3
     ours, theirs = (p.memory.host_bytes["masters"] for p in (program, other))
-    assert theirs - ours >= 3 * (WIDTH * WIDTH * dtype.itemsize - STORED)
+    assert theirs - ours >= 3 * (WIDTH * WIDTH * dtype.itemsize - stored)
     program.close()
     other.close()
 
 
-def test_training_is_that_of_bitsandbytes() -> None:
-    """In FP32, bit for bit, whatever the budget."""
-    make = by_bitsandbytes(quant_type="nf4")
-    model = built(make)
-    optimizer, want = optimizer_of(model), []
+LIBRARIES = [
+    pytest.param(by_bitsandbytes(quant_type="nf4"), id="nf4"),
+    pytest.param(in_8_bits, id="8 bits"),
+    pytest.param(Linear8bitLt, id="8 bits by hand"),
+    pytest.param(in_rows, id="subclass by hand"),
+    pytest.param(by_torchao("Int8WeightOnlyConfig"), id="torchao int8"),
+    pytest.param(
+        by_torchao("Int8WeightOnlyConfig", granularity=lambda ao: ao.PerGroup(32)), id="torchao int8, groups"
+    ),
+    pytest.param(by_torchao("Float8WeightOnlyConfig"), id="torchao float8"),
+]
+
+
+def in_eager(model: nn.Module) -> list[float]:
+    optimizer, losses = optimizer_of(model), []
     for i in range(STEPS):
         loss = model(*batch(i))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        want.append(float(loss.detach()))
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
+@pytest.mark.parametrize("make", LIBRARIES)
+def test_training_is_that_of_the_library(make: Any) -> None:
+    """In FP32, losses bit for bit, whatever the budget; the model has its codes again, run or not."""
+    model, frozen = built(make), built(make)
+    want = in_eager(model)
     for budget in ("1MB", "70kB"):
-        program = compiled(built(make), torch.float32, budget)
+        ours = built(make)
+        if budget == "70kB":
+            ours(*batch(0))  # an 8-bit layer takes its weight's scales then
+        program = compiled(ours, torch.float32, budget)
         assert trained(program) == want
+        masters = program.memory.host_bytes["masters"]
+        assert masters < 3 * 4 * WIDTH * WIDTH
+        program.sync_to(ours)
         program.close()
+        for mine, its in zip(ours.parameters(), model.parameters(), strict=True):
+            if its.requires_grad:
+                torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
+        assert in_eager(ours) != want
+    ours.load_state_dict({n: v for n, v in frozen.state_dict().items() if "bases" not in n}, strict=False)
+    assert in_eager(ours) == want
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_values_come_back_as_codes(nested: bool, tmp_path: Path) -> None:
-    model = built(by_bitsandbytes(quant_type="nf4", compress_statistics=nested))
-    before = {n: v.clone() for n, v in model.state_dict().items() if n.startswith("bases")}
+KEPT = [
+    pytest.param(by_bitsandbytes(quant_type="nf4"), id="nested"),
+    pytest.param(by_bitsandbytes(quant_type="nf4", compress_statistics=False), id="not nested"),
+    pytest.param(in_8_bits, id="8 bits"),
+    pytest.param(Linear8bitLt, id="8 bits by hand"),
+    pytest.param(in_rows, id="subclass by hand"),
+    pytest.param(by_torchao("Int8WeightOnlyConfig"), id="torchao int8"),
+]
+
+
+def bytes_of(model: Any) -> list[Tensor]:
+    settle(model)
+    return [stored_value(layer.weight) for layer in model.bases]
+
+
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
+@pytest.mark.parametrize("make", KEPT)
+def test_values_come_back_as_codes(make: Any, tmp_path: Path) -> None:
+    model, fresh = built(make), built(make)
     program = compiled(model, torch.bfloat16, offload_dir=tmp_path)
     trained(program)
     copied = copy.deepcopy(model)
-    assert torch.equal(decoded_by_bitsandbytes(copied.bases[0]), decoded_by_bitsandbytes(built_again(nested)))
+    if make is not in_rows:  # which knows one function alone
+        copied.bases[0](torch.randn(2, WIDTH))
+    assert all(torch.equal(*both) for both in zip(bytes_of(copied), bytes_of(fresh), strict=True))
     state = program.state_dict()
     assert state["bases.0.weight"].dtype == torch.uint8
     program.load_state_dict(state)
-    with pytest.raises(megacompile.MegacompileError, match=r"bases\.0\.weight is kept in 4-bit codes"):
+    with pytest.raises(megacompile.MegacompileError, match=r"bases\.0\.weight is kept in codes"):
         program.export(tmp_path / "exported")
     program.sync_to(model)
     program.close()
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(*both) for both in zip(bytes_of(model), bytes_of(fresh), strict=True))
+    assert all(type(p) is type(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+    if "bitsandbytes" in str(type(model.bases[0])):
+        states = [{n: v for n, v in m.state_dict().items() if "bases" in n} for m in (model, fresh)]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def of_rank(rank: int) -> list[float]:
@@ -205,10 +354,6 @@ def of_rank(rank: int) -> list[float]:
 def test_ranks_share_codes() -> None:
     """Each keeps a half of them, and gets the other over the fabric."""
     assert run_ranks(2, of_rank) == [pytest.approx(of_rank(-1), rel=1e-6)] * 2
-
-
-def built_again(nested: bool) -> Any:
-    return built(by_bitsandbytes(quant_type="nf4", compress_statistics=nested)).bases[0]
 
 
 def test_other_scales_are_kept_where_they_come_back() -> None:
@@ -240,6 +385,19 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name() -> None:
             weight.quant_state = None
         with pytest.raises(megacompile.MegacompileError, match=words):
             compiled(model, torch.float32)
+    for change, words in (  # type: ignore[assignment]
+        ({"has_fp16_weights": True}, r"bases\.0\.weight is coded anew in each step"),
+        ({"data": torch.zeros(WIDTH, WIDTH)}, r"bases\.0\.weight has no codes yet"),
+    ):
+        model = built(Linear8bitLt)
+        for name, value in change.items():
+            setattr(model.bases[0].weight, name, value)
+        with pytest.raises(megacompile.MegacompileError, match=words):
+            compiled(model, torch.float32)
+    model = built(in_rows)
+    model.bases[0].weight.requires_grad_(True)
+    with pytest.raises(megacompile.MegacompileError, match=r"InRows of tests and trained, .* freeze it"):
+        compiled(model, torch.float32)
     model = built(Linear4bit)
     model.table = nn.Embedding(4, 4)
     model.table.weight = model.bases[0].weight  # type: ignore[assignment]
@@ -260,18 +418,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def qlora(checkpoint: Path) -> nn.Module:
+FOUR: dict[str, Any] = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+EIGHT: dict[str, Any] = {"load_in_8bit": True}
+
+
+def qlora(checkpoint: Path, coded: dict[str, Any]) -> nn.Module:
     """As QLoRA's users make a model."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install bitsandbytes")
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    codes = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    codes = BitsAndBytesConfig(**coded)
     model = LlamaForCausalLM.from_pretrained(checkpoint, quantization_config=codes, device_map="cpu")
     torch.manual_seed(1)
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -280,7 +442,11 @@ def qlora(checkpoint: Path) -> nn.Module:
     return adapted
 
 
-def test_a_trainer_logs_and_saves_what_transformers_does(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
+@pytest.mark.parametrize("coded", [FOUR, EIGHT], ids=["4 bits", "8 bits"])
+def test_a_trainer_logs_and_saves_what_transformers_does(
+    coded: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
     import transformers
 
     from megacompile.integrations.transformers import Trainer
@@ -293,7 +459,7 @@ def test_a_trainer_logs_and_saves_what_transformers_does(checkpoint: Path, tmp_p
     }
     both = []
     for kind in (Trainer, transformers.Trainer):
-        of = trainer(kind, tmp_path / kind.__module__, make=lambda: qlora(checkpoint), **settings)
+        of = trainer(kind, tmp_path / kind.__module__, make=lambda: qlora(checkpoint, coded), **settings)
         of.train()
         of.save_model(str(tmp_path / kind.__module__ / "last"))
         both.append(of)
@@ -305,7 +471,9 @@ def test_a_trainer_logs_and_saves_what_transformers_does(checkpoint: Path, tmp_p
     mine, its = (of.model.state_dict() for of in both)  # of the trainer's, lent
     assert mine.keys() == its.keys()
     assert all(torch.equal(value, its[name]) for name, value in mine.items() if "lora" not in name)
-    resumed = trainer(Trainer, tmp_path / Trainer.__module__, make=lambda: qlora(checkpoint), **settings)
+    resumed = trainer(
+        Trainer, tmp_path / Trainer.__module__, make=lambda: qlora(checkpoint, coded), **settings
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / Trainer.__module__ / "checkpoint-1"))
     assert logs(resumed)[:2] == logs(both[0])[:2]
     again = load_file(tmp_path / Trainer.__module__ / "checkpoint-2/adapter_model.safetensors")
@@ -319,7 +487,7 @@ def test_sft_trains_as_trl_does(checkpoint: Path, tmp_path: Path) -> None:
     from megacompile.integrations.trl import SFTTrainer
 
     both = [
-        sft(kind, tmp_path / kind.__module__, lambda: qlora(checkpoint))
+        sft(kind, tmp_path / kind.__module__, lambda: qlora(checkpoint, FOUR))
         for kind in (SFTTrainer, trl.SFTTrainer)
     ]
     for of in both:

@@ -54,7 +54,7 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
 
 EXCEPTIONS = {
     "megacompile/capture/changed_buffers.py": "operators of buffers that change, declared there",
-    "megacompile/capture/coded_weights.py": "the operator of weights in codes, declared there",
+    "megacompile/capture/coded_weights.py": "the operators of weights in codes, declared there",
     "megacompile/capture/patches.py": "transformers' functions that ours stand for, by their names there",
     "megacompile/graph/sequence_dimension.py": "torch's own operators of these names",
     "megacompile/capture/replacements.py": "transformers' functions, with their arguments",

@@ -1,0 +1,99 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Weights of 8-bit codes with a scale for each row, as LLM.int8() keeps them (Dettmers et al. 2022, arXiv
+2208.07339, section 2.1), decoded.
+
+One uint8 tensor holds all of a weight: the greatest magnitude of each row, FP32; then the codes, int8, row by
+row. An element is ``code * (magnitude of its row * (1 / 127))``, two products in FP32, of which the last is
+rounded once, to the result's dtype: bitsandbytes' own in training, bit for bit.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+
+CHUNK = 1 << 18
+BLOCK = 2048
+STEP = 1 / 127
+
+
+def stored_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a weight of this shape."""
+    return rows * (4 + columns)
+
+
+def parts(stored: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return views of a stored weight's magnitudes and, row by row, of its codes."""
+    magnitudes, codes = stored[: 4 * rows], stored[4 * rows :]
+    return magnitudes.view(torch.float32), codes.view(torch.int8).view(rows, -1)
+
+
+def decode_8bit_reference(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode in plain torch; scratch memory: a row or 1 MiB, whatever the shape."""
+    magnitudes, codes = parts(stored, shape[0])
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+    rows = max(1, CHUNK // max(1, shape[1]))
+    for of, scales, own in zip(
+        *(x.split(rows) for x in (out, magnitudes[:, None] * STEP, codes)), strict=True
+    ):
+        of.copy_(own * scales)
+    return out
+
+
+@triton.jit
+def decode_8bit_kernel(
+    magnitudes_ptr,
+    codes_ptr,
+    out_ptr,
+    count,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = code * (magnitude * STEP)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.float32)
+    scale = tl.load(magnitudes_ptr + at // COLUMNS, mask=at < count, other=0.0) * STEP
+    tl.store(out_ptr + at, (codes * scale).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def decode_8bit_triton(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode by the kernel."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+    count = out.numel()
+    launch(
+        decode_8bit_kernel,
+        (ceil_div(count, BLOCK),),
+        *(*parts(stored, shape[0]), out, count),
+        STEP=STEP,
+        COLUMNS=shape[1],
+        BLOCK=BLOCK,
+    )
+    return out
+
+
+def decode_rows(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode a weight; it has no gradient.
+
+    Args:
+        stored: uint8 [n], its magnitudes and codes (see ``stored_bytes``).
+        shape: of the weight, [rows, columns].
+        dtype: of the result.
+
+    Returns:
+        The weight, contiguous. (Not a registered operator: the compiler's own is.)
+    """
+    decode = decode_8bit_triton if runs_triton(stored) else decode_8bit_reference
+    return decode(stored, shape, dtype)
+
+
+@aot_cases
+def _aot() -> list[AotCase]:
+    def case(dtype: torch.dtype) -> None:
+        stored = torch.empty(stored_bytes(4096, 4096), dtype=torch.uint8, device="meta")
+        decode_8bit_triton(stored, (4096, 4096), dtype)
+
+    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
