@@ -36,9 +36,8 @@ def decode_8bit_reference(stored: Tensor, shape: Sequence[int], dtype: torch.dty
     magnitudes, codes = parts(stored, shape[0])
     out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
     rows = max(1, CHUNK // max(1, shape[1]))
-    for of, scales, own in zip(
-        *(x.split(rows) for x in (out, magnitudes[:, None] * STEP, codes)), strict=True
-    ):
+    tensors = (out, magnitudes[:, None] * STEP, codes)
+    for of, scales, own in zip(*(torch.split(x, rows) for x in tensors), strict=True):
         of.copy_(own * scales)
     return out
 

@@ -30,6 +30,7 @@ from megacompile.kernels import decode_8bit as in_rows
 from megacompile.kernels.registry import OpSpec, declare
 
 _CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
+_PLANNED = "_megacompile_planned"  # the attribute of a weight that stands for a coded one
 _ALIGNED = 16  # bytes, of each tensor that a subclass holds
 
 
@@ -288,7 +289,8 @@ def _is_of(thing: object, name: str) -> bool:
 def is_coded(parameter: Tensor) -> bool:
     """Return whether a parameter's values are not its memory's own."""
     return (
-        _is_of(parameter, "Params4bit")
+        _PLANNED in vars(parameter)
+        or _is_of(parameter, "Params4bit")
         or _is_of(parameter, "Int8Params")
         or is_traceable_wrapper_subclass(parameter)
     )
@@ -301,6 +303,9 @@ def rounds_inputs(parameter: Tensor) -> bool:
 
 def coding_of(parameter: Tensor) -> WeightCoding | None:
     """Return how a weight is coded; None for a plain parameter."""
+    if _PLANNED in vars(parameter):
+        planned: WeightCoding = vars(parameter)[_PLANNED]
+        return planned
     if _is_of(parameter, "Params4bit"):
         state = vars(parameter)["quant_state"]
         return BlockCoding(tuple(state.shape), state.blocksize)
@@ -316,6 +321,11 @@ def coding_of(parameter: Tensor) -> WeightCoding | None:
         start = -(-parts[-1].stop // _ALIGNED) * _ALIGNED
     shape, strides = tuple(parameter.shape), tuple(parameter.stride())
     return SubclassCoding(type(parameter), tuple(parts), context, shape, strides)
+
+
+def plan_as(parameter: Tensor, coding: WeightCoding) -> None:
+    """Have a weight without values, of a linear layer, stand for one that is coded so."""
+    vars(parameter)[_PLANNED] = coding
 
 
 def why_not_coded(module: nn.Module, parameter: Tensor) -> str | None:

@@ -267,6 +267,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--lora", type=_positive, metavar="RANK", help=text)
     text = "modules that get adapters, as PEFT's target_modules (all linear layers but the head)"
     add("--lora-targets", nargs="+", metavar="NAME", help=text)
+    text = "the frozen linear layers but the head: in bfloat16, or in bitsandbytes' codes (bf16)"
+    add("--frozen", choices=("bf16", "8bit", "4bit"), help=text)
     add = plan.add_argument_group("on which machine").add_argument
     add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
     add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
+from megacompile.capture.coded_weights import BlockCoding, RowCoding, WeightCoding, plan_as
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import parse_json
 from megacompile.state.foreign_optimizer import Several
@@ -146,12 +148,23 @@ _MOST_LAYERS = 4096  # beyond any model; a config of a billion layers would fill
 _NOT_ATTENDING = {"linear_attention", "conv", "mlp", "moe"}  # kinds of layers, as transformers names them
 
 
+FROZEN: dict[str, Callable[[tuple[int, ...]], WeightCoding] | None] = {
+    "bf16": None,
+    "8bit": RowCoding,
+    "4bit": lambda shape: BlockCoding(shape, 64),  # bitsandbytes' default
+}
+
+
 @dataclass(frozen=True)
 class Lora:
-    """PEFT's LoRA of a rank, on the modules of these names; none: on all linear layers but the head."""
+    """PEFT's LoRA of a rank, on the modules of these names; none: on all linear layers but the head.
+
+    ``frozen`` says how the base's linear layers but the head are kept, a key of :data:`FROZEN`.
+    """
 
     rank: int
     targets: tuple[str, ...] = ()
+    frozen: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -263,7 +276,12 @@ def build(name: str, config: Any, lora: Lora | None = None) -> Model:
         raise MegacompileError(
             f"{name}: no causal language model comes of its config ({kind}): {reason}"
         ) from error
-    return Model(name, config, module if lora is None else _adapted(module, lora), lora)
+    if lora is None:
+        return Model(name, config, module)
+    coding = FROZEN[lora.frozen]
+    if coding is not None:
+        _code(module, coding)
+    return Model(name, config, _adapted(module, lora), lora)
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
@@ -283,6 +301,14 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     chosen = set(map(id, matrices))
     rest = [p for p in trained if id(p) not in chosen]
     return Several([torch.optim.Muon(matrices), *([torch.optim.AdamW(rest)] if rest else [])])
+
+
+def _code(module: Any, coding: Callable[[tuple[int, ...]], WeightCoding]) -> None:
+    """Have the weights of linear layers stand for coded ones, of those that bitsandbytes codes by default."""
+    head = module.get_output_embeddings()
+    for layer in module.modules():
+        if type(layer) is nn.Linear and layer is not head:
+            plan_as(layer.weight, coding(tuple(layer.weight.shape)))
 
 
 def _adapted(module: nn.Module, lora: Lora) -> nn.Module:

@@ -180,7 +180,11 @@ def run_plan(options: argparse.Namespace) -> int:
 def _lora(options: argparse.Namespace) -> Lora | None:
     if options.lora_targets and options.lora is None:
         raise MegacompileError("--lora-targets needs --lora RANK.")
-    return None if options.lora is None else Lora(options.lora, tuple(options.lora_targets or ()))
+    if options.frozen and options.lora is None:
+        raise MegacompileError("--frozen needs --lora RANK: what is trained is kept in FP32.")
+    if options.lora is None:
+        return None
+    return Lora(options.lora, tuple(options.lora_targets or ()), options.frozen or "bf16")
 
 
 def _answer(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # In: parsed options, an answer, and a :class:`~megacompile.cli.remedies.Fit`. Out: a :class:`Command`.
 
 
-_KEPT = ("model", "lora", "lora_targets", "optimizer", "max_grad_norm", "machine", "host_budget",
+_KEPT = ("model", "lora", "lora_targets", "frozen", "optimizer", "max_grad_norm", "machine", "host_budget",
          "host_bandwidth", "nvme_rates", "link", "gpus", "nodes", "fabric", "network", "tokens",
          "price")  # fmt: skip
 _FOLDER = "DIR"  # on a drive, which the user has to name
@@ -116,6 +116,8 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     active = f", {format_count(m.active_parameters)} active" if m.active_parameters < m.parameters else ""
     if m.lora:
         kept = ", the rest frozen and kept in bfloat16, as a checkpoint in it is" if q.dtype == "bf16" else ""
+        if m.lora.frozen != "bf16":
+            kept = f", the rest frozen, its linear layers but the head in codes ({m.lora.frozen})"
         active += f", {format_count(m.trained_parameters)} trained (LoRA of rank {m.lora.rank}){kept}"
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.api.pipeline import Frontend
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.capture.coded_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.state.model_values import _Refuser as Refuser
@@ -129,7 +130,8 @@ def _is_known(value: Any) -> bool:
 
 
 def _tensor(tensor: Tensor) -> tuple[Any, ...]:
-    return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type
+    form = type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type
+    return *form, repr(coding_of(tensor))
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import megacompile
 from megacompile.api import compile
@@ -15,6 +16,7 @@ from megacompile.cli.models import Lora, build
 from megacompile.cli.plan_report import Extras, render
 from megacompile.hardware.catalog import load_machine
 from megacompile.state.moment_formats import StateFormat
+from tests.e2e.test_coded_weights import Linear4bit, Linear8bitLt
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _SHAPE: dict[str, Any] = {
@@ -61,8 +63,16 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     program.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize(
-    ("lora", "form"), [(Lora(4), "fp32"), (None, "int8"), (Lora(2, ("q_proj", "v_proj")), "int4")]
+    ("lora", "form"),
+    [
+        (Lora(4), "fp32"),
+        (None, "int8"),
+        (Lora(2, ("q_proj", "v_proj")), "int4"),
+        (Lora(4, frozen="8bit"), "fp32"),
+        (Lora(4, frozen="4bit"), "fp32"),
+    ],
 )
 def test_adapters_and_coded_moments_are_planned_as_compiled(
     lora: Lora | None, form: StateFormat, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +84,9 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
         peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
         targets = list(lora.targets) or "all-linear"
         given = peft.LoraConfig(task_type="CAUSAL_LM", r=lora.rank, target_modules=targets)
-        model = peft.get_peft_model(model.bfloat16().float(), given)  # as of a checkpoint in it
+        base = coded(model.bfloat16().float(), lora.frozen)  # as of a checkpoint in it
+        model = peft.get_peft_model(base, given)
+    told_of = {"8bit": "(8bit)", "4bit": "(4bit)"}.get(lora.frozen if lora else "", "kept in bfloat16")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     study = Study(build("llama", config, lora), "bf16", lambda message: None)
     asked = replace(QUESTION, optimizer_state=form)
@@ -82,7 +94,7 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
     assert study.model.trained_parameters == trained
     answer = study.answer(asked, both=False)
     predicted = answer.predictions[True]
-    told = "the rest frozen and kept in bfloat16" in render(answer, Extras(True))
+    told = told_of in render(answer, Extras(True)) and "the rest frozen" in render(answer, Extras(True))
     assert told == (lora is not None)
 
     backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
@@ -102,6 +114,17 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
     assert program._session.runtime is not None
     assert predicted.host.total == program._session.runtime.state.arena.nbytes
     program.close()
+
+
+def coded(model: Any, frozen: str) -> Any:
+    """The model with the linear layers but its head in codes."""
+    kind: Any = {"8bit": Linear8bitLt, "4bit": Linear4bit}.get(frozen)
+    for name, layer in list(model.named_modules()) if kind is not None else ():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            made = kind(layer.in_features, layer.out_features)
+            made.bias = None
+            model.set_submodule(name, made)
+    return model
 
 
 def test_a_frozen_weight_has_no_gradient_to_compute() -> None:
