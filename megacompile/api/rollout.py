@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megacompile.api.rollout_forecast import (
+    Completions,
+    forecast,
+    split_blocks,
+    stored_bytes,
+    weight_bytes,
+)
 from megacompile.api.session import Session
 from megacompile.capture.coded_weights import forward, is_marked, stored_shape
 from megacompile.capture.fingerprint import copy_around, parameter_forms, tensors_of
@@ -27,7 +34,7 @@ from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
 from megacompile.runtime.device import Device
 from megacompile.units import format_bytes
 
-_ALIGNED = 256  # bytes, at a multiple of which each weight begins
+_LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
 _FULL = (BudgetExceededError, torch.OutOfMemoryError)
 _Model: Any = object  # the class of the model that generates comes next
 
@@ -63,6 +70,7 @@ class Rollout:
     def __init__(self, session: Session) -> None:
         self._values, self._budget = session.values, session.compiler.room.budget_bytes
         self._forms = parameter_forms(session.model, session.compiler.frontend.compute_dtype)
+        self._session, self._sizes = session, stored_bytes(session.model, self._forms)
         self._shapes = {name: stored_shape(p) for name, p in session.model.named_parameters()}
         self._streams, self._running, self._ended = False, False, False
         self._names: dict[str, nn.Parameter] = {}
@@ -80,8 +88,7 @@ class Rollout:
 
     def nbytes_of(self, name: str) -> int:
         """Return what a parameter takes of the device."""
-        nbytes = prod(self._shapes[name]) * self._forms[name][0].itemsize
-        return -(-nbytes // _ALIGNED) * _ALIGNED
+        return self._sizes[name]
 
     def read(self, name: str, place: Tensor) -> Tensor:
         """A parameter as programs compute with it, in these bytes of the device."""
@@ -124,14 +131,14 @@ class Rollout:
         """Keep what is outside of blocks, and bring the weights of each block for its forward."""
         self._streams = True
         _Weights(self._names, self).drop()
-        blocks, outside = _split(self.model)
+        blocks, outside = split_blocks(self.model)
         names = {id(parameter): name for name, parameter in self._names.items()}
         kept = _Weights({n: p for n, p in self._names.items() if id(p) in outside}, self)
         streamed = [
             _Weights({names[id(p)]: p for p in block.parameters() if id(p) not in outside}, self)
             for block in blocks
         ]
-        least = kept.nbytes + max((weights.nbytes for weights in streamed), default=0)
+        least = weight_bytes(self.model, self._sizes).least
         if least > self._budget:
             raise BudgetError(
                 f"Generating takes {format_bytes(least)} of weights at a time, and the budget leaves "
@@ -171,6 +178,7 @@ class Rollout:
         """Return what the model's ``generate`` returns for the rows under ``name``: for all at once, or for
         one part after the other, where the device has no room for the cache of all."""
         rows = at_once = len(options[name])
+        self._foretell(rows, options[name].shape[1], options)
         start, results = 0, list[Any]()
         while start < rows or not results:
             draws = self._random_state()
@@ -206,11 +214,27 @@ class Rollout:
         padded = functools.partial(nn.functional.pad, value=self._padding(options))
         return torch.cat([padded(result, (0, longest - result.shape[1])) for result in results])
 
+    def _foretell(self, rows: int, prompt: int, options: Mapping[str, Any]) -> None:
+        """Say once, before the first token, how fast they will come."""
+        session = self._session
+        if not _LOG.isEnabledFor(logging.INFO) or not session.is_new("how fast a rollout is"):
+            return
+        new = self._setting(options, "max_new_tokens") or self._setting(options, "max_length", 20) - prompt
+        rows *= max(self._setting(options, name, 1) for name in ("num_return_sequences", "num_beams"))
+        machine, asked = session.compiler.measured_machine, Completions(rows, prompt, max(1, new))
+        try:
+            _LOG.info("%s", forecast(session.model, self._forms, machine, self._budget, asked))
+        except Exception as error:  # a forward may read values, which nothing has yet
+            _LOG.info("how fast a rollout is cannot be predicted: %s", str(error).partition("\n")[0])
+
+    def _setting(self, options: Mapping[str, Any], name: str, default: Any = None) -> Any:
+        """A setting of ``generate``, as it is given or else as the model has it."""
+        config = options.get("generation_config") or self.model.generation_config
+        return next((v for v in (options.get(name), getattr(config, name, None)) if v is not None), default)
+
     def _padding(self, options: Mapping[str, Any]) -> int:
         """The token that ``generate`` puts after the end of a row."""
-        settings = (options, vars(options.get("generation_config") or self.model.generation_config))
-        known = (of.get(name) for name in ("pad_token_id", "eos_token_id") for of in settings)
-        token = next((token for token in known if token is not None), 0)
+        token = self._setting(options, "pad_token_id", self._setting(options, "eos_token_id", 0))
         return int(token[0] if isinstance(token, list) else token)
 
     def _random_state(self, state: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -256,20 +280,3 @@ def _unmetered(parts: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
         if part is None:
             return
         yield part
-
-
-def _split(model: nn.Module) -> tuple[list[nn.Module], set[int]]:
-    """The blocks of a model, which are in lists of modules, and the ids of parameters outside of them."""
-    blocks: list[nn.Module] = []
-    outside: set[int] = set()
-
-    def walk(module: nn.Module) -> None:
-        outside.update(map(id, module.parameters(recurse=False)))
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                blocks.extend(child)
-            else:
-                walk(child)
-
-    walk(model)
-    return blocks, outside

@@ -241,10 +241,16 @@ class Session:
         self._bindings = Bindings(compiler)
         self._ran_last: BoundStep | None = None
         self._last_batch: Batch | None = None
-        self._told: set[str] = set()  # reasons for another program that were said
+        self._told: set[str] = set()  # reasons for another program, and else, that were said
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
+
+    def is_new(self, what: str) -> bool:
+        """Return whether this was not said before; from now on it was."""
+        known = what in self._told
+        self._told.add(what)
+        return not known
 
     def training(self, micro: list[Batch]) -> Mode:
         """The mode of a whole step on these micro-batches."""
@@ -351,9 +357,8 @@ class Session:
         elif any(key[:5] == batch.key[:5] for key in self.compiler.keys):
             why = ", as sizes that the forward reads from its values are others, such as those of images"
             way_out = "give batches of few combinations of sizes"
-        if why in self._told:
+        if not self.is_new(why):
             return
-        self._told.add(why)
         text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
         warnings.warn(text, stacklevel=6)
 

@@ -79,15 +79,18 @@ def flops(node: fx.Node, share: float = 1.0) -> int:
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    if products := _GROUPED.get(node.target._schema.name):
-        first, second = map(_value, node.args[:2])
-        rows, inner = first.shape[-2:]
-        return round(int(2 * products * rows * inner * second.shape[-1]) * share)
-    formula = flop_registry.get(node.target._overloadpacket)
-    if formula is None:
-        return 0
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+    found = flops_of(node.target, arguments, keywords, node.meta["val"])
+    return round(found * share) if node.target._schema.name in _GROUPED else found
+
+
+def flops_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating-point operations of the products and attention in a call of an operator."""
+    if products := _GROUPED.get(op._schema.name):
+        rows, inner = args[0].shape[-2:]
+        return int(2 * products * rows * inner * args[1].shape[-1])
+    formula = flop_registry.get(op._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def attention_flops(node: fx.Node) -> tuple[int, int]:

@@ -409,7 +409,7 @@ def _stored(plan: Plan, question: Question) -> Plan:
 
 
 Progress = Callable[[str], None]
-_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Study:
@@ -454,7 +454,7 @@ class Study:
             self._repeated[kind] = Repeated(
                 self.model,
                 read,
-                _DTYPES[self._dtype],
+                DTYPES[self._dtype],
                 stored=stored,
                 processors=processors,
                 ranks=ranks,

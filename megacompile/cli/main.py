@@ -184,6 +184,15 @@ def _count_or_auto(text: str) -> int | str:
     return text if text == "auto" else _positive(text)
 
 
+def _completions(text: str) -> tuple[int, int]:
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdigit() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be tokens of prompts and of completions, as 512x512."
+        )
+    return int(sizes[0]), int(sizes[1])
+
+
 def _above_zero(text: str) -> float:
     try:
         value = float(text)
@@ -295,6 +304,8 @@ def _answer_arguments(plan: argparse.ArgumentParser) -> None:
     add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
     add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
     add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
+    text = "prompts and completions, as 512x512, of all rows of a step: does a rollout fit, and how fast"
+    add("--rollout", type=_completions, metavar="PxC", help=text)
     axes = ("hbm-budget", "batch", "seq", "gpus", "machine")
     add("--sweep", choices=axes, help="a table and a PNG along an axis")
     add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.api.pipeline import prove
-from megacompile.cli.estimator import Answer, Prediction, Question, Study, compute_parts, waits
+from megacompile.api.rollout_forecast import Completions, Forecast, forecast
+from megacompile.capture.fingerprint import parameter_forms
+from megacompile.cli.estimator import DTYPES, Answer, Prediction, Question, Study, compute_parts, waits
 from megacompile.cli.main import folder_of, write_json
 from megacompile.cli.models import Lora, load_model
 from megacompile.cli.plan_report import Extras, command, draw_sweep, render
@@ -83,8 +85,17 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "splits": [asdict(s) for s in extras.splits],
         "meshes": [asdict(m) for m in extras.meshes],
         "largest": asdict(extras.largest) if extras.largest else None,
+        "rollout": _rollout_json(extras.rollout) if extras.rollout else None,
         "sources": q.profile.sources,
     }  # fmt: skip
+
+
+def _rollout_json(rollout: Forecast) -> dict[str, Any]:
+    rates = {
+        "prefill_tokens_per_second": rollout.prefill_rate,
+        "decode_tokens_per_second": rollout.decode_rate,
+    }
+    return asdict(rollout) | rates | {"fits": rollout.at_once > 0, "seconds": rollout.seconds}
 
 
 def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | None:
@@ -160,6 +171,9 @@ def run_plan(options: argparse.Namespace) -> int:
             return _run_sweep(options, study, question, clip, progress)
         answer, splits, meshes = _answer(options, study, question, clip)
         extras = replace(_extras(options, study, answer, clip), splits=splits, meshes=meshes)
+        if options.rollout:
+            progress("predicting the rollout")
+            extras = replace(extras, rollout=_rollout(options, study, answer.question))
         shown = answer.prediction(clip)
         schedule = shown.schedule(answer.model) if shown else None
         if folder is not None and shown and schedule:
@@ -174,7 +188,22 @@ def run_plan(options: argparse.Namespace) -> int:
         print(render(answer, extras), end="")
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
-    return 0 if answer.fits(clip) else 1
+    return 0 if answer.fits(clip) and (extras.rollout is None or extras.rollout.at_once) else 1
+
+
+def _rollout(options: argparse.Namespace, study: Study, question: Question) -> Forecast:
+    """Predict what ``program.rollout`` does with the rows of a step."""
+    completions = Completions(question.batch * question.micro_batches, *options.rollout)
+    model, machine = study.model.module, question.profile.rates(question.dtype)
+    forms = parameter_forms(model, DTYPES[question.dtype])
+    try:
+        return forecast(model, forms, machine, question.hbm_budget, completions)
+    except Exception as error:  # of the model's own forward
+        reason = str(error).partition("\n")[0]
+        raise MegacompileError(
+            f"--rollout: a cache of {options.model} cannot be predicted, as its forward does not run without "
+            f"values ({reason}): leave it out, and measure a rollout."
+        ) from error
 
 
 def _lora(options: argparse.Namespace) -> Lora | None:
@@ -223,11 +252,13 @@ def _check(options: argparse.Namespace) -> None:
     if options.sweep:
         if options.micro_batches == "auto":
             raise MegacompileError("--micro-batches auto is about one plan: give a --sweep a number.")
-        for name in ("dump", "largest", "explain", "html"):
+        for name in ("dump", "largest", "explain", "html", "rollout"):
             if getattr(options, name):
                 raise MegacompileError(
                     f"--sweep makes many plans, --{name} is about one: give one of the two."
                 )
+    if options.rollout and options.gpus * options.nodes > 1:
+        raise MegacompileError("--rollout is of one card, as a rollout is: leave --gpus and --nodes out.")
     if options.optimizer != "adamw":
         if options.optimizer_state != "fp32":
             raise MegacompileError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacompile.api.rollout_forecast import Forecast
 from megacompile.cli.estimator import CAUSES, IDLE, Answer, Prediction, Question, compute_parts, waits
 from megacompile.cli.remedies import Fit, Largest, WayOut, size_text
 from megacompile.cli.sweeps import Mesh, Point, Split
@@ -202,6 +203,7 @@ class Extras:
     splits: tuple[Split, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     commands: tuple[Command, ...] = ()
+    rollout: Forecast | None = None
 
 
 def render(answer: Answer, extras: Extras) -> str:
@@ -216,6 +218,8 @@ def render(answer: Answer, extras: Extras) -> str:
     if shown is not None:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown)]
         parts += [text for text in (_kernels(shown), _device(answer, shown)) if text]
+    if extras.rollout is not None:
+        parts.append(_rollout(extras.rollout, answer.question))
     parts.append(_host(answer))
     if shown is not None:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
@@ -420,6 +424,29 @@ def _device(answer: Answer, shown: Prediction) -> str:
         if n > 10**5 or n == max(parts.values())
     ]
     return "\n".join([*lines, f"  reached in the {where}"])
+
+
+def _rollout(rollout: Forecast, question: Question) -> str:
+    """Say whether a rollout fits, where its weights are, and how many tokens a second it gives."""
+    c, fits = rollout.completions, rollout.at_once > 0
+    rows = f"{rollout.at_once} of them at a time" if 0 < rollout.at_once < c.rows else "all at once"
+    lines = [
+        f"Rollout of {c.rows} rows, {c.prompt:,} tokens each and {c.new:,} new ones, in the device's budget",
+        f"  weights      {rollout.weights_at}",
+        f"  cache        {format_bytes(rollout.cache_bytes)} a row, {rows if fits else 'no room for one'}",
+        f"  device       {'uses' if fits else 'needs at least'} {format_bytes(rollout.need_bytes)} of "
+        f"{format_bytes(question.hbm_budget)}{'' if fits else '  << too small'}",
+    ]
+    if fits:
+        load, prompts, completions, whole = map(
+            format_seconds, (rollout.load, rollout.prefill, rollout.decode, rollout.seconds)
+        )
+        lines += [
+            f"  prompts      {rollout.prefill_rate:,.0f} tokens/s, {prompts}",
+            f"  completions  {rollout.decode_rate:,.0f} tokens/s, {completions}",
+            f"  in all       {whole}, of which {load} bring weights that stay",
+        ]
+    return "\n".join(lines)
 
 
 def _host(answer: Answer) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import megacompile
+from megacompile.api.rollout_forecast import Completions, Forecast
 from tests.e2e.test_coded_weights import Linear4bit
 from tests.e2e.test_generate import NEW, left_padded, prompts
 from tests.e2e.test_predict import trained
@@ -218,3 +219,25 @@ def test_too_small_a_budget_is_refused_with_the_least_one() -> None:
         with pytest.raises(megacompile.BudgetError, match=message) as refused, program.rollout() as model:
             model.generate(prompts(), **NEW)
         least = refused.value.least_bytes
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 3.0), ("llama", 100.0), ("llama", 0.9)])
+def test_a_rollout_is_foretold_once_as_it_comes(
+    name: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where its weights are, how many rows come at once, and the bytes that they take."""
+    ids = prompts(rows=16, length=20)
+    model = build(name)
+    budget = int(share * bytes_of(model))
+    program = megacompile.compile(model, f"{budget}B", compute_dtype=torch.float32)
+    with caplog.at_level("INFO", "megacompile.compiler"), program.rollout() as rolled:
+        rollout, parts = rolled._rollout, list[int]()
+        run = rollout.run
+        rollout.run = lambda f, args, kwargs: parts.append(len(kwargs["input_ids"])) or run(f, args, kwargs)
+        for _ in range(2):
+            rolled.generate(ids, eos_token_id=None, **NEW)
+    (said,) = (record.args[0] for record in caplog.records if record.msg == "%s")  # type: ignore[index]
+    assert isinstance(said, Forecast) and said.completions == Completions(16, 20, 10)
+    assert said.streams == rollout._streams and said.at_once == parts[-1]
+    assert said.need_bytes == pytest.approx(rollout.device.peak_bytes, rel=0.05) or said.at_once < 16
+    assert said.need_bytes <= budget and said.decode_rate > 0

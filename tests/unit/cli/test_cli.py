@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megacompile.api.rollout_forecast import Completions, Forecast, forecast
+from megacompile.capture.fingerprint import parameter_forms
 from megacompile.cli import models, plan_command, plan_report
 from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
 from megacompile.cli.main import main
@@ -327,6 +329,32 @@ def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tm
     assert (tmp_path / "dump" / "train" / "09_step.py").exists()
 
 
+def test_a_rollout_is_predicted_by_what_its_forward_takes(study: Study) -> None:
+    """All rows, one by one with a byte less, and blocks one by one without room for all weights."""
+    model, machine = study.model.module, load_machine("rtx-4090").machine
+    found = list[Forecast]()
+    for budget in (10**9, lambda: found[0].need_bytes - 1, lambda: found[0].weights.whole - 1, lambda: 1):
+        nbytes = budget if isinstance(budget, int) else budget()
+        forms = parameter_forms(model, torch.bfloat16)
+        found.append(forecast(model, forms, machine, nbytes, Completions(2, 64, 32)))
+        assert found[-1].cache_bytes == 4 * 2 * 2 * 16 * 2 * 96  # layers, keys, heads, width, bf16, tokens
+        assert found[-1].weights.whole == pytest.approx(2 * study.model.parameters, rel=0.02)
+        assert found[-1].need_bytes <= nbytes or nbytes == 1
+    assert [(f.at_once, f.streams) for f in found] == [(2, False), (1, False), (1, True), (0, True)]
+    rates = [f.decode_rate for f in found[:3]]
+    assert rates == sorted(rates, reverse=True) and found[2].load < found[0].load
+    assert "no room for one" in plan_report._rollout(found[3], _question(1))
+
+
+def test_a_rollout_stands_in_the_answer(plan: Callable[..., tuple[int, str, str]]) -> None:
+    words = ["--no-clip", "--hbm-budget", "1GB", "--rollout", "64x32"]
+    code, out, _ = plan(*words, "--json")
+    rollout = json.loads(out)["rollout"]
+    assert code == 0 and rollout["fits"] and rollout["completions"] == {"rows": 2, "prompt": 64, "new": 32}
+    _, out, _ = plan(*words)
+    assert f"completions  {rollout['decode_tokens_per_second']:,.0f} tokens/s" in out
+
+
 def test_micro_batches_raise_the_tokens(plan: Callable[..., tuple[int, str, str]]) -> None:
     _, out, _ = plan("--hbm-budget", "30MB", "--json", "--micro-batches", "3", "--no-clip")
     found = json.loads(out)
@@ -437,6 +465,8 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "x", "--machine", "h200", "--price", "2"], "--tokens"),
         (["plan", "--model", "x", "--machine", "h200", "--nvme-budget", "4TB"], "--host-budget"),
         (["plan", "--model", "x", "--machine", "h200", "--plot", "a.png"], "--sweep"),
+        (["plan", "--model", "x", "--machine", "h200", "--rollout", "512"], "as 512x512"),
+        (["plan", "--model", "x", "--machine", "h200", "--rollout", "8x8", "--gpus", "2"], "of one card"),
         (["plan", "--model", "x", "--machine", "h200", "--sweep", "batch", "--html", "a"], "one of the two"),
         (["plan", "--model", "x", "--machine", "h200", "--explain", "a", "--json"], "one of the two"),
         (["inspct"], "did you mean inspect"),
