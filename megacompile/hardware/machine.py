@@ -103,6 +103,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
 
 
 @cache
+@torch.random.fork_rng(devices=[])  # the user's draws stay as they are
 def this_cpu(dtype: torch.dtype) -> Machine:
     """Rates of this CPU from a second of measuring, as the CPU backend uses them.
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from megacompile.cli.models import PRESETS, Model, load_model
@@ -19,7 +20,7 @@ from megacompile.hardware.catalog import (
     parse_profile,
     profile_json,
 )
-from megacompile.hardware.machine import Machine
+from megacompile.hardware.machine import Machine, this_cpu
 
 MACHINE = Machine("bench", 1e14, 1e12, 2e10, 2e10, 1e11, 1e-5, 1e-5)
 
@@ -196,3 +197,10 @@ def test_a_config_folder_works(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = load_model(str(tmp_path))
     assert isinstance(model, Model) and model.parameters > 0
+
+
+def test_measuring_a_cpu_leaves_the_draws_of_the_user_alone() -> None:
+    this_cpu.cache_clear()
+    before = torch.get_rng_state()
+    this_cpu(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
