@@ -67,10 +67,14 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
 # ---- kill -9 ----
 
 
-@pytest.mark.parametrize("times", [1, 20])
-def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(times: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("learn", 1)])
+def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(
+    kind: str, times: int, tmp_path: Path
+) -> None:
+    """By its own loss, at file operations and updates; by reinforcement, within rollouts."""
+    pytest.importorskip("trl" if kind == "learn" else "transformers")
     code = "import runpy; runpy.run_module('tests.support.kills', run_name='__main__', alter_sys=True)"
-    output = run_script(code, tmp_path, times, 0)
+    output = run_script(code, tmp_path, times, 0, kind)
     assert output.returncode == 0, output.stderr
     done, equal, other = map(int, output.stdout.splitlines()[-1].split())
     assert (done, other) == (times, 0)

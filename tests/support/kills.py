@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
+from megacompile.api.rollout import Rollout
 from megacompile.integrations.transformers import Trainer
 from tests.e2e.test_trainer import logs, trainer
 
@@ -66,6 +67,21 @@ def train(folder: Path, pipe: int) -> None:
     """Train on from the newest whole checkpoint to the end; ``result.json`` has the logs and the weights."""
     settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
     one = trainer(Trainer, folder, make=small, callbacks=[Tells(pipe)], **settings)
+    end(one, folder, logs)
+
+
+def learn(folder: Path, pipe: int) -> None:
+    """The same by completions of its own: a byte for each forward of a rollout."""
+    from tests.e2e.test_policy_trainers import logs, ours, policy
+
+    run = Rollout.run
+    Rollout.run = lambda *arguments: (os.write(pipe, b"."), run(*arguments))[1]  # type: ignore[method-assign, assignment]
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 3}
+    end(policy(ours.GRPOTrainer, folder, samples=True, **settings), folder, logs)
+
+
+def end(one: Any, folder: Path, logs: Callable[[Any], Any]) -> None:
+    """Train on to the end, and write its result."""
     one.train(resume_from_checkpoint=True)
     watch(None)
     digest = hashlib.sha256()
@@ -76,7 +92,7 @@ def train(folder: Path, pipe: int) -> None:
     (folder / "writing").rename(folder / "result.json")
 
 
-def killed(folder: Path, moments: int | None) -> int:
+def killed(train: Callable[[Path, int], None], folder: Path, moments: int | None) -> int:
     """Fork a training and kill it after so many bytes; how many came."""
     read, write = os.pipe()
     child = os.fork()
@@ -98,16 +114,16 @@ def killed(folder: Path, moments: int | None) -> int:
     return seen
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def main(train: Callable[[Path, int], None], folder: Path, kills: int, seed: int) -> None:
     """Print how often a training was killed, and how many results are that of the undisturbed, and not."""
     chance = random.Random(seed)
-    total = killed(folder / "whole", None)
+    total = killed(train, folder / "whole", None)
     expected = (folder / "whole" / "result.json").read_text()
     done, equal, other = 0, 0, 0
-    while done < kills or not equal:
+    while done < kills or not equal + other:
         run = folder / str(equal + other)
         while not (run / "result.json").exists():
-            killed(run, chance.randrange(1, total // 2) if done < kills else None)
+            killed(train, run, chance.randrange(1, total // 2) if done < kills else None)
             done += not (run / "result.json").exists()
         same = (run / "result.json").read_text() == expected
         equal, other = equal + same, other + (not same)
@@ -115,4 +131,5 @@ def main(folder: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    trains = {"train": train, "learn": learn}[sys.argv[4]]
+    main(trains, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
