@@ -205,6 +205,9 @@ class Rollout:
             at_once = at_once // 2 or rows
         if len(results) == 1:
             return results[0]
+        whole = results[0]
+        if isinstance(whole, dict) and set(whole) == {"sequences"}:
+            results = [result.sequences for result in results]
         if not all(isinstance(result, Tensor) for result in results):
             raise BudgetError(
                 f"The budget has no room for the cache of {rows} rows, and results that are more than tokens "
@@ -212,7 +215,8 @@ class Rollout:
             )
         longest = max(result.shape[1] for result in results)
         padded = functools.partial(nn.functional.pad, value=self._padding(options))
-        return torch.cat([padded(result, (0, longest - result.shape[1])) for result in results])
+        tokens = torch.cat([padded(result, (0, longest - result.shape[1])) for result in results])
+        return tokens if isinstance(whole, Tensor) else type(whole)(sequences=tokens)
 
     def _foretell(self, rows: int, prompt: int, options: Mapping[str, Any]) -> None:
         """Say once, before the first token, how fast they will come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.trainer_pt_utils import LabelSmoother
 
 from megacompile.api.program import Program
+from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.padding import pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.graph.captured import all_outputs
@@ -168,10 +170,14 @@ class OutsideModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer.model, name)
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        model = unwrapped(self._trainer.model)
+        source = model.get_base_model() if hasattr(model, "get_base_model") else model
+        batch = inspect.signature(source.forward).bind_partial(*args).arguments | inputs
+        batch.pop("use_cache", None)  # a program keeps none
         if not self._is_trained():
-            return self._laid_out(inputs).predict(inputs)
-        return self._awaited(inputs)
+            return self._laid_out(batch).predict(batch)
+        return self._awaited(batch)
 
     @staticmethod
     def outputs(trainer: Any) -> Any:

@@ -316,7 +316,7 @@ class TokenMixin(Mixin):
         return max(known) if most is None else min(max(known), most)
 
     def _programmed(self) -> Program:
-        _without_fused_head(self.model)
+        without_fused_head(self.model)
         return super()._programmed()
 
     def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -366,7 +366,7 @@ class ReferenceModel(TokenModel):
     def __init__(self, trainer: Any, model: nn.Module) -> None:
         super().__init__(trainer)
         self._reference = unwrapped(model)
-        _without_fused_head(self._reference)
+        without_fused_head(self._reference)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         last = min(reversed(list(model.parameters())), key=Tensor.numel)
         model.requires_grad_(False)
@@ -406,9 +406,18 @@ class ReferenceModel(TokenModel):
             parameter.requires_grad_()
 
 
-def _without_fused_head(model: Any) -> None:
+def without_fused_head(model: Any) -> None:
     """Take away what TRL puts in the place of a model's forward, and a program computes itself."""
     vars(model.get_base_model() if hasattr(model, "get_base_model") else model).pop("forward", None)
+
+
+def without_memory_of(model: nn.Module, config: MegacompileConfig) -> MegacompileConfig:
+    """Return the settings of a program beside a frozen model, whose weights are taken off the host budget."""
+    if config.host_budget is None:
+        return config
+    whole = parse_bytes(config.host_budget, what="host_budget", available=host_available(), grows=True)
+    left = whole - sum(p.nbytes for p in model.parameters())
+    return replace(config, host_budget=f"{max(left, 1)}B")
 
 
 class ReferenceMixin(TokenMixin):
@@ -632,12 +641,8 @@ class PolicyMixin(TokenMixin):
                 f"{type(self).__name__} cannot switch off prompts that are learned, as the reference of "
                 f"beta={args.beta} needs: set beta to 0.0, or learn other adapters."
             )
-        if self.ref_model is not None and self._config.host_budget is not None:
-            whole = parse_bytes(
-                self._config.host_budget, what="host_budget", available=host_available(), grows=True
-            )
-            left = whole - sum(p.nbytes for p in self.ref_model.parameters())
-            self._config = replace(self._config, host_budget=f"{max(left, 1)}B")
+        if self.ref_model is not None:
+            self._config = without_memory_of(self.ref_model, self._config)
 
     @property
     def _token_outputs(self) -> TokenOutputs:  # type: ignore[override]

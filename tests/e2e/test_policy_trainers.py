@@ -142,7 +142,7 @@ def logs(of: Any) -> list[dict[str, float]]:
 
 def compare(mine: Any, plain: Any) -> None:
     for trainer in (mine, plain):
-        torch.manual_seed(0)
+        transformers.set_seed(0)
         trainer.train()
     assert len(logs(mine)) == len(logs(plain)) > 1
     assert any(entry.get("grad_norm", 0) > 0 for entry in logs(plain))

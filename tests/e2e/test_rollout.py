@@ -125,8 +125,11 @@ def test_rows_in_parts_end_where_they_do_together() -> None:
     program = megacompile.compile(model, f"{bytes_of(model) + 60_000}B", compute_dtype=torch.float32)
     with program.rollout() as rolled:
         assert torch.equal(sampled(rolled.generate, input_ids=ids), expected)
+        assert torch.equal(
+            sampled(rolled.generate, input_ids=ids, return_dict_in_generate=True).sequences, expected
+        )
         with pytest.raises(megacompile.BudgetError, match=r"give \d rows at a time"):
-            rolled.generate(ids, return_dict_in_generate=True, **NEW)
+            rolled.generate(ids, return_dict_in_generate=True, output_scores=True, **NEW)
         assert rolled.generate(ids[:1], return_dict_in_generate=True, **NEW).sequences.shape[0] == 1
 
 

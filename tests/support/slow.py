@@ -18,6 +18,7 @@ SLOW = (
     r"test_policy_trainers\.py::test_adapters_log_what_trl_does",
     r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
     r"test_policy_trainers\.py::test_the_example_learns",
+    r"test_experimental_trainers\.py::test_\w+\[(ORPO with|CPO|of the teacher)",
     r"test_changed_buffers\.py::test_a_classifier_trains_as_eager_does\[(False-None|True-0)",
     r"test_rollout\.py::test_tokens_are_transformers\w+\[(0.8-dtype0|100.0-dtype1)",
     r"test_train_command\.py::test_a_dry_run_is_of_the_adapters\w+\[int8",

@@ -1,0 +1,136 @@
+"""Trainers of ``trl.experimental`` over a program, a change of one import.
+
+Their losses are TRL's own code, which reads all logits: the program's forward gives these to the host, and
+its backward starts from the gradient by them. Read beside TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.experimental import cpo, gkd, orpo
+
+from megacompile.api.program import Program
+from megacompile.errors import MegacompileError
+from megacompile.graph.captured import all_outputs
+from megacompile.integrations.saving import learns_prompts
+from megacompile.integrations.transformers import Mixin
+from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of
+
+__all__ = ["CPOConfig", "CPOTrainer", "GKDConfig", "GKDTrainer", "ORPOConfig", "ORPOTrainer"]
+
+
+@dataclass
+class ORPOConfig(orpo.ORPOConfig):
+    """TRL's, that leaves what is recomputed to the plan, where TRL's asks for all activations."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class CPOConfig(cpo.CPOConfig):
+    """TRL's, in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class GKDConfig(gkd.GKDConfig):
+    """TRL's, in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+class ORPOTrainer(Mixin, orpo.ORPOTrainer):
+    """TRL's ``ORPOTrainer`` for a model whose training state is larger than the device's memory."""
+
+
+class CPOTrainer(Mixin, cpo.CPOTrainer):
+    """TRL's ``CPOTrainer`` for a model whose training state is larger than the device's memory."""
+
+
+class TeacherModel(ReferenceModel):
+    """Gives a teacher's outputs, by a program of its own; those of a batch that were foreseen, once.
+
+    A loss asks for them while the student's program has the device.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        super().__init__(trainer, model)
+        self._foreseen: dict[int, Any] = {}
+
+    def foresee(self, batch: dict[str, Any]) -> None:
+        """Compute the outputs of a batch that will be asked for."""
+        self._foreseen[id(batch["input_ids"])] = super().__call__(**batch)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._foreseen.pop(id(inputs["input_ids"]))
+
+    def eval(self) -> TeacherModel:
+        return self
+
+    def rollout(self) -> Any:
+        """Return the context in which the teacher generates."""
+        return self._program.rollout()
+
+    @staticmethod
+    def outputs(trainer: Any) -> Any:
+        return all_outputs
+
+
+class GKDTrainer(Mixin, gkd.GKDTrainer):
+    """TRL's ``GKDTrainer`` for a student whose training state is larger than the device's memory.
+
+    The teacher has a program of its own: the two take turns on the device, each within the whole budget. Both
+    generate in rollouts.
+    """
+
+    teacher_model: Any
+
+    def __init__(
+        self, model: Any = None, teacher_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(model, teacher_model, args or GKDConfig(), *rest, **kwargs)
+        if self.args.world_size > 1 or learns_prompts(self.model):
+            raise MegacompileError(
+                "GKDTrainer is for one process, and learns no prompts: train so, and other adapters."
+            )
+        self._config = without_memory_of(self.teacher_model, self._config)
+        self._teacher = self.teacher_model
+        self.teacher_model = None
+
+    def _programmed(self) -> Program:
+        without_fused_head(self.model)
+        if self.teacher_model is None:
+            self.teacher_model = TeacherModel(self, self._teacher)
+        return super()._programmed()
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As upstream, with completions that are made in a rollout."""
+        policy: Any = self._programmed() if random.random() <= self.lmbda else None
+        if policy is None and self.seq_kd:
+            policy = self.teacher_model
+        if policy is not None:
+            with policy.rollout() as generates:
+                names = "input_ids", "attention_mask", "labels"
+                made = self.generate_on_policy_outputs(generates, inputs, self.generation_config)
+                inputs |= dict(zip(names, made, strict=True))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    training_step.waits = True  # type: ignore[attr-defined]
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        """As upstream, which asks the teacher second."""
+        with torch.no_grad():
+            self.teacher_model.foresee({name: inputs[name] for name in ("input_ids", "attention_mask")})
+        return super().compute_loss(model, inputs, *rest, **named)
+
+    def release(self) -> nn.Module:
+        if self.teacher_model is not None:
+            self.teacher_model.release()
+            self.teacher_model = None
+        return super().release()
